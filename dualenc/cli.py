@@ -43,14 +43,14 @@ COMMANDS: Commands = {
     "push-model": Command("publish", "push_model", "upload a model folder to the Hugging Face hub"),
     "push-data": Command("publish", "push_data", "upload embeddings to the Hugging Face hub"),
     "evaluate": {
-        "retrieval": Command("retrieval", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
-        "image-text": Command("image_text", "image_text", "recall@k both ways, several captions"),
-        "zero-shot": Command("zero_shot", "zero_shot", "classify images by prompts"),
-        "probe": Command("probe", "probe", "linear and kNN probes on image features"),
-        "corrupted": Command("corrupted", "corrupted", "retrieval under image corruptions"),
-        "convergence": Command("convergence", "convergence", "learning curves of several runs"),
-        "objectives": Command("objectives", "objectives", "which objective misses how much of the gradient"),
-        "compare": Command("compare", "compare", "metrics of several models side by side"),
+        "retrieval": Command("evaluate", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
+        "image-text": Command("evaluate", "image_text", "recall@k both ways, several captions"),
+        "zero-shot": Command("evaluate", "zero_shot", "classify images by prompts"),
+        "probe": Command("evaluate", "probe", "linear and kNN probes on image features"),
+        "corrupted": Command("evaluate", "corrupted", "retrieval under image corruptions"),
+        "convergence": Command("evaluate", "convergence", "learning curves of several runs"),
+        "objectives": Command("evaluate", "objectives", "which objective misses how much of the gradient"),
+        "compare": Command("evaluate", "compare", "metrics of several models side by side"),
     },
 }
 

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -331,3 +332,18 @@ def is_folder_of(folder: str | os.PathLike[str], wanted: str) -> bool:
     recover(folder)
     path = Path(folder) / "meta.json"
     return path.is_file() and read_json_object(path).get("format") == wanted
+
+
+def check_writable(folder: Path) -> None:
+    """Make sure that files can be written to a folder, which need not exist; nothing is left behind."""
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise DualencError(f"{folder}: cannot be written, {existing} is a file; choose another --out")
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except (OSError, ValueError) as error:
+        if isinstance(error, DualencError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise DualencError(f"{folder}: cannot be written ({reason}); choose another --out") from None

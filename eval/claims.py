@@ -31,9 +31,10 @@ from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder
 from dualenc.encoders.dual import DUALENC_FILE, Prepare, Tower, unit_norm
 from dualenc.evaluation import plots
-from dualenc.evaluation.convergence import FiniteSet, exact_gradient
+from dualenc.evaluation.convergence import exact_gradient
 from dualenc.evaluation.corrupted import nearest_images, nearest_versions, summarise
 from dualenc.evaluation.corruptions import ALL, GeneratedCorruptions
+from dualenc.evaluation.objectives import FrozenPairs
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.report import Table, print_table
 from dualenc.files import write_json
@@ -371,24 +372,21 @@ def descend(
         At ten points in time, and before: the epoch, the exact loss and the squared norm of its gradient.
     """
     torch.manual_seed(seed)
-    ids = torch.arange(len(views))
     model = with_fixed_statistics(SmallEncoder(StoredViews(views[:0, 0], views[:0])), views.flatten(0, 1))
     objective = ON_FINITE_SET[name](num_left=len(views), temperature=temperature, views=True, seed=seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     steps_per_epoch = len(views) // batch_size
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps_per_epoch)
     batches = RandomBatches(len(views), batch_size, seed=seed)
-    sides = {"left": views[:, 0], "right": views[:, 1]}
-    left_chunks, right_chunks = ([{"image": part} for part in side.split(250)] for side in sides.values())
+    sides: dict[Side, Tensor] = {"left": views[:, 0], "right": views[:, 1]}
+    chunks = {side: [{"image": part} for part in images.split(250)] for side, images in sides.items()}
 
     def encode(side: Side, rows: Tensor) -> Tensor:
         return model(side, {"image": sides[side][rows]})
 
     def measure(epoch: int) -> dict[str, float]:
-        pairs = FiniteSet(ids, ids, views=True)
-        point = exact_gradient(
-            model, lambda _, inputs: model.left(inputs), left_chunks, right_chunks, pairs, temperature
-        )
+        pairs = partial(FrozenPairs.one_to_one, views=True)
+        point = exact_gradient(model, lambda _, inputs: model.left(inputs), chunks, pairs, temperature)
         return {"epoch": epoch, "loss": point.loss, "squared gradient": point.squared_gradient_norm}
 
     found = [measure(0)]

@@ -1,10 +1,8 @@
-"""Ranges of options and writable folders, checked before any work and any heavy import."""
+"""Ranges of options, checked before any work and any heavy import."""
 
 from __future__ import annotations
 
 import math
-import tempfile
-from pathlib import Path
 
 from dualenc.errors import DualencError
 
@@ -22,18 +20,3 @@ def check_range(minimum: float, maximum: float, **values: float | None) -> None:
             if maximum == math.inf:
                 allowed = f"be at least {minimum:,}"
             raise DualencError(f"--{name.replace('_', '-')} is {value}; it must {allowed}")
-
-
-def check_writable(folder: Path) -> None:
-    """Make sure that files can be written to a folder, which need not exist; nothing is left behind."""
-    try:
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not existing.is_dir():
-            raise DualencError(f"{folder}: cannot be written, {existing} is a file; choose another --out")
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except (OSError, ValueError) as error:
-        if isinstance(error, DualencError):
-            raise
-        reason = getattr(error, "strerror", None) or error
-        raise DualencError(f"{folder}: cannot be written ({reason}); choose another --out") from None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dualenc.commands.checks import MAX_ITEMS, MAX_WORKERS, check_range
-from dualenc.commands.options import SOURCE, SourceOptions
+from dualenc.commands.options import SOURCE, EmbedOptions, SourceOptions
 from dualenc.terminal import printable
 
 
@@ -19,13 +19,7 @@ def embed(
     side: Literal["left", "right"] | None = None,
     source: SourceOptions = SOURCE,
     limit: int | None = None,
-    batch_size: int = 32,
-    dtype: Literal["float16", "float32"] = "float32",
-    output: Literal["embedding", "features"] = "embedding",
-    dim: int | None = None,
-    autocast: Literal["bfloat16", "float16"] | None = None,
-    num_workers: int | None = None,
-    on_error: Literal["skip", "raise"] = "skip",
+    options: EmbedOptions,
     device: str | None = None,
 ) -> None:
     """Embed a corpus with one side of a model, into a folder of Arrow files.
@@ -42,25 +36,18 @@ def embed(
         out: folder to write: data-*.arrow, order.npy, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         limit: only the first rows of a table.
-        batch_size: items per forward pass.
-        dtype: precision of the stored vectors.
-        output: embedding for unit vectors, features for what probes use.
-        dim: keep only so many of the first components, as models trained with `dims` allow; by default all.
-        autocast: run the model in this precision.
-        num_workers: processes that decode images.
-        on_error: skip (and count) bad samples, or raise at the first one.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.commands.evaluation import start_processes
     from dualenc.data.sources import open_corpus
     from dualenc.data.urls import display_name
     from dualenc.encoders import load_model
+    from dualenc.evaluation.output import start_processes
     from dualenc.search.embed import embed as embed_corpus
 
-    check_range(1, MAX_ITEMS, batch_size=batch_size)
-    check_range(1, sys.maxsize, limit=limit, dim=dim)
-    check_range(0, MAX_WORKERS, num_workers=num_workers)
+    check_range(1, MAX_ITEMS, batch_size=options.batch_size)
+    check_range(1, sys.maxsize, limit=limit, dim=options.dim)
+    check_range(0, MAX_WORKERS, num_workers=options.num_workers)
     encoder = load_model(model, device=str(start_processes(device)))
     modality = None
     if side is not None:
@@ -70,7 +57,7 @@ def embed(
     takes_queries = side == "left" and encoder.kind in ("query-document", "vector")
     columns = dict(vars(source), columns=source.columns or ())
     part = "queries" if takes_queries else "corpus"
-    corpus = open_corpus(data, part=part, modality=modality, limit=limit, on_error=on_error, **columns)
+    corpus = open_corpus(data, part=part, modality=modality, limit=limit, on_error=options.on_error, **columns)
     if side is None:
         side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
     # The absolute path of a folder finds it again, from wherever the index is searched.
@@ -80,13 +67,7 @@ def embed(
         encoder.tower(side),
         corpus,
         out,
-        batch_size=batch_size,
-        dtype=dtype,
-        output=output,
-        dim=dim,
-        autocast=autocast,
-        num_workers=num_workers,
-        on_error=on_error,
+        **vars(options),
         identity={"side": side},
         notes={"model": recorded, "kind": encoder.kind, "data": display_name(data)},
     )

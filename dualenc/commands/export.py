@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dualenc.commands.checks import check_writable
-from dualenc.files import check_folder_target
+from dualenc.files import check_folder_target, check_writable
 from dualenc.terminal import printable
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.commands.checks import MAX_ITEMS, check_range
 from dualenc.commands.embed import embed
-from dualenc.commands.options import BUILD, SOURCE, BuildOptions, SourceOptions
+from dualenc.commands.options import BUILD, SOURCE, BuildOptions, EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
 from dualenc.files import remove as remove_path
 from dualenc.reading import open_regular, read_json_object
@@ -82,8 +82,8 @@ def index(
         # Hidden beside the index unless the user wants to keep them. The hidden folder outlives a failed build: a
         # factory string that FAISS refuses does not cost the embedding.
         folder = Path(embeddings or Path(out).with_name(f".{Path(out).name}.embeddings"))
-        dim = None if embeddings else build.dim
-        embed(source, data, out=str(folder), side=side, source=items, batch_size=batch_size, dim=dim, device=device)
+        options = EmbedOptions(batch_size=batch_size, dim=None if embeddings else build.dim)
+        embed(source, data, out=str(folder), side=side, source=items, options=options, device=device)
     if not distributed.is_main():
         return None
     _build(folder, out, build, append)
@@ -130,25 +130,11 @@ def _build(folder: Path, out: str, build: BuildOptions, append: bool) -> None:
         appended = change.append(out, added)
         print(printable(f"{len(added):,} vectors appended, now {len(appended):,} → {out}"))
         return
-    queries = None
+    options: dict[str, Any] = {name: value for name, value in vars(build).items() if name != "dim"}
     if build.queries is not None:
-        queries = _first(Embeddings.open(build.queries), build.dim).vectors[: build.recall_queries]
-    budget = None if build.memory is None else parse_bytes(build.memory)
-    built = Index.build(
-        added,
-        None,
-        build.factory,
-        memory=budget,
-        folder=out,
-        queries=queries,
-        recall_queries=build.recall_queries,
-        target_recall=build.target_recall,
-        metric=build.metric,
-        nprobe=build.nprobe,
-        ef_search=build.ef_search,
-        progress=True,
-    )
-    _describe(built, out, budget)
+        options["queries"] = _first(Embeddings.open(build.queries), build.dim).vectors[: build.recall_queries]
+    options["memory"] = None if build.memory is None else parse_bytes(build.memory)
+    _describe(Index.build(added, None, folder=out, progress=True, **options), out, options["memory"])
 
 
 def _first(embeddings: Embeddings, dim: int | None) -> Embeddings:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_range, check_writable
-from dualenc.commands.options import RULE, RuleOptions
+from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_range
 from dualenc.errors import DualencError
-from dualenc.files import check_file_target, check_folder_target
+from dualenc.evaluation.options import ColumnOptions
+from dualenc.files import check_file_target, check_folder_target, check_writable
+from dualenc.hard_negatives import Rule
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -21,15 +22,14 @@ def mine(
     data: str,
     *,
     out: str,
-    rule: RuleOptions = RULE,
+    rule: Rule,
     cross_encoder: str | None = None,
     form: Literal["flagembedding", "tevatron", "sentence-transformers"] = "flagembedding",
     factory: str = "exact",
     embeddings: str | None = None,
     plot: str | None = None,
     split: str = "train",
-    left_column: str | None = None,
-    right_column: str | None = None,
+    columns: ColumnOptions,
     batch_size: int = 32,
     dtype: Literal["float16", "float32"] = "float32",
     device: str | None = None,
@@ -55,26 +55,22 @@ def mine(
         embeddings: folder to keep the embeddings in; by default OUT-embeddings.
         plot: file for a histogram of the scores, such as scores.svg or scores.png.
         split: of a BEIR folder or a data set that has several.
-        left_column: of a table, with the queries, where it has no usual name.
-        right_column: of a table, with the documents, where it has no usual name.
         batch_size: items per forward pass, of the cross-encoder too.
         dtype: precision of the stored vectors.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.commands.evaluation import open_model, start_processes
     from dualenc.data.corpus import corpora
     from dualenc.data.sources import open_pairs
     from dualenc.evaluation.embedding import embed_into
-    from dualenc.search.mining import Rule
+    from dualenc.evaluation.output import open_model, start_processes
     from dualenc.search.mining import mine as mine_negatives
     from dualenc.search.rerank import open_cross_encoder
 
     kept = Path(embeddings or Path(out).with_name(f"{Path(out).name}-embeddings"))
     _check(rule, Path(out), kept, plot, factory, batch_size)
-    limits = Rule(**vars(rule))
     device_to_use = start_processes(device)
-    pairs = open_pairs(data, left_column, right_column, split=split)
+    pairs = open_pairs(data, **vars(columns), split=split)
     left, right = corpora(pairs)
     if "image" in (left.modality, right.modality):
         raise DualencError(f"{data}: holds images, and rows of mined negatives hold texts; give texts or vectors")
@@ -83,12 +79,13 @@ def mine(
     rescored_by = ""
     if cross_encoder is not None:
         rescore, rescored_by = open_cross_encoder(cross_encoder, batch_size=batch_size, device=str(device_to_use))
+    how: dict[str, Any] = {"batch_size": batch_size, "model": model, "dtype": dtype}
     report = mine_negatives(
-        embed_into(kept / "queries", encoder.left, left, batch_size, side="left", model=model, dtype=dtype),
-        embed_into(kept / "documents", encoder.right, right, batch_size, side="right", model=model, dtype=dtype),
+        embed_into(kept / "queries", encoder.left, left, side="left", **how),
+        embed_into(kept / "documents", encoder.right, right, side="right", **how),
         pairs,
         Path(out),
-        rule=limits,
+        rule=rule,
         rescore=rescore,
         rescored_by=rescored_by,
         form=form,
@@ -101,7 +98,7 @@ def mine(
     distributed.barrier()
 
 
-def _check(rule: RuleOptions, target: Path, kept: Path, plot: str | None, factory: str, batch_size: int) -> None:
+def _check(rule: Rule, target: Path, kept: Path, plot: str | None, factory: str, batch_size: int) -> None:
     """Refuse options and output places that would fail after hours of work."""
     from dualenc.data.embeddings import are_embeddings
     from dualenc.search.build import check_factory
@@ -122,11 +119,7 @@ def _check(rule: RuleOptions, target: Path, kept: Path, plot: str | None, factor
 
 
 def _show(report: Report, plot: str | None, needs_all: bool) -> None:
-    """Print the histogram of scores and the counts, and save the plot if one is wanted.
-
-    Args:
-        needs_all: whether queries with some of the negatives only have no row.
-    """
+    """Print the histogram of scores and the counts, and save the plot; `needs_all`: rows have all their negatives."""
     from dualenc.evaluation import plots
     from dualenc.evaluation.report import Table, print_table
 

@@ -28,6 +28,29 @@ class SourceOptions:
 
 
 @dataclass(frozen=True)
+class EmbedOptions:
+    """How items are embedded.
+
+    Args:
+        batch_size: items per forward pass.
+        dtype: precision of the stored vectors.
+        output: embedding for unit vectors, features for what probes use.
+        dim: keep only so many of the first components, as models trained with `dims` allow; by default all.
+        autocast: run the model in this precision.
+        num_workers: processes that decode images.
+        on_error: skip (and count) bad samples, or raise at the first one.
+    """
+
+    batch_size: int = 32
+    dtype: Literal["float16", "float32"] = "float32"
+    output: Literal["embedding", "features"] = "embedding"
+    dim: int | None = None
+    autocast: Literal["bfloat16", "float16"] | None = None
+    num_workers: int | None = None
+    on_error: Literal["skip", "raise"] = "skip"
+
+
+@dataclass(frozen=True)
 class BuildOptions:
     """The kind of an index, and how its quality is measured.
 
@@ -74,78 +97,7 @@ class SearchOptions:
     device: str = "cpu"
 
 
-@dataclass(frozen=True)
-class RankingOptions:
-    """What else than the vectors decides the order of results.
-
-    Args:
-        hybrid: fuse with BM25: by reciprocal ranks (rrf) or weighted scores (weighted).
-        weight: with hybrid, of the vectors, from 0 to 1; BM25 has the rest.
-        rerank: folder or name of a sentence-transformers CrossEncoder that scores the best results again, by their
-            texts; its scores then count.
-        rerank_top: how many of the best it scores; the others are left out.
-    """
-
-    hybrid: Literal["rrf", "weighted"] | None = None
-    weight: float = 0.5
-    rerank: str | None = None
-    rerank_top: int = 100
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """A search engine to ask beside exact search.
-
-    Args:
-        engine: folder that `dualenc push` wrote for the documents: ask that engine, too, and compare with exact search.
-        qdrant_path: the folder of Qdrant's embedded mode, if ENGINE was pushed there; its files can run code, so name
-            only one that you trust.
-        where: search only documents that meet this: year>=2020, lang=en,de, lang!=en; may be repeated. Judgements of
-            others, and queries without a relevant document among them, are left out. The columns are fields of
-            corpus.jsonl or what embeddings have kept (`--columns`).
-        filter: the same with an engine, in its own language: SQL for LanceDB (year >= 2020 AND lang = 'en'), JSON for
-            Qdrant ({"must": [{"key": "year", "range": {"gte": 2020}}]}).
-    """
-
-    engine: str | None = None
-    qdrant_path: str | None = None
-    where: list[str] | None = None
-    filter: str = ""
-
-
-@dataclass(frozen=True)
-class RuleOptions:
-    """Which documents are hard negatives.
-
-    Args:
-        num_negatives: for each query at most.
-        first_rank: first rank to take, counted from 1 without known positives; 11 skips the first ten.
-        last_rank: last rank to take.
-        relative: a negative scores at most this share of its positive's score; null for no such limit.
-        margin: a negative scores at least so much less than its positive.
-        max_score: no negative scores more.
-        percentile: no negative scores more than this percentile (0 to 100) of the scores of all known pairs.
-        against: which score counts where a query has several positives.
-        pick: the best of what is left, or a random sample of it.
-        seed: of the random samples.
-    """
-
-    num_negatives: int = 8
-    first_rank: int = 1
-    last_rank: int = 100
-    relative: float | None = 0.95
-    margin: float | None = None
-    max_score: float | None = None
-    percentile: float | None = None
-    against: Literal["lowest", "mean", "highest"] = "mean"
-    pick: Literal["top", "random"] = "top"
-    seed: int = 0
-
-
 # Frozen, and thus fit to be default arguments.
 SOURCE = SourceOptions()
 BUILD = BuildOptions()
 SEARCH = SearchOptions()
-RANKING = RankingOptions()
-ENGINE = EngineOptions()
-RULE = RuleOptions()

@@ -42,77 +42,48 @@ def push_model(
         message: of the commit.
     """
     # Heavy libraries are imported in functions, so that help is instant.
+    from dualenc.encoders import load_model
+    from dualenc.encoders.card import with_metadata, with_repository, with_results
     from dualenc.encoders.dual import MODEL_FILES
+    from dualenc.search.embed import tower_checksum
 
     folder = Path(model)
     if not any((folder / name).is_file() for name in MODEL_FILES):
         raise DualencError(f"{folder}: holds no model; name the folder that training wrote, such as runs/mine/model")
-    if repo.count("/") != 1:
-        raise DualencError(f"{repo}: no name of a repository; give owner/name")
+    _check_name(repo)
+    path = folder / "README.md"
+    card = path.read_text(encoding="utf-8") if path.is_file() else load_model(folder).model_card(folder.name, {})
     if results:
-        add_results(folder, [Path(each) for each in results])
-    before = name_repository(folder, repo, license)
+        encoder = load_model(folder)
+        weights = {tower_checksum(encoder.left), tower_checksum(encoder.right)}
+        found = [result for evaluation in results for result in _results_of(Path(evaluation), weights)]
+        card = with_results(card, folder.resolve().name, found)
+    named = with_repository(card, repo)
+    if license is not None:
+        named = with_metadata(named, repo, license=license)
+    _write_card(path, named)
     try:
         _upload(folder, repo, "model", public, revision, message)
     except DualencError:
         # A card must not name a repository that does not hold the model.
-        _write_card(folder, before)
+        _write_card(path, card)
         raise
 
 
-def name_repository(folder: Path, repo: str, license: str | None) -> str:
-    """Write a repository's name, and a license, into a model folder's README.md; what it said before.
-
-    Raises:
-        DualencError: the front matter cannot be read.
-    """
-    from dualenc.encoders.card import with_metadata, with_repository
-
-    before = _read_card(folder)
-    card = with_repository(before, repo)
-    if license is not None:
-        card = with_metadata(card, repo, license=license)
-    _write_card(folder, card)
-    return before
+def _check_name(repo: str) -> None:
+    if repo.count("/") != 1:
+        raise DualencError(f"{repo}: no name of a repository; give owner/name")
 
 
-def _read_card(folder: Path) -> str:
-    from dualenc.encoders import load_model
-
-    path = folder / "README.md"
-    return path.read_text(encoding="utf-8") if path.is_file() else load_model(folder).model_card(folder.name, {})
-
-
-def _write_card(folder: Path, card: str) -> None:
-    with atomic_path(folder / "README.md") as part:
+def _write_card(path: Path, card: str) -> None:
+    with atomic_path(path) as part:
         part.write_text(card, encoding="utf-8")
-
-
-def add_results(folder: Path, evaluations: list[Path]) -> None:
-    """Write evaluation results into the front matter of a model folder's README.md.
-
-    Args:
-        folder: of the model.
-        evaluations: folders of `dualenc evaluate` with their kept embeddings, whose checksums identify the weights.
-
-    Raises:
-        DualencError: no results, results of another kind of task, or of other weights.
-    """
-    from dualenc.encoders import load_model
-    from dualenc.encoders.card import with_results
-    from dualenc.search.embed import tower_checksum
-
-    encoder = load_model(folder)
-    weights = {tower_checksum(encoder.left), tower_checksum(encoder.right)}
-    results = [result for evaluation in evaluations for result in _results_of(evaluation, weights)]
-    path = folder / "README.md"
-    card = path.read_text(encoding="utf-8") if path.is_file() else encoder.model_card(folder.name, {})
-    _write_card(folder, with_results(card, folder.resolve().name, results))
 
 
 def _results_of(evaluation: Path, weights: set[str]) -> list[Results]:
     """The results of one evaluation, which must be of these weights."""
     from dualenc.encoders.card import Results
+    from dualenc.evaluation.output import evaluated_weights
     from dualenc.evaluation.retrieval import HEADLINES
 
     if not (evaluation / "metrics.json").is_file():
@@ -121,9 +92,8 @@ def _results_of(evaluation: Path, weights: set[str]) -> list[Results]:
     task = metrics.get("task")
     if task not in ("retrieval", "image-text", "zero-shot"):
         raise DualencError(f"{evaluation}: holds results of {task}; give those of retrieval, image-text or zero-shot")
-    # The evaluation keeps its embeddings, whose meta.json names the weights.
-    embedded = [read_json_object(path) for path in evaluation.glob("**/embeddings/*/meta.json")]
-    if not embedded or not {meta.get("model_checksum") for meta in embedded} <= weights:
+    evaluated = evaluated_weights(evaluation)
+    if not evaluated or not evaluated <= weights:
         raise DualencError(f"{evaluation}: is not about the weights that the model has now; evaluate it again")
     if task == "retrieval":
         # The model is the first system.
@@ -151,6 +121,7 @@ def push_data(
     """
     from dualenc.data.embeddings import Embeddings
 
+    _check_name(repo)
     # Refuses unfinished embeddings and other folders.
     Embeddings.open(embeddings)
     _upload(Path(embeddings), repo, "dataset", public, revision, message)
@@ -161,8 +132,6 @@ def _upload(
 ) -> None:
     from huggingface_hub import HfApi
 
-    if repo.count("/") != 1:
-        raise DualencError(f"{repo}: no name of a repository; give owner/name")
     hub = HfApi()
     try:
         hub.create_repo(repo, repo_type=kind, private=not public, exist_ok=True)

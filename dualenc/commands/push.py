@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from dualenc.commands.checks import MAX_ITEMS, check_range
 from dualenc.errors import DualencError
-from dualenc.files import removed_if_refused
+from dualenc.files import check_writable, removed_if_refused
 from dualenc.terminal import printable
 
 FINISHED = {"lancedb": "*.lance/data/*", "qdrant": "collection/*/storage.sqlite"}
@@ -52,14 +53,10 @@ def push(
         batch_size: vectors sent at once; by default what suits the engine.
         recall_queries: how many of the vectors to measure recall@10 with; 0 measures nothing.
     """
-    # Heavy libraries are imported here, so that help is instant.
-    from dualenc.commands.checks import MAX_ITEMS, check_range
-
     check_range(1, MAX_ITEMS, batch_size=batch_size)
     check_range(0, MAX_ITEMS, recall_queries=recall_queries)
     if to == "parquet":
-        engine_options = (out, collection, metric, batch_size)
-        if any(value is not None for value in engine_options) or quantization != "none":
+        if quantization != "none" or any(value is not None for value in (out, collection, metric, batch_size)):
             raise DualencError("--to parquet writes the vectors as they are; leave the options out")
         _export(embeddings, target, replace)
         return
@@ -81,7 +78,6 @@ def _export(embeddings: str, target: str, replace: bool) -> None:
 def _push(
     embeddings: str, target: str, to: str, folder: Path, collection: str | None, settings: dict[str, Any]
 ) -> None:
-    from dualenc.commands.checks import check_writable
     from dualenc.data.embeddings import Embeddings
     from dualenc.search.engines.connection import is_server
     from dualenc.search.engines.index import check_engine_target, open_engine
@@ -106,8 +102,8 @@ def _push(
     vectors = f"{about.count:,} vectors of dimension {about.dim} ({stored_as})"
     print(printable(f"{vectors} → {to} {engine.place}; {sent:,} sent"))
     if "recall_at_10" in index.meta:
-        recall = f"{index.meta['recall_at_10']:.4f} ({index.meta['recall_queries']} queries)"
-        print(f"recall@10 against exact search: {recall}")
+        queries = f"{index.meta['recall_queries']} queries"
+        print(f"recall@10 against exact search: {index.meta['recall_at_10']:.4f} ({queries})")
     is_embedded = to == "qdrant" and not is_server(target)
     if is_embedded and about.count > MAX_EMBEDDED_POINTS:
         warning = "Qdrant's embedded mode compares a query with all of them; a server or LanceDB has an index"

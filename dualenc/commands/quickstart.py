@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 PACKAGES = ("numpy", "scipy", "sklearn", "pandas", "matplotlib", "networkx", "sympy", "PIL", "torch", "datasets")
 """Packages that are read after the standard library, if they are installed."""
 
+MIN_LENGTH = 80
+"""Characters that must follow the summary line."""
 SKIPPED_FOLDERS = {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "_vendor"}
 
 
@@ -46,22 +48,16 @@ class Docstring(NamedTuple):
     rest: str
 
 
-def read_docstrings(
-    limit: int, packages: Sequence[str] = PACKAGES, minimum_length: int = 80, progress: bool = True
-) -> list[Docstring]:
-    """Docstrings of the standard library and of installed packages with a summary line and something after it.
+def read_docstrings(limit: int, packages: Sequence[str] = PACKAGES) -> list[Docstring]:
+    """Docstrings of the standard library and of packages with a summary line and something after it.
 
-    Args:
-        limit: how many at most; the order is the same in every run on the same machine.
-        packages: top-level packages to read after the standard library.
-        minimum_length: characters that must follow the summary line.
-        progress: show a progress bar.
+    Their order is the same in every run on the same machine.
     """
-    found = itertools.islice(_docstrings(packages, minimum_length), limit)
-    return list(tqdm(found, "reading docstrings", limit, unit="doc", disable=not progress, leave=False))
+    found = itertools.islice(_docstrings(packages), limit)
+    return list(tqdm(found, "reading docstrings", limit, unit="doc", leave=False))
 
 
-def _docstrings(packages: Sequence[str], minimum_length: int) -> Iterator[Docstring]:
+def _docstrings(packages: Sequence[str]) -> Iterator[Docstring]:
     seen: set[str] = set()
     roots = [("", Path(sysconfig.get_paths()["stdlib"]))]
     for package in packages:
@@ -86,7 +82,7 @@ def _docstrings(packages: Sequence[str], minimum_length: int) -> Iterator[Docstr
                 summary = summary.strip()
                 # The same summary over many overloads is one question with many answers: keep the first.
                 is_new = seen.isdisjoint((summary, name))
-                if is_new and len(summary.split()) >= 3 and len(rest) >= minimum_length:
+                if is_new and len(summary.split()) >= 3 and len(rest) >= MIN_LENGTH:
                     seen.update((summary, name))
                     yield Docstring(name, summary, rest)
 
@@ -108,22 +104,16 @@ def is_collection(folder: Path) -> bool:
 
 
 def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: int, seed: int = 0) -> None:
-    """Write corpus.jsonl, queries.jsonl, qrels/train.tsv and qrels/test.tsv.
+    """Write corpus.jsonl, queries.jsonl, qrels/train.tsv and qrels/test.tsv in place of an older collection.
 
-    Args:
-        folder: where to; an existing collection is replaced.
-        docstrings: M documented functions and classes; all their documents form the corpus.
-        num_test: how many are held out, chosen at random: no training pair holds their query or their document.
-        seed: of the choice.
+    Of the documents, which are all in the corpus, `num_test` random ones are held out from the training pairs.
 
     Raises:
         DualencError: fewer docstrings than twice `num_test`.
     """
     if len(docstrings) < 2 * num_test:
-        raise DualencError(
-            f"only {len(docstrings)} docstrings were found on this machine, {2 * num_test} are needed; "
-            "install a documented package such as scipy, or ask for fewer test functions"
-        )
+        found = f"only {len(docstrings)} docstrings were found on this machine, {2 * num_test} are needed"
+        raise DualencError(f"{found}; install a documented package such as scipy, or ask for fewer test functions")
     order = np.random.default_rng(seed).permutation(len(docstrings))
     with atomic_folder(folder, is_collection, "quickstart") as part:
         (part / "qrels").mkdir(parents=True)
@@ -271,8 +261,9 @@ def new_model(texts: Any, vocab_size: int) -> TextEncoder:
 def _bm25(collection: RetrievalSet) -> dict[str, float]:
     from dualenc.evaluation.retrieval import Result, bm25_run
 
-    queries, corpus = collection.queries, collection.corpus
-    texts = [[side.items[row] for row in range(len(side))] for side in (queries, corpus)]
+    queries = collection.queries
+    corpus = collection.corpus
+    texts = [[side[row] for row in range(len(side))] for side in (queries, corpus)]
     run = bm25_run(queries.ids, texts[0], corpus.ids, texts[1], 100)
     return dict(Result("BM25", "docstrings", run, collection.qrels, len(corpus)).means)
 
@@ -280,10 +271,7 @@ def _bm25(collection: RetrievalSet) -> dict[str, float]:
 def choose_steps(step_seconds: float, elapsed: float, rest: float) -> int:
     """The number of training steps that lets the quickstart end within four minutes: a multiple of 10, from 20 to 600.
 
-    Args:
-        step_seconds: of one step.
-        elapsed: seconds since the start.
-        rest: remaining seconds without the steps.
+    All times are in seconds: of a step, since the start, and what the rest takes without the steps.
     """
     affordable = ((SECONDS - elapsed) / MARGIN - rest) / step_seconds
     steps = min(max(int(affordable) // 10 * 10, MIN_STEPS), MAX_STEPS)
@@ -313,13 +301,8 @@ def measure(
 ) -> tuple[float, float]:
     """Time a training step, and everything after the training, in seconds; the model does not change.
 
-    Args:
-        model: the model to train; a copy of it makes ten steps.
-        pairs: the training pairs.
-        collection: the test collection. It will be embedded three times, twice to evaluate and once for the index; here
-            a sample of it is.
-        seed: of the steps.
-        clock: the current time in seconds.
+    A copy of the model makes ten steps. The collection will be embedded three times, twice to evaluate and once for the
+    index; here a sample of it is.
     """
     from dualenc.data import Corpus
     from dualenc.data.columns import Picked
@@ -342,8 +325,16 @@ def measure(
 def _trainer(output: Path, steps: int, seed: int, progress: bool = True) -> Trainer:
     from dualenc.training.trainer import Trainer
 
-    common: dict[str, Any] = {"batch_size": BATCH_SIZE, "learning_rate": 4e-3, "save_every": None, "overwrite": True}
-    return Trainer(output=output, max_steps=steps, seed=seed, progress=progress, **common)
+    return Trainer(
+        output=output,
+        max_steps=steps,
+        seed=seed,
+        progress=progress,
+        batch_size=BATCH_SIZE,
+        learning_rate=4e-3,
+        save_every=None,
+        overwrite=True,
+    )
 
 
 def _objective(pairs: BeirPairs) -> GlobalCache:

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualenc.commands.checks import check_range
-from dualenc.commands.options import RANKING, SEARCH, RankingOptions, SearchOptions
+from dualenc.commands.options import SEARCH, SearchOptions
 from dualenc.errors import DualencError
+from dualenc.evaluation.options import RankingOptions
 from dualenc.terminal import printable, printable_json
+
+RANKING = RankingOptions()
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,18 +56,10 @@ def search(
     searcher = _open(index, query, k, ranking, options)
     conditions = searcher.conditions(where or ())
     side = searcher.query_side(_modality(query, searcher.takes))
+    item = _item(query, searcher.encoder.tower(side).modality)
     top = 0 if ranking.rerank is None else ranking.rerank_top
-    asked = Query(
-        side,
-        _item(query, searcher.encoder.tower(side).modality),
-        k=k,
-        where=conditions,
-        filter=filter,
-        hybrid=ranking.hybrid,
-        weight=ranking.weight,
-        rerank=top,
-    )
-    hits = searcher.search([asked])[0]
+    fusion: dict[str, Any] = {"hybrid": ranking.hybrid, "weight": ranking.weight}
+    hits = searcher.search([Query(side, item, k=k, where=conditions, filter=filter, rerank=top, **fusion)])[0]
     if isinstance(searcher.index, EngineIndex):
         searcher.index.engine.close()
     columns = searcher.index.column_kinds
@@ -99,7 +94,7 @@ def _remedy(num_conditions: int, filter: str) -> str:
 
 def _open(index: str, query: str, k: int, ranking: RankingOptions, options: SearchOptions) -> Searcher:
     """Open an index with the models that the query needs, after checking the options."""
-    from dualenc.commands.evaluation import start_processes
+    from dualenc.evaluation.output import start_processes
     from dualenc.search.build import MAX_PARAMETER
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher

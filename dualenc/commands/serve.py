@@ -74,7 +74,7 @@ def serve(
     missing = [package for module, package in REQUIRED_PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise DualencError(f"serve needs the package {missing[0]}: pip install 'dualenc[serve]'")
-    from dualenc.commands.evaluation import start_processes
+    from dualenc.evaluation.output import start_processes
     from dualenc.search.build import MAX_PARAMETER
     from dualenc.search.kinds import parse_bytes
     from dualenc.search.rerank import open_cross_encoder

@@ -71,12 +71,7 @@ def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
 
 
 def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
-    """The words after `dualenc` of what follows a training: report, evaluate and index, with the data of its recipe.
-
-    Args:
-        model: the model folder of the run.
-        settings: the resolved recipe.
-    """
+    """The words after `dualenc` of what follows a training: report, evaluate and index, with the data of its recipe."""
     from dualenc.encoders.load import folder_kind
 
     task = _EVALUATIONS[folder_kind(model)]

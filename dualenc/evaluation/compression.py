@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import faiss
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualenc.errors import DualencError
-from dualenc.evaluation.retrieval import first_documents
+from dualenc.evaluation.probe import unit_rows
+from dualenc.evaluation.retrieval import as_run, first_documents
 from dualenc.search.exact import DOCUMENT_BLOCK, exact_search
 from dualenc.types import Vectors
 
@@ -22,12 +22,9 @@ RESCORED = 4
 
 
 class Size(NamedTuple):
-    """Storage of vectors.
+    """Storage of vectors: their first components as float32, a byte each (int8), or their signs (binary).
 
-    Attributes:
-        dim: number of first components.
-        code: "float32"; "int8", a byte per component; "binary", its sign.
-        rescored: whether vectors in float32 on disk order the best candidates again.
+    With `rescored`, vectors in float32 on disk order the best candidates again.
     """
 
     dim: int
@@ -66,16 +63,8 @@ def halvings(dim: int, smallest: int = 32) -> list[int]:
 
 
 def first_components(vectors: Vectors, dim: int) -> npt.NDArray[np.float32]:
-    """The first d components of vectors (N, D), scaled to length one; zero stays zero.
-
-    Raises:
-        DualencError: there are not so many.
-    """
-    if not 1 <= dim <= vectors.shape[1]:
-        raise DualencError(f"dim is {dim}: give 1 to {vectors.shape[1]}, the size of the vectors")
-    first = np.ascontiguousarray(vectors[:, :dim], np.float32)
-    lengths = np.sqrt(np.einsum("nd,nd->n", first, first))
-    return np.asarray(first / np.where(lengths == 0, 1, lengths)[:, None], np.float32)
+    """The first d components of vectors (N, D), scaled to length one; zero stays zero."""
+    return unit_rows(vectors[:, :dim])
 
 
 def compressed_run(
@@ -96,10 +85,8 @@ def compressed_run(
     takes the best 4·depth by the codes and orders them by the inner product of queries and documents in float32.
 
     Args:
-        query_ids: (Q,) ids.
-        queries: (Q, D) unit embeddings.
-        document_ids: (N,) ids.
-        documents: (N, D) unit embeddings; may be memory-mapped.
+        query_ids, queries: (Q,) ids and (Q, D) unit embeddings.
+        document_ids, documents: (N,) ids and (N, D) unit embeddings; may be memory-mapped.
         size: storage of the documents; queries lose the same components.
         depth: how many documents to keep for each query.
         keep_self_matches: keep a document whose id is the query's; otherwise one more takes its place.
@@ -107,74 +94,32 @@ def compressed_run(
 
     Returns:
         Score of each retrieved document by query id.
-
-    Raises:
-        DualencError: there are fewer components than asked for.
     """
     short = first_components(np.asarray(queries), size.dim)
-    prefixes = _Prefixes(documents, size.dim)
+    # Of memory-mapped documents only the first components are in memory.
+    blocks = [slice(start, start + DOCUMENT_BLOCK) for start in range(0, len(documents), DOCUMENT_BLOCK)]
+    stored = np.concatenate([first_components(np.asarray(documents[block]), size.dim) for block in blocks])
     # One more than the depth takes the place of a self-match.
-    candidates = depth + 1
-    if size.rescored:
-        candidates *= RESCORED
-    candidates = min(candidates, len(prefixes))
+    candidates = (depth + 1) * (RESCORED if size.rescored else 1)
+    candidates = min(candidates, len(stored))
     if size.code == "float32":
-        scores, columns = exact_search(short, prefixes.all(), candidates, document_ids=document_ids, device=device)
+        scores, columns = exact_search(short, stored, candidates, document_ids=document_ids, device=device)
     elif size.code == "int8":
-        scores, columns = _search_bytes(short, prefixes, candidates)
+        index = faiss.IndexScalarQuantizer(size.dim, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
+        index.train(stored)
+        index.add(stored)
+        scores, columns = index.search(short, candidates)
     else:
-        scores, columns = _search_bits(short, prefixes, candidates)
+        # Packed bits fill whole bytes; the padding is equal in all vectors.
+        signs: Any = faiss.IndexBinaryFlat(8 * -(-size.dim // 8))
+        signs.add(np.packbits(stored > 0, axis=1))
+        distances, columns = signs.search(np.packbits(short > 0, axis=1), candidates)
+        scores = np.asarray(-distances / size.dim, np.float32)
     if size.rescored:
         for row, found in enumerate(columns):
-            scores[row] = prefixes.rows(found) @ short[row]
-    run = {
-        query: {document_ids[column]: float(score) for column, score in zip(found, values)}
-        for query, found, values in zip(query_ids, columns.tolist(), scores.tolist(), strict=True)
-    }
+            scores[row] = stored[found] @ short[row]
+    run = as_run(query_ids, document_ids, scores, columns)
     return first_documents(run, depth, keep_self_matches=keep_self_matches)
-
-
-class _Prefixes:
-    """The first components of documents (N, D), a block at a time."""
-
-    def __init__(self, documents: Vectors, dim: int) -> None:
-        self.documents = documents
-        self.dim = dim
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def rows(self, rows: npt.NDArray[np.int64] | slice) -> npt.NDArray[np.float32]:
-        return first_components(np.asarray(self.documents[rows]), self.dim)
-
-    def blocks(self) -> list[slice]:
-        return [slice(start, start + DOCUMENT_BLOCK) for start in range(0, len(self), DOCUMENT_BLOCK)]
-
-    def all(self) -> npt.NDArray[np.float32]:
-        return np.concatenate([self.rows(block) for block in self.blocks()])
-
-
-def _search_bytes(
-    queries: npt.NDArray[np.float32], documents: _Prefixes, k: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    index = faiss.IndexScalarQuantizer(documents.dim, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
-    # The ranges of QT_8bit are minima and maxima over all documents.
-    index.train(documents.all())
-    for block in documents.blocks():
-        index.add(documents.rows(block))
-    scores, columns = index.search(queries, k)
-    return scores, columns
-
-
-def _search_bits(
-    queries: npt.NDArray[np.float32], documents: _Prefixes, k: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    # Packed bits fill whole bytes; the padding is equal in all vectors.
-    index = faiss.IndexBinaryFlat(8 * -(-documents.dim // 8))
-    for block in documents.blocks():
-        index.add(np.packbits(documents.rows(block) > 0, axis=1))
-    distances, columns = index.search(np.packbits(queries > 0, axis=1), k)
-    return np.asarray(-distances / documents.dim, np.float32), columns
 
 
 def size_rows(results: dict[Size, dict[str, float]], metrics: Sequence[str]) -> list[dict[str, object]]:

@@ -1,7 +1,6 @@
 """The exact global loss of a model on a finite set of pairs, the squared norm of its gradient, and its embeddings.
 
-Source: Yau et al. 2024 (arXiv:2404.10575), Eq. 1, Eq. 4 and §4.5 (Figure 7). Every anchor is compared with all
-negatives of the set, in chunks: neither all similarities nor all activations are in memory at once.
+Source: Yau et al. 2024 (arXiv:2404.10575), Eq. 1, Eq. 4 and §4.5 (Figure 7).
 """
 
 from __future__ import annotations
@@ -16,27 +15,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.evaluation.probe import check_labels, unit_rows
-from dualenc.types import Inputs, Integers, Vectors
+from dualenc.evaluation.objectives import FrozenPairs
+from dualenc.evaluation.probe import unit_rows
+from dualenc.types import Inputs, Integers, Side, Vectors
 
 _BLOCK = 1024
-BIN_EDGES: npt.NDArray[np.float64] = np.linspace(-1, 1, 101)
+_EDGES: npt.NDArray[np.float64] = np.linspace(-1, 1, 101)
+_COUNTS = ("positives", "negatives")
 
 
 def alignment(left: Vectors, right: Vectors, power: float = 2) -> float:
     """Mean of ‖x − y‖^α over positive pairs of unit vectors (Wang & Isola 2020, Eq. 7); 0 is perfect.
 
     Args:
-        left: (M, D) embeddings; scaled to unit norm here.
-        right: (M, D) embedding of the positive of each.
+        left, right: (M, D) embeddings of the pairs; scaled to unit norm here.
         power: α.
-
-    Raises:
-        DualencError: the shapes differ.
     """
-    if left.shape != right.shape:
-        raise DualencError(f"left has shape {left.shape}, right {right.shape}; row i of each must be a pair")
     difference = unit_rows(left, "left embeddings") - unit_rows(right, "right embeddings")
     return float(np.mean(np.linalg.norm(difference.astype(np.float64), axis=1) ** power))
 
@@ -67,13 +63,8 @@ def effective_rank(embeddings: Vectors) -> float:
 
     Args:
         embeddings: (N, D), as they are: neither centred nor scaled.
-
-    Raises:
-        DualencError: not a matrix, or not finite.
     """
     rows = np.asarray(embeddings, dtype=np.float64)
-    if rows.ndim != 2 or rows.size == 0 or not np.isfinite(rows).all():
-        raise DualencError(f"embeddings of shape {rows.shape} have no rank; a matrix of finite numbers is needed")
     # The singular values of a tall matrix, through its (D, D) Gram matrix where that is much smaller.
     small = rows if min(rows.shape) == rows.shape[0] else np.linalg.qr(rows, mode="r")
     values = np.linalg.svd(small, compute_uv=False)
@@ -89,18 +80,21 @@ class SimilarityHistogram:
     """How often each similarity occurs among positive and among negative pairs.
 
     Attributes:
-        edges: (K + 1,) edges of the bins on [−1, 1].
-        positives: (K,) number of positive pairs in each bin.
+        positives: (K,) number of positive pairs in each of K equal bins on [−1, 1].
         negatives: (K,) number of negative pairs in each bin.
         positive_mean: mean cosine of the positive pairs.
         negative_mean: mean cosine of the negative pairs.
     """
 
-    edges: npt.NDArray[np.float64]
     positives: npt.NDArray[np.int64]
     negatives: npt.NDArray[np.int64]
     positive_mean: float
     negative_mean: float
+
+    @property
+    def edges(self) -> npt.NDArray[np.float64]:
+        """(K + 1,) edges of the bins."""
+        return np.linspace(-1, 1, len(self.positives) + 1)
 
     @property
     def overlap(self) -> float:
@@ -109,18 +103,29 @@ class SimilarityHistogram:
         negatives = self.negatives / self.negatives.sum()
         return float(np.minimum(positives, negatives).sum())
 
+    def merged(self, num_bins: int) -> SimilarityHistogram:
+        """The same in fewer bins."""
+        positives, negatives = (counts.reshape(num_bins, -1).sum(axis=1) for counts in (self.positives, self.negatives))
+        return SimilarityHistogram(positives, negatives, self.positive_mean, self.negative_mean)
+
     def to_plain(self) -> dict[str, Any]:
         """The same as numbers and lists, for JSON."""
-        plain = dict(vars(self))
-        for name in ("edges", "positives", "negatives"):
-            plain[name] = plain[name].tolist()
-        return plain
+        return {name: value.tolist() if name in _COUNTS else value for name, value in vars(self).items()}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> SimilarityHistogram:
-        """Restore from `to_plain()`."""
-        arrays: dict[str, Any] = {name: np.asarray(v) if isinstance(v, list) else v for name, v in plain.items()}
-        return cls(**arrays)
+        """Restore from untrusted `to_plain()`.
+
+        Raises:
+            ValueError: counts that are no histograms, or means that are no numbers.
+        """
+        positives, negatives = (np.array(plain[name], np.int64) for name in _COUNTS)
+        means = (float(plain["positive_mean"]), float(plain["negative_mean"]))
+        if positives.shape != negatives.shape or positives.ndim != 1 or not np.isfinite(means).all():
+            raise ValueError("histograms of different shapes")
+        if any(counts.min(initial=0) < 0 or not counts.sum() for counts in (positives, negatives)):
+            raise ValueError("an empty histogram")
+        return cls(positives, negatives, *means)
 
 
 def pair_similarities(
@@ -133,17 +138,14 @@ def pair_similarities(
     """Cosines of row i of `left` with row i of `right` (positives) and with every other row (negatives).
 
     Args:
-        left: (M, D) embeddings; scaled to unit norm here.
-        right: (M, D) embedding of the positive of each.
-        left_id: (M,) ids: items of one id are never negatives of each other's partners. By default all rows differ.
-        right_id: (M,) ids of the right side, in the same way.
+        left, right: (M, D) embeddings of the pairs; scaled to unit norm here.
+        left_id, right_id: (M,) ids: items of one id are never negatives of each other's partners. By default all rows
+            differ.
         left_positives: (M, K) right ids that are positive with each left item, padded with −1.
 
     Raises:
-        DualencError: the shapes differ, or there is no negative pair.
+        DualencError: there is no negative pair.
     """
-    if left.shape != right.shape:
-        raise DualencError(f"left has shape {left.shape}, right {right.shape}; row i of each must be a pair")
     rows = unit_rows(left, "left embeddings")
     columns = unit_rows(right, "right embeddings")
     left_group, right_group = (np.arange(len(rows)) if ids is None else np.asarray(ids) for ids in (left_id, right_id))
@@ -169,12 +171,11 @@ def label_similarities(embeddings: Vectors, labels: Integers) -> SimilarityHisto
 
     Args:
         embeddings: (N, D); scaled to unit norm here.
-        labels: (N,) class numbers from 0.
+        labels: (N,) class numbers.
 
     Raises:
-        DualencError: lengths differ, or there is no pair of one kind.
+        DualencError: there is no pair of one kind.
     """
-    classes = check_labels(embeddings, labels, "test")
     rows = unit_rows(embeddings, "embeddings")
 
     def parts() -> Iterator[tuple[Vectors, Vectors]]:
@@ -182,7 +183,7 @@ def label_similarities(embeddings: Vectors, labels: Integers) -> SimilarityHisto
             numbers = np.arange(start, start + len(similarities))
             # Every pair once.
             later = np.arange(len(rows))[None, :] > numbers[:, None]
-            same = classes[numbers][:, None] == classes[None, :]
+            same = labels[numbers][:, None] == labels[None, :]
             yield similarities[later & same], similarities[later & ~same]
 
     return _histogram(parts())
@@ -190,18 +191,18 @@ def label_similarities(embeddings: Vectors, labels: Integers) -> SimilarityHisto
 
 def _histogram(parts: Iterable[tuple[Vectors, Vectors]]) -> SimilarityHistogram:
     """Count similarities of positive and of negative pairs, part by part."""
-    counts = np.zeros((2, len(BIN_EDGES) - 1), np.int64)
+    counts = np.zeros((2, len(_EDGES) - 1), np.int64)
     sums = np.zeros(2)
     for part in parts:
         for kind, similarities in enumerate(part):
             # Rounding takes a cosine beyond ±1, out of the last bin.
-            counts[kind] += np.histogram(np.clip(similarities, -1, 1), BIN_EDGES)[0]
+            counts[kind] += np.histogram(np.clip(similarities, -1, 1), _EDGES)[0]
             sums[kind] += similarities.sum(dtype=np.float64)
     totals = counts.sum(axis=1)
     for name, total in zip(("positive", "negative"), totals):
         if total == 0:
             raise DualencError(f"there is no {name} pair among these embeddings; give more images or classes")
-    return SimilarityHistogram(BIN_EDGES, *counts, *(sums / totals).tolist())
+    return SimilarityHistogram(*counts, *(sums / totals).tolist())
 
 
 def _similarity_blocks(rows: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
@@ -210,136 +211,25 @@ def _similarity_blocks(rows: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt
         yield start, rows[start : start + _BLOCK] @ rows.T
 
 
-_MAX_ANCHORS = 512
-
-
-@dataclass(frozen=True)
-class FiniteSet:
-    """M pairs by their ids; items of a pair are never negatives of each other.
-
-    Attributes:
-        left_id: (M,) id of each pair's left item.
-        right_id: (M,) id of each pair's right item.
-        left_positives: (M, K) right ids positive with each left item, padded with −1; by default only its own pairs'.
-        right_positives: (M, K') left ids positive with each right item, padded with −1.
-        views: left and right are two views of one image: 2M anchors, the 2M − 2 views of other images negatives.
-    """
-
-    left_id: Tensor
-    right_id: Tensor
-    left_positives: Tensor | None = None
-    right_positives: Tensor | None = None
-    views: bool = False
-
-    def __post_init__(self) -> None:
-        if self.left_id.shape != self.right_id.shape or self.left_id.dim() != 1 or not len(self.left_id):
-            raise DualencError(
-                f"left_id has shape {tuple(self.left_id.shape)}, right_id {tuple(self.right_id.shape)}; "
-                "give one id of each side for every pair"
-            )
-        if self.views and not torch.equal(self.left_id, self.right_id):
-            raise DualencError("right_id differs from left_id; both views of an image carry the image's id")
-
-    def __len__(self) -> int:
-        return len(self.left_id)
-
-
-def exact_loss(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float) -> tuple[float, Tensor, Tensor]:
-    """L(θ) = mean of −s(x, y)/τ + log Σ_z exp(s(x, z)/τ) over anchors x, and its gradient on the embeddings.
-
-    z runs over all negatives of x among the pairs: a right item that is in three pairs counts three times. With two
-    towers it is the mean of both directions.
-
-    Args:
-        left: (M, D) unit-norm embeddings.
-        right: (M, D) unit-norm embedding of the positive of each.
-        pairs: The pairs and their positives.
-        temperature: τ > 0.
-
-    Returns:
-        The loss, and its gradient with respect to `left` and to `right`, (M, D) each, all in float64.
-
-    Raises:
-        DualencError: shapes do not fit, embeddings are not finite, τ is not positive, or an anchor has no negative.
-    """
-    _check_embeddings(left, right, pairs, temperature)
-    left = left.detach().double().requires_grad_()
-    right = right.detach().double().requires_grad_()
-    directions = (
-        (left, right, pairs.left_positives, pairs.right_id),
-        (right, left, pairs.right_positives, pairs.left_id),
-    )
-    total = 0.0
-    for rows in torch.arange(len(pairs), device=pairs.left_id.device).split(_MAX_ANCHORS):
-        same = (pairs.left_id[rows, None] == pairs.left_id) | (pairs.right_id[rows, None] == pairs.right_id)
-        for anchors, others, listed, ids in directions:
-            excluded = _excluded(same, rows, listed, ids)
-            own = rows.to(left.device)
-            positive = (anchors[own] * others[own]).sum(dim=1) / temperature
-            candidates = others
-            if pairs.views:
-                # An image's own side brings negatives, too: the same views of other images.
-                candidates = torch.cat([others, anchors])
-                excluded = torch.cat([excluded, excluded], dim=1)
-            logits = anchors[own] @ candidates.T / temperature
-            logits = logits.masked_fill(excluded.to(left.device), -torch.inf)
-            losses = torch.logsumexp(logits, dim=1) - positive
-            part = losses.sum() / (2 * len(pairs))
-            # Block by block, so that only one block of similarities is in memory.
-            part.backward()
-            total += part.item()
-    assert left.grad is not None
-    assert right.grad is not None
-    return total, left.grad, right.grad
-
-
-def _check_embeddings(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float) -> None:
-    if left.shape != right.shape or left.dim() != 2 or len(left) != len(pairs):
-        raise DualencError(
-            f"embeddings have shapes {tuple(left.shape)} and {tuple(right.shape)}; "
-            f"both must be ({len(pairs)}, dimension), one row for each pair"
-        )
-    if not (torch.isfinite(left).all() and torch.isfinite(right).all()):
-        raise DualencError("the embeddings are not finite; did the training end in NaN?")
-    if not temperature > 0:
-        raise DualencError(f"temperature={temperature}: it must be above 0")
-
-
-def _excluded(same: Tensor, rows: Tensor, listed: Tensor | None, ids: Tensor) -> Tensor:
-    """(n, M): whether the other item of each pair is no negative of the anchors `rows` (n,)."""
-    excluded = same.clone()
-    if listed is not None:
-        for column in listed[rows].unbind(dim=1):
-            excluded |= column[:, None] == ids[None, :]
-    without_negative = excluded.all(dim=1)
-    if without_negative.any():
-        row = int(rows[without_negative][0])
-        raise DualencError(f"pair {row} has no negative in this set: all others are its positives; give more pairs")
-    return excluded
-
-
 class ExactPoint(NamedTuple):
     """One model on the curve of a run.
 
     Attributes:
-        loss: L(θ).
+        loss: L(θ), the mean of −s(x, y)/τ + log Σ_z exp(s(x, z)/τ) over all anchors x and their negatives z.
         squared_gradient_norm: ‖∇L(θ)‖².
-        left: (M, D) embeddings of the left items.
-        right: (M, D) of the right items.
+        pairs: the embeddings.
     """
 
     loss: float
     squared_gradient_norm: float
-    left: npt.NDArray[np.float32]
-    right: npt.NDArray[np.float32]
+    pairs: FrozenPairs
 
 
 def exact_gradient(
     model: nn.Module,
-    encode: Callable[[str, Inputs], Tensor],
-    left_chunks: Sequence[Inputs],
-    right_chunks: Sequence[Inputs],
-    pairs: FiniteSet,
+    encode: Callable[[Side, Inputs], Tensor],
+    chunks: Mapping[Side, Sequence[Inputs]],
+    pairs: Callable[[Tensor, Tensor], FrozenPairs],
     temperature: float,
 ) -> ExactPoint:
     """The exact loss of a model and the squared norm of its gradient with respect to the trainable weights.
@@ -350,31 +240,26 @@ def exact_gradient(
     Args:
         model: The model; gradients of its weights are cleared.
         encode: `encode(side, inputs)` gives (n, D) unit-norm embeddings, with a graph where gradients are enabled.
-        left_chunks: Prepared inputs of the M left items, chunk by chunk, in order.
-        right_chunks: The same of the right items.
-        pairs: The pairs and their positives.
+        chunks: Prepared inputs of the items of each side, left first, chunk by chunk, in order.
+        pairs: From the embeddings of both sides, such as `FrozenPairs.one_to_one`.
         temperature: τ > 0.
-
-    Raises:
-        DualencError: what `exact_loss` raises.
     """
-    sides = (("left", left_chunks), ("right", right_chunks))
     with torch.no_grad():
-        left, right = (torch.cat([encode(side, inputs) for inputs in chunks]) for side, chunks in sides)
-    loss, *gradients = exact_loss(left, right, pairs, temperature)
+        left, right = (torch.cat([encode(side, inputs) for inputs in own]) for side, own in chunks.items())
+    frozen = pairs(left.double(), right.double())
+    # Every process measures a model of its own.
+    with distributed.alone():
+        gradient, loss = frozen.exact(temperature)
     model.zero_grad(set_to_none=True)
-    for (side, chunks), gradient in zip(sides, gradients):
+    for (side, own), on_side in zip(chunks.items(), gradient.split([len(left), len(right)])):
         start = 0
-        for inputs in chunks:
+        for inputs in own:
             embeddings = encode(side, inputs)
             # A tower whose weights are all frozen gives embeddings without a graph.
             if embeddings.requires_grad:
-                embeddings.backward(gradient[start : start + len(embeddings)].to(embeddings))
+                embeddings.backward(on_side[start : start + len(embeddings)].to(embeddings))
             start += len(embeddings)
-    squared = 0.0
-    for weight in model.parameters():
-        # Fixed weights have no gradient.
-        if weight.grad is not None:
-            squared += float(weight.grad.double().square().sum())
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    squared = sum(float(own.double().square().sum()) for own in gradients)
     model.zero_grad(set_to_none=True)
-    return ExactPoint(loss, squared, left.float().cpu().numpy(), right.float().cpu().numpy())
+    return ExactPoint(loss, squared, frozen)

@@ -107,17 +107,15 @@ def encode_versions(
         batch_size: n; by default about 256 versions are encoded together.
 
     Raises:
-        DualencError: an image is too small to be corrupted, or `encode` gives another shape.
+        DualencError: an image is too small to be corrupted.
     """
-    if indices is None:
-        indices = range(len(versions))
     num_views = max(versions.views, 1)
     num_conditions = len(versions.conditions)
     per_image = num_views * num_conditions
     loader = DataLoader(
         versions,
         batch_size=batch_size or max(1, _VERSIONS_PER_FORWARD // per_image),
-        sampler=list(indices),
+        sampler=list(range(len(versions)) if indices is None else indices),
         num_workers=num_workers,
         collate_fn=_collate,
         worker_init_fn=_one_thread,
@@ -125,11 +123,7 @@ def encode_versions(
     for numbers, inputs, bad, mistake in loader:
         if mistake is not None:
             raise mistake
-        features = np.zeros((0, 0))
-        if numbers:
-            features = np.asarray(encode(inputs))
-        if features.ndim != 2 or len(features) != len(numbers) * per_image:
-            raise DualencError(f"encode gave shape {features.shape} for {len(numbers) * per_image} images")
+        features = np.asarray(encode(inputs)) if numbers else np.zeros((0, 0))
         yield Encoded(numbers, features.reshape(len(numbers), num_views, num_conditions, features.shape[1]), bad)
 
 
@@ -150,9 +144,7 @@ def _collate(
         # A bad image is skipped; any other error is a wrong argument, and ends the evaluation.
         if mistake is None and not isinstance(row, BadSample):
             mistake = row
-    inputs = {}
-    if parts:
-        inputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    inputs = {name: torch.cat([part[name] for part in parts]) for name in (parts or [{}])[0]}
     return indices, inputs, bad, mistake
 
 
@@ -177,10 +169,8 @@ def nearest_versions(features: Vectors) -> Found:
         −1 where the nearest two are equally near: an encoder that maps everything to one point finds nothing.
 
     Raises:
-        DualencError: another shape, or not finite.
+        DualencError: an embedding is not finite.
     """
-    if features.ndim != 4 or features.shape[1] != 2 or features.shape[2] < 2:
-        raise DualencError(f"features have shape {features.shape}; (images, 2 views, 2+ versions, dimension) is needed")
     rows = unit_rows(features.reshape(-1, features.shape[-1]), "embeddings").reshape(features.shape)
     # K candidates per query: a product of small matrices; an index for each image would only add to it.
     similarities = rows[:, 0] @ rows[:, 1].swapaxes(1, 2)
@@ -202,12 +192,10 @@ def nearest_images(features: Vectors) -> Found:
         (N, 2) numbers of images, −1 for a tie: as `nearest_versions`.
 
     Raises:
-        DualencError: another shape, one image only, or not finite.
+        DualencError: one image only, or an embedding that is not finite.
     """
-    if features.ndim != 3 or features.shape[1] != 2 or len(features) < 2:
-        raise DualencError(
-            f"features have shape {features.shape}; (images, 2 views, dimension) of two images is needed"
-        )
+    if len(features) < 2:
+        raise DualencError("one image cannot be found among others; give two or more")
     first, second = (unit_rows(features[:, view], "embeddings") for view in (0, 1))
     found = []
     for queries, items in ((first, second), (second, first)):
@@ -217,20 +205,12 @@ def nearest_images(features: Vectors) -> Found:
 
 
 def summarise(found: Found, versions: Sequence[str] = ()) -> dict[str, float]:
-    """Top-1 accuracies: of both directions together, of each, and of each version.
+    """Top-1 accuracies: "top1", "top1_first_to_second", "top1_second_to_first", and "top1/NAME" of each version.
 
     Args:
         found: (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions`.
         versions: K names, for the latter.
-
-    Returns:
-        "top1", "top1_first_to_second", "top1_second_to_first", and "top1/NAME" for each version.
-
-    Raises:
-        DualencError: there is no image.
     """
-    if len(found) == 0:
-        raise DualencError("no image was compared; the data is empty or every image is bad")
     hits = is_right(found)
     means = {
         "top1": float(hits.mean()),
@@ -248,11 +228,8 @@ def is_right(found: Found) -> npt.NDArray[np.bool_]:
 
 
 def confusions(found: Found) -> npt.NDArray[np.float64]:
-    """(K, K) how often a view of version k (row) finds version j (column) first; rows sum to 1 less the ties.
-
-    Args:
-        found: (N, 2, K) of `nearest_versions`.
-    """
+    """(K, K) how often a view of version k (row) finds version j (column), by (N, 2, K) of `nearest_versions`; rows sum
+    to 1 less the ties."""
     num_versions = found.shape[2]
     counts = (found[..., None] == np.arange(num_versions)).sum(axis=(0, 1))
     return counts / (2 * len(found))
@@ -269,34 +246,16 @@ def mean_corruption_error(errors: Errors, baseline: Errors | None = None) -> flo
         baseline: (K, S) of the classifier to compare with. Given, the errors of a corruption are summed over
             severities and divided by the baseline's sum, and the K quotients averaged. Without, the plain mean of
             all errors, as papers on CIFAR-C report it.
-
-    Raises:
-        DualencError: the shapes differ, or the baseline makes no error under a corruption.
     """
-    if errors.ndim != 2 or errors.size == 0:
-        raise DualencError(f"errors have shape {errors.shape}; (corruptions, severities) is needed")
     if baseline is None:
         return float(errors.mean())
-    if baseline.shape != errors.shape:
-        raise DualencError(f"the baseline's errors have shape {baseline.shape}, these {errors.shape}")
-    if (baseline.sum(axis=1) <= 0).any():
-        row = int(np.argmin(baseline.sum(axis=1)))
-        raise DualencError(f"the baseline makes no error under corruption {row}; its error cannot be divided by")
     return float(np.mean(errors.sum(axis=1) / baseline.sum(axis=1)))
 
 
 def robustness_rows(
     errors: Errors, corruptions: Sequence[str], severities: Sequence[int]
 ) -> list[dict[str, str | float]]:
-    """Rows of a table: accuracy of each corruption at each severity and their mean, and a last row of means.
-
-    Args:
-        errors: (K, S) error rates.
-        corruptions: K names.
-        severities: S numbers.
-    """
-    if errors.shape != (len(corruptions), len(severities)):
-        raise DualencError(f"errors of shape {errors.shape} for {len(corruptions)} corruptions x {len(severities)}")
+    """Table rows from (K, S) error rates: accuracies of each corruption and their mean, and a last row of means."""
     rows: list[dict[str, str | float]] = []
     for name, row in zip([*corruptions, "mean"], [*(1 - errors), (1 - errors).mean(axis=0)]):
         cells = {f"severity {severity}": float(value) for severity, value in zip(severities, row)}
@@ -305,16 +264,10 @@ def robustness_rows(
 
 
 def read_baseline(path: str | os.PathLike[str], corruptions: Sequence[str], severities: Sequence[int]) -> Errors:
-    """Baseline errors (K, S): those of another model under the same corruptions and severities.
-
-    Args:
-        path: metrics.json of its evaluation: errors by corruption and severity.
-        corruptions: K names.
-        severities: S numbers.
+    """Errors (K, S) of another model under K corruptions at S severities, from the metrics.json of its evaluation.
 
     Raises:
-        DualencError: the file lacks such an error or holds none at all, one is no rate, or all under a corruption are
-            0: they cannot be divided by.
+        DualencError: the file lacks such an error, or all under a corruption are 0: they cannot be divided by.
     """
     robustness = read_json_object(path).get("robustness")
     errors = robustness.get("errors") if isinstance(robustness, dict) else None
@@ -324,12 +277,9 @@ def read_baseline(path: str | os.PathLike[str], corruptions: Sequence[str], seve
     for row, name in enumerate(corruptions):
         for column, severity in enumerate(severities):
             value = errors.get(name, {}).get(str(severity))
-            if value is None:
-                raise DualencError(
-                    f"the baseline has no error of {name} at severity {severity}; evaluate it on the same"
-                )
             if not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise DualencError(f"the baseline's error of {name} at severity {severity} is no rate from 0 to 1")
+                problem = f"the baseline has no error of {name} at severity {severity}, a rate from 0 to 1"
+                raise DualencError(f"{path}: {problem}; evaluate it on the same")
             baseline[row, column] = value
         if not baseline[row].sum() > 0:
             raise DualencError(f"{path}: the baseline makes no error under {name}, which cannot be divided by")

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
 
     from dualenc.encoders import Tower
+    from dualenc.evaluation.options import ImageOptions
 
 GALLERY_IMAGES = 4
 
@@ -54,22 +55,18 @@ class Setup(NamedTuple):
         prepare_views: images and seeds to augmented inputs of the tower.
         source: the corrupted images.
         clean: the images without corruption, if they are at hand.
-        limit: how many images to use; None for all.
         out: folder for unfinished work.
         signature: model, data and seed, as plain values.
-        seed: of corruptions and augmentation.
-        num_workers: processes that corrupt and augment.
+        given: how many images to use, the seed of corruptions and augmentation, and the number of workers.
     """
 
     tower: Tower
     prepare_views: PrepareImages
     source: CorruptedImages
     clean: CleanImages | None
-    limit: int | None
     out: Path
     signature: dict[str, Any]
-    seed: int
-    num_workers: int
+    given: ImageOptions
 
 
 @dataclass
@@ -119,28 +116,27 @@ def measure(
     """A plain value for each image, from the features of its versions. The processes share the images.
 
     Finished values are kept in the folder of this part, where an interrupted run resumes. Images that cannot be read
-    are counted on stderr; where none can, that is an error and nothing is kept.
+    are named on stderr; where none can, that is an error and nothing is kept.
 
     Args:
         setup: the model and the images.
         part: name of the folder of finished values.
-        source: the images.
-        conditions: which versions of them.
+        source, conditions: the images, and which versions of them.
         value_of: row numbers (n) and features (n, V, C, D) of images to one value for each.
         what: name of the progress bar.
         views: number of augmented views to embed; 0 for the features of unchanged images.
         depends_on: what the values depend on besides the setup and the conditions.
     """
     prepare = setup.prepare_views if views else setup.tower.prepare
-    versions = ImageVersions(source, conditions, prepare, views=views, seed=setup.seed)
+    versions = ImageVersions(source, conditions, prepare, views=views, seed=setup.given.seed)
     encode = encoder_of(setup.tower, "embedding" if views else "features")
-    indices = random_rows(len(source), setup.limit).tolist()
+    indices = random_rows(len(source), setup.given.limit).tolist()
     folder = setup.out / part
     with removed_if_refused(folder, "part-*.ndjson"):
         ledger: Ledger[int] = Ledger(folder, {**setup.signature, "conditions": conditions, **depends_on})
         todo = ledger.missing(indices)
         with tqdm(total=len(todo), desc=what, unit=" images", disable=not (todo and distributed.is_main())) as bar:
-            for block in encode_versions(versions, encode, indices=todo, num_workers=setup.num_workers):
+            for block in encode_versions(versions, encode, indices=todo, num_workers=setup.given.num_workers):
                 values = value_of(block.indices, block.features) if block.indices else []
                 ledger.add(dict(zip(block.indices, values, strict=True)) | {index: None for index, _ in block.bad})
                 bar.update(len(block.indices) + len(block.bad))
@@ -171,13 +167,12 @@ def add_versions(found: Findings, setup: Setup, severity: int) -> None:
     task = f"among {len(names)} versions of the image"
     found.add_retrieval("corrupted", task, len(nearest), summarise(nearest, names), severity=severity)
     rates = confusions(nearest)
-    mistaken = []
-    for number, name in enumerate(names):
-        others = np.where(np.arange(len(names)) == number, -1.0, rates[number])
-        other = int(others.argmax())
-        row = {"corruption": name, "top-1": float(rates[number, number])}
-        mistaken.append({**row, "most often taken for": names[other], "share": float(others[other])})
-    found.tables.append(Table("By corruption", mistaken))
+    others = rates - 2 * np.eye(len(names))
+    rows = [
+        {"corruption": name, "top-1": right, "most often taken for": names[row.argmax()], "share": float(row.max())}
+        for name, right, row in zip(names, rates.diagonal().tolist(), others)
+    ]
+    found.tables.append(Table("By corruption", rows))
     plot = plots.heat(rates, names, names, xlabel="version found")
     found.figures.append(Figure("What the views of each version (row) find", plot))
     if distributed.is_main():
@@ -186,13 +181,13 @@ def add_versions(found: Findings, setup: Setup, severity: int) -> None:
 
 def add_plain(found: Findings, setup: Setup, images: CleanImages) -> None:
     """Retrieval of the other view among all clean images."""
-    versions = ImageVersions(images, [CLEAN], setup.prepare_views, views=2, seed=setup.seed)
-    rows = random_rows(len(images), setup.limit).tolist()
+    versions = ImageVersions(images, [CLEAN], setup.prepare_views, views=2, seed=setup.given.seed)
+    rows = random_rows(len(images), setup.given.limit).tolist()
     own = rows[distributed.rank_slice(len(rows))]
     encode = encoder_of(setup.tower, "embedding")
     blocks = [
         block.features[:, :, 0]
-        for block in encode_versions(versions, encode, indices=own, num_workers=setup.num_workers)
+        for block in encode_versions(versions, encode, indices=own, num_workers=setup.given.num_workers)
         if block.indices
     ]
     everything = [block for part in distributed.gather_objects(blocks) for block in part]
@@ -210,10 +205,7 @@ def add_robustness(
     class_names: Sequence[str] | None,
     baseline: np.ndarray | None,
 ) -> None:
-    """Accuracy of a linear probe, fit on clean features, under every corruption at every severity.
-
-    `baseline` holds the (C, S) errors of another model, to divide by.
-    """
+    """Accuracy of a linear probe of clean features under every corruption; `baseline`: (C, S) errors to divide by."""
     scaler, regression = (step for _, step in classifier.steps)
     parameters = (regression.coef_, regression.intercept_, scaler.mean_, scaler.scale_)
 
@@ -248,10 +240,7 @@ def add_robustness(
 
 
 def _digest(*arrays: np.ndarray) -> str:
-    digest = hashlib.sha256()
-    for values in arrays:
-        digest.update(np.ascontiguousarray(values).tobytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(values.tobytes() for values in arrays)).hexdigest()
 
 
 def tested_labels(source: CorruptedImages, class_names: Sequence[str] | None) -> np.ndarray:
@@ -282,6 +271,6 @@ def _galleries(source: CorruptedImages, rows: list[int], found: np.ndarray, seve
         return Entry(query, items)
 
     return [
-        Gallery("Images whose versions are distinguished best", [entry(int(place)) for place in order[:count]]),
-        Gallery("Images whose versions are distinguished worst", [entry(int(place)) for place in order[::-1][:count]]),
+        Gallery(f"Images whose versions are distinguished {kind}", [entry(place) for place in places[:count].tolist()])
+        for kind, places in (("best", order), ("worst", order[::-1]))
     ]

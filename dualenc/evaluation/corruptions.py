@@ -6,7 +6,6 @@ their smaller images: compare with published numbers on those files (`read_corru
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from dualenc.decoding import open_image
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, nearest
 from dualenc.reading import open_regular
 from dualenc.seeds import derive_seed
 
@@ -50,13 +49,7 @@ class Images(Protocol):
 
 
 class CorruptedImages:
-    """Corrupted versions of the same N images, made or read one at a time.
-
-    Attributes:
-        corruptions: Their names.
-        labels: (N,) class numbers, where they are known.
-        class_names: Name of each class number, where they are known.
-    """
+    """Corrupted versions of the same N images, made or read one at a time; (N,) labels and class names where known."""
 
     corruptions: tuple[str, ...]
     labels: npt.NDArray[np.int64] | None = None
@@ -71,13 +64,7 @@ class CorruptedImages:
 
 
 class CleanImages(CorruptedImages):
-    """Uncorrupted images as a `CorruptedImages` whose only "corruption" is "clean".
-
-    Args:
-        images: The N images, RGB.
-        labels: (N,) class numbers, where there are any.
-        class_names: Name of each class number.
-    """
+    """Uncorrupted images as a `CorruptedImages` whose only "corruption" is "clean"."""
 
     corruptions: tuple[str, ...] = ("clean",)
 
@@ -92,7 +79,6 @@ class CleanImages(CorruptedImages):
         return len(self.images)
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
-        """Image `index`, RGB."""
         return self.images[index].convert("RGB")
 
 
@@ -103,11 +89,10 @@ class GeneratedCorruptions(CleanImages):
         images: The N clean images, RGB, each at least 32 × 32.
         corruptions: Names from `ALL`; all 19 by default.
         seed: Of the noise.
-        labels: (N,) class numbers, where there are any.
-        class_names: Name of each class number.
+        labels, class_names: (N,) class numbers, and the name of each, where there are any.
 
     Raises:
-        DualencError: unknown corruption, labels of another length, or the library is not installed.
+        DualencError: unknown corruption, or the library is not installed.
     """
 
     def __init__(
@@ -119,8 +104,6 @@ class GeneratedCorruptions(CleanImages):
         labels: npt.NDArray[np.integer] | None = None,
         class_names: list[str] | None = None,
     ):
-        if labels is not None and len(labels) != len(images):
-            raise DualencError(f"{len(images)} images but {len(labels)} labels; give one label per image")
         for name in corruptions:
             _function(name)
         super().__init__(images, None if labels is None else np.asarray(labels, np.int64), class_names)
@@ -129,7 +112,6 @@ class GeneratedCorruptions(CleanImages):
         self._last: tuple[int, Pixels] | None = None
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
-        """Version of image `index` under a corruption at a severity, RGB."""
         # Decoded once for all its corruptions.
         if self._last is None or self._last[0] != index:
             self._last = (index, np.asarray(self.images[index].convert("RGB")))
@@ -137,7 +119,7 @@ class GeneratedCorruptions(CleanImages):
 
 
 def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0) -> Pixels:
-    """One corrupted version of an image, a pure function of the arguments.
+    """One corrupted version of an image, (H, W, 3) uint8: a pure function of the arguments.
 
     The package `imagecorruptions-imaug` (extra `corruptions`) draws from numpy's global generator, from fresh ones of
     scikit-image and numpy, and from numba's own. All are seeded here and the global one put back afterwards, so order,
@@ -150,18 +132,10 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
         image_id: Stable id of the image: different images get different noise.
         seed: Of the whole evaluation.
 
-    Returns:
-        (H, W, 3) uint8.
-
     Raises:
-        DualencError: unknown corruption or severity, wrong shape or type, an image too small, or
-            `imagecorruptions-imaug` is not installed.
+        DualencError: unknown corruption, an image too small, or `imagecorruptions-imaug` is not installed.
     """
     function = _function(corruption)
-    if severity not in SEVERITIES:
-        raise DualencError(f"severity={severity}: choose one of 1, 2, 3, 4, 5")
-    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-        raise DualencError(f"image {image_id}: shape {image.shape} of {image.dtype}; give RGB as uint8 (H, W, 3)")
     if min(image.shape[:2]) < MIN_SIDE:
         height, width = image.shape[:2]
         raise DualencError(f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first")
@@ -178,24 +152,19 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
     return np.where(np.isfinite(values), values, image).astype(np.uint8)
 
 
-def check_corruptions(corruptions: Sequence[str]) -> None:
-    """Refuse unknown names; the error suggests the nearest."""
-    for name in corruptions:
-        if name not in ALL:
-            near = difflib.get_close_matches(name, ALL, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(ALL)}"
-            raise DualencError(f"unknown corruption {name}; {hint}")
+def _check_corruption(name: str) -> None:
+    if name not in ALL:
+        raise DualencError(f"unknown corruption {name}{nearest(name, ALL)}; choose from {', '.join(ALL)}")
 
 
 def _function(corruption: str) -> Callable[..., Any]:
-    check_corruptions([corruption])
+    _check_corruption(corruption)
     # An optional package, which imports numba.
     try:
         import imagecorruptions
     except ImportError:
-        raise DualencError(
-            "making corrupted images needs the package imagecorruptions-imaug: pip install 'dualenc[corruptions]'"
-        ) from None
+        needed = "making corrupted images needs the package imagecorruptions-imaug"
+        raise DualencError(f"{needed}: pip install 'dualenc[corruptions]'") from None
     return imagecorruptions.corruption_dict[corruption]
 
 
@@ -212,15 +181,9 @@ def read_corrupted(path: str | Path, corruptions: Sequence[str] = ()) -> Corrupt
         corruptions: Names to read; all that are there by default.
 
     Raises:
-        DualencError: neither layout, or what `CifarC` and `TinyImageNetC` raise.
+        DualencError: what `CifarC` and `TinyImageNetC` raise.
     """
-    if _available(Path(path), ".npy"):
-        return CifarC(path, corruptions)
-    if _available(Path(path), ""):
-        return TinyImageNetC(path, corruptions)
-    raise DualencError(
-        f"{path}: no <corruption>.npy file and no <corruption>/ folder; is it CIFAR-C or Tiny-ImageNet-C?"
-    )
+    return (CifarC if _available(Path(path), ".npy") else TinyImageNetC)(path, corruptions)
 
 
 class CifarC(CorruptedImages):
@@ -231,9 +194,6 @@ class CifarC(CorruptedImages):
     Args:
         path: The folder with `labels.npy` and the corruption files.
         corruptions: Names to read; all that are there by default.
-
-    Attributes:
-        files: Names of all files, relative to the folder.
 
     Raises:
         DualencError: a file is missing or damaged, or lengths differ.
@@ -248,32 +208,21 @@ class CifarC(CorruptedImages):
         labels = _read_npy(self.path / "labels.npy")
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
             raise DualencError(f"{self.path}/labels.npy: {labels.dtype} of shape {labels.shape}; whole numbers belong")
-        if len(labels) == 0 or len(labels) % len(SEVERITIES):
-            raise DualencError(
-                f"{self.path}/labels.npy: {len(labels)} labels; five equal blocks, one per severity, belong"
-            )
+        num_images = len(labels) // len(SEVERITIES)
+        if num_images == 0 or not np.array_equal(labels, np.tile(labels[:num_images], len(SEVERITIES))):
+            problem = f"{len(labels)} labels are no five equal blocks, one per severity"
+            raise DualencError(f"{self.path}/labels.npy: {problem}; download the folder again")
         for name in self.corruptions:
             pixels = _read_npy(self.path / f"{name}.npy")
-            if pixels.ndim != 4 or pixels.shape[3] != 3 or pixels.dtype != np.uint8:
-                raise DualencError(
-                    f"{self.path}/{name}.npy: {pixels.dtype} of shape {pixels.shape}; uint8 (5N, H, W, 3) belongs"
-                )
-            if len(pixels) != len(labels):
-                raise DualencError(
-                    f"{self.path}/{name}.npy: {len(pixels)} images but labels.npy has {len(labels)}; download again"
-                )
-        blocks = labels.reshape(len(SEVERITIES), -1)
-        if (blocks != blocks[0]).any():
-            raise DualencError(
-                f"{self.path}/labels.npy: the blocks of the severities differ; the file is not CIFAR-C's"
-            )
-        self.labels = blocks[0].astype(np.int64)
+            if pixels.ndim != 4 or pixels.shape[::3] != (len(labels), 3) or pixels.dtype != np.uint8:
+                found = f"{pixels.dtype} of shape {pixels.shape}"
+                raise DualencError(f"{self.path}/{name}.npy: {found}; uint8 ({len(labels)}, H, W, 3) belongs")
+        self.labels = labels[:num_images].astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
-        """Version of image `index` under a corruption at a severity, RGB."""
         row = (severity - 1) * len(self) + range(len(self))[index]
         return Image.fromarray(np.array(_read_npy(self.path / f"{corruption}.npy")[row]))
 
@@ -288,9 +237,6 @@ class TinyImageNetC(CorruptedImages):
         path: The folder of the corruption folders.
         corruptions: Names to read; all that are there by default.
 
-    Attributes:
-        files: Names of all files, relative to the folder.
-
     Raises:
         DualencError: a folder is missing or empty, or two folders do not hold the same images.
     """
@@ -301,13 +247,10 @@ class TinyImageNetC(CorruptedImages):
         self.names = self._names(self.corruptions[0], SEVERITIES[0])
         for corruption in self.corruptions:
             for severity in SEVERITIES:
-                names = self._names(corruption, severity)
-                if names != self.names:
-                    first = min(set(names) ^ set(self.names))
-                    raise DualencError(
-                        f"{self.path}/{corruption}/{severity}: {len(names)} images, {len(self.names)} in "
-                        f"{self.corruptions[0]}/1; {first} is in one only, download the folder again"
-                    )
+                different = set(self._names(corruption, severity)) ^ set(self.names)
+                if different:
+                    problem = f"{min(different)} is in one of it and {self.corruptions[0]}/1 only"
+                    raise DualencError(f"{self.path}/{corruption}/{severity}: {problem}; download the folder again")
         self.files = [f"{c}/{s}/{name}" for c in self.corruptions for s in SEVERITIES for name in self.names]
         self.class_names = sorted({name.split("/")[0] for name in self.names})
         number = {wnid: position for position, wnid in enumerate(self.class_names)}
@@ -317,7 +260,6 @@ class TinyImageNetC(CorruptedImages):
         return len(self.names)
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
-        """Version of image `index` under a corruption at a severity, RGB."""
         return open_image(self.path / corruption / str(severity) / self.names[index])
 
     def _names(self, corruption: str, severity: int) -> list[str]:
@@ -339,13 +281,13 @@ def _available(folder: Path, suffix: str) -> list[str]:
 
 def _choose(folder: Path, suffix: str, requested: Sequence[str]) -> tuple[str, ...]:
     available = _available(folder, suffix)
-    check_corruptions(requested)
     for name in requested:
+        _check_corruption(name)
         if name not in available:
             found = ", ".join(available) or "none"
             raise DualencError(f"{folder}/{name}{suffix}: no such file or folder; there are {found}")
     if not available:
-        raise DualencError(f"{folder}: no corruption named {ALL[0]}{suffix}, …; give the folder that holds them")
+        raise DualencError(f"{folder}: no {ALL[0]}.npy, …, and no {ALL[0]}/1/, …; is it CIFAR-C or Tiny-ImageNet-C?")
     return tuple(requested or available)
 
 

@@ -22,7 +22,6 @@ def embed_into(
     folder: Path,
     tower: Tower,
     corpus: Corpus,
-    batch_size: int,
     *,
     side: Side | None = None,
     model: str = "",
@@ -32,14 +31,7 @@ def embed_into(
 
     Finished shards of an interrupted run are kept where the checksums of weights and items are the same.
 
-    Args:
-        folder: where to.
-        tower: the model's side.
-        corpus: what to embed.
-        batch_size: items per forward pass.
-        side: for models with two.
-        model: what the user calls it, for the record.
-        how: further arguments of `dualenc.search.embed.embed`.
+    `side` and `model`, as the user calls it, are for the record; `how` are arguments of `dualenc.search.embed.embed`.
     """
     # Changed items under the same ids are noticed by `embed` itself.
     identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}
@@ -51,4 +43,4 @@ def embed_into(
             remove(folder)
     distributed.barrier()
     how |= {"identity": identity, "notes": {"model": model} if model else None}
-    return embed(tower, corpus, folder, batch_size=batch_size, progress=distributed.is_main(), **how)
+    return embed(tower, corpus, folder, progress=distributed.is_main(), **how)

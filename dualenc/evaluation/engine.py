@@ -61,14 +61,13 @@ class EvaluatedEngine:
 def open_evaluated_engine(
     folder: str, filter: str, documents: Tower, ids: Sequence[str], qdrant_path: str | None = None
 ) -> EvaluatedEngine:
-    """Open the engine that a folder remembers, with the embeddings that were pushed there.
+    """Open the engine that a folder of `dualenc push` remembers, with the embeddings that were pushed there.
 
     Args:
-        folder: that `dualenc push` wrote.
+        folder, qdrant_path: see `EngineIndex.open`.
         filter: in the engine's own language; "" for none.
         documents: the side of the model that encodes documents.
         ids: of the documents of the evaluation.
-        qdrant_path: the store of an embedded Qdrant, see `EngineIndex.open`.
 
     Raises:
         DualencError: the collection was made by another model or of other documents, or the embeddings are gone.
@@ -81,9 +80,8 @@ def open_evaluated_engine(
         raise DualencError(f"{folder}: the embeddings have changed since they were pushed; push again with --replace")
     different = set(embeddings.ids) ^ set(ids)
     if different:
-        raise DualencError(
-            f"{folder}: holds other documents than the data, first {min(different)!r}; embed and push again"
-        )
+        first = f"first {min(different)!r}"
+        raise DualencError(f"{folder}: holds other documents than the data, {first}; embed and push again")
     return EvaluatedEngine(index, embeddings, filter)
 
 
@@ -91,7 +89,7 @@ def _pushed_embeddings(folder: str, index: EngineIndex) -> Path:
     """The recorded folder of embeddings, or one of that name beside the engine's if both were moved together."""
     recorded = Path(str(index.meta.get("embeddings", "")))
     sibling = Path(folder).resolve().parent / recorded.name
-    for candidate in (recorded, sibling):
-        if candidate.is_dir():
-            return candidate
-    raise DualencError(f"{folder}: the embeddings {recorded}, for exact search, are gone; embed and push again")
+    found = next((folder for folder in (recorded, sibling) if folder.is_dir()), None)
+    if found is None:
+        raise DualencError(f"{folder}: the embeddings {recorded}, for exact search, are gone; embed and push again")
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from dualenc.evaluation.probe import (
     sgd_probe,
 )
 from dualenc.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from dualenc.evaluation.options import ProbeOptions
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
@@ -58,9 +61,10 @@ def fit_features(
 
 
 def train_by_sgd(
-    tower: Tower, train: Labelled, test: Labelled, on_images: bool, epochs: int, seed: int, num_workers: int
+    tower: Tower, train: Labelled, test: Labelled, options: ProbeOptions, seed: int, num_workers: int
 ) -> Row:
     """A linear layer trained by SGD, as papers on self-supervised learning report it."""
+    on_images = options.sgd == "images"
     encode = encoder_of(tower, "features")
     prepare = AugmentedPrepare(tower.prepare, crop_and_flip)
 
@@ -79,12 +83,12 @@ def train_by_sgd(
         train.features.shape[1],
         int(train.labels.max()) + 1,
         steps_per_epoch=-(-len(train.labels) // SGD_BATCH),
-        epochs=epochs,
+        epochs=options.sgd_epochs,
         device=next(tower.parameters()).device,
     )
     found = accuracy(predict(classifier, test.features), test.labels)
     what = "crops and flips" if on_images else "fixed features"
-    return {"probe": "linear, SGD", "accuracy": found, "note": f"{epochs} epochs, {what}"}
+    return {"probe": "linear, SGD", "accuracy": found, "note": f"{options.sgd_epochs} epochs, {what}"}
 
 
 def crop_and_flip(image: Image.Image, seed: int) -> Image.Image:

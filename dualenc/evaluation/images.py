@@ -28,10 +28,9 @@ def random_rows(total: int, limit: int | None) -> np.ndarray:
 
 
 def open_images(data: str, split: str, *, label_column: str | None = None, limit: int | None = None) -> Corpus:
-    """The images of whatever `data.open_corpus` reads, with their labels if there are any.
+    """The images of whatever `data.open_corpus` reads, with their labels if there are any; `limit` of them at random.
 
     `data` may also be a folder of images with a subfolder for each split; without such a subfolder it is taken whole.
-    `limit` takes so many images, chosen at random, always the same ones.
     """
     folder = Path(data) / split
     # A split is a name, not a way out of the folder.
@@ -68,7 +67,7 @@ def labelled_features(
     tower: Tower, corpus: Corpus, labels: np.ndarray, folder: Path, batch_size: int, num_workers: int
 ) -> Labelled:
     """Features to fit probes on or test them with; kept in `folder`, from which an interrupted run resumes."""
-    embeddings = embed_into(folder, tower, corpus, batch_size, output="features", num_workers=num_workers)
+    embeddings = embed_into(folder, tower, corpus, batch_size=batch_size, output="features", num_workers=num_workers)
     row_of = {name: row for row, name in enumerate(corpus.ids)}
     rows = np.array([row_of[name] for name in embeddings.ids])
     return Labelled(Picked(corpus.items, rows), np.asarray(embeddings.vectors, np.float32), labels[rows])
@@ -88,9 +87,8 @@ def align_labels(labels: np.ndarray, names: Sequence[str] | None, onto: Sequence
     mapped = labels.copy()
     for number in np.unique(labels).tolist():
         if names[number] not in numbers:
-            raise DualencError(
-                f"{what}: class {names[number]} is not among the {len(onto)} classes of the training images"
-            )
+            among = f"the {len(onto)} classes of the training images"
+            raise DualencError(f"{what}: class {names[number]} is not among {among}")
         mapped[labels == number] = numbers[names[number]]
     return mapped
 
@@ -105,7 +103,7 @@ def open_image_tower(model: str, device: torch.device) -> Tower:
 
 
 class AugmentedPrepare:
-    """Augmentation, the same for all models, before a tower's evaluation preprocessing; picklable.
+    """Augmentation before a tower's evaluation preprocessing; picklable.
 
     `augment` takes an image and a seed to pixels (3, H, W) in [0, 1] or to an image.
     """

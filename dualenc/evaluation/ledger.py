@@ -36,13 +36,13 @@ class Ledger(Generic[Key]):
         self.path = self.folder / f"part-{distributed.rank():05d}.ndjson"
         if distributed.is_main():
             for part in self.folder.glob("part-*.ndjson"):
-                if _read(part)[0] != self.signature:
+                if read_part(part)[0] != self.signature:
                     remove(part)
         # No process may read what the main process is about to remove.
         distributed.barrier()
         self.values: dict[Key, Any] = {}
         for part in sorted(self.folder.glob("part-*.ndjson")):
-            self.values.update(_read(part)[1])
+            self.values.update(read_part(part)[1])
         distributed.barrier()
 
     def missing(self, keys: Iterable[Key]) -> list[Key]:
@@ -52,11 +52,11 @@ class Ledger(Generic[Key]):
 
     def add(self, values: dict[Key, Any]) -> None:
         """Append values by item."""
-        lines = [] if self.path.exists() else [json.dumps({"signature": self.signature})]
+        size = self.path.stat().st_size if self.path.exists() else 0
+        lines = [] if size else [json.dumps({"signature": self.signature})]
         lines += [
             json.dumps({"item": key, "value": value, "check": _check(key, value)}) for key, value in values.items()
         ]
-        size = self.path.stat().st_size if self.path.exists() else 0
         with removed_if_refused(self.folder), explain_full_disk(self.path):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
@@ -78,12 +78,7 @@ class Ledger(Generic[Key]):
         return dict(sorted(merged.items()))
 
 
-def read_signature(part: Path) -> dict[str, Any] | None:
-    """The signature of a file of a ledger; None if it has none."""
-    return _read(part)[0]
-
-
-def _read(part: Path) -> tuple[dict[str, Any] | None, dict[Any, Any]]:
+def read_part(part: Path) -> tuple[dict[str, Any] | None, dict[Any, Any]]:
     """The signature and the values of one file; lines that `Ledger.add` did not write are ignored."""
     signature: dict[str, Any] | None = None
     values: dict[Any, Any] = {}

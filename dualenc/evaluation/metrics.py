@@ -10,7 +10,7 @@ equals the query's is removed, as BEIR does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ _MEASURES = {"ndcg": "ndcg_cut", "recall": "recall", "map": "map_cut", "precisio
 def score_queries(
     qrels: Qrels, run: Run, cutoffs: Sequence[int] = CUTOFFS, *, keep_self_matches: bool = False
 ) -> dict[str, Scores]:
-    """Every metric of every judged query.
+    """Every metric of every judged query, such as "ndcg@10" or "mrr@10"; all 0 for a query that the run lacks.
 
     Args:
         qrels: Grade of each judged document by query id; grades below 1 are not relevant.
@@ -40,18 +40,12 @@ def score_queries(
         cutoffs: The k of nDCG@k, recall@k, MRR@k, MAP@k, precision@k and hit@k.
         keep_self_matches: Keep a retrieved document whose id is the query's; by default it is removed.
 
-    Returns:
-        For each query of `qrels`, in its order, the metrics by name, such as "ndcg@10" or "mrr@10"; all 0
-        for a query that the run lacks.
-
     Raises:
-        DualencError: no query is judged, a cut-off is not positive, or a score is not a number.
+        DualencError: no query is judged, or a score is not a number.
     """
     qrels = {query: grades for query, grades in qrels.items() if grades}
     if not qrels:
         raise DualencError("the judgements (qrels) are empty; give the split that has judged queries")
-    if not cutoffs or min(cutoffs) < 1:
-        raise DualencError(f"cutoffs {list(cutoffs)}: each k must be 1 or more")
     judged = {query: run[query] for query in qrels if query in run}
     run = judged if keep_self_matches else remove_self_matches(judged)
     scores = {query: {doc: float(score) for doc, score in docs.items()} for query, docs in run.items()}
@@ -75,16 +69,7 @@ def score_queries(
 
 
 def mean_scores(per_query: Mapping[str, Mapping[str, float]]) -> Scores:
-    """The mean over queries of each metric of `score_queries`.
-
-    Args:
-        per_query: Metrics by name for each query id; every query has the same metrics.
-
-    Raises:
-        DualencError: there is no query.
-    """
-    if not per_query:
-        raise DualencError("no query was scored; the judgements (qrels) are empty")
+    """The mean over queries of each metric of `score_queries`."""
     names = next(iter(per_query.values()))
     return {name: float(np.mean([scores[name] for scores in per_query.values()])) for name in names}
 
@@ -98,8 +83,6 @@ def best_positive_ranks(
     queries: npt.NDArray[np.floating],
     candidates: npt.NDArray[np.floating],
     positives: Sequence[Iterable[int]],
-    *,
-    block: int | None = None,
 ) -> npt.NDArray[np.int64]:
     """Rank, from 1, of the best-scored positive of each query among all candidates, by inner product.
 
@@ -107,26 +90,17 @@ def best_positive_ranks(
     positive goes before it, so that a collapsed encoder gets no credit.
 
     Args:
-        queries: (A, D) embeddings.
-        candidates: (N, D) embeddings.
+        queries, candidates: (A, D) and (N, D) embeddings.
         positives: For each query the candidates that are right answers, as columns 0…N−1; several captions
             of one image are several positives. Negative numbers are padding.
-        block: Queries scored at once; by default `rows_at_once`.
 
     Returns:
         (A,) ranks; N + 1 for a query without a positive.
 
     Raises:
-        DualencError: the shapes do not fit, an embedding is not finite, or a positive is out of range.
+        DualencError: an embedding is not finite.
     """
-    if queries.ndim != 2 or candidates.ndim != 2 or queries.shape[1] != candidates.shape[1]:
-        raise DualencError(
-            f"embeddings of shapes {queries.shape} and {candidates.shape} cannot be compared; "
-            "both must be matrices of the same dimension"
-        )
-    if len(positives) != len(queries):
-        raise DualencError(f"{len(queries)} queries but positives of {len(positives)}; give one list per query")
-    block = block or rows_at_once(len(candidates))
+    block = rows_at_once(len(candidates))
     ranks = [np.zeros(0, np.int64)]
     for start in range(0, len(queries), block):
         scores = queries[start : start + block] @ candidates.T
@@ -134,10 +108,7 @@ def best_positive_ranks(
             raise DualencError("some embeddings are not finite; was the training stopped by a NaN loss?")
         is_positive = np.zeros(scores.shape, bool)
         for row, columns in enumerate(positives[start : start + block]):
-            right = np.fromiter((column for column in columns if column >= 0), np.int64)
-            if right.size and right.max() >= len(candidates):
-                raise DualencError(f"positive {right.max()} is out of range: there are {len(candidates)} candidates")
-            is_positive[row, right] = True
+            is_positive[row, [column for column in columns if column >= 0]] = True
         best = np.max(scores, axis=1, where=is_positive, initial=-np.inf)
         ranks.append(1 + np.sum((scores >= best[:, None]) & ~is_positive, axis=1, dtype=np.int64))
     return np.concatenate(ranks)
@@ -149,17 +120,7 @@ def rows_at_once(candidates: int) -> int:
 
 
 def recall_at(ranks: npt.NDArray[np.int64], cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:
-    """Share of queries with a positive among the first k, as image-text retrieval counts it, for each k.
-
-    Args:
-        ranks: (A,) ranks from 1 of each query's best positive.
-        cutoffs: The k of recall@k.
-
-    Raises:
-        DualencError: there is no query.
-    """
-    if len(ranks) == 0:
-        raise DualencError("no query to rank; the data is empty")
+    """Share of queries with a positive among the first k, by ranks (A,) from 1 of each query's best positive."""
     return {f"recall@{k}": float(np.mean(ranks <= k)) for k in cutoffs}
 
 
@@ -167,15 +128,12 @@ class Comparison(NamedTuple):
     """Paired bootstrap of run B against run A, for one metric.
 
     Attributes:
-        queries: Number of queries, Q.
-        mean_a: Mean of run A.
-        mean_b: Mean of run B.
+        queries: number of queries.
+        mean_a, mean_b: of both runs.
         difference: `mean_b` − `mean_a`.
-        low: Lower end of the confidence interval of the difference.
-        high: Upper end of it.
-        p_value: Two-sided: how often the difference would be as large by the choice of queries alone.
-        better: Queries on which B scores higher.
-        worse: Queries on which B scores lower.
+        low, high: confidence interval of the difference.
+        p_value: two-sided: how often the difference would be as large by the choice of queries alone.
+        better, worse: queries on which B scores higher, or lower.
     """
 
     queries: int
@@ -204,23 +162,13 @@ def paired_bootstrap(
     Tibshirani 1993, §16.4); it is never 0, the observed sample being one of those possible.
 
     Args:
-        a: (Q,) scores of run A.
-        b: (Q,) scores of run B on the same queries.
+        a, b: (Q,) scores of both runs on the same queries.
         samples: Number of resamples.
         confidence: Share of the resamples inside the interval.
         seed: Of the resampling; the same seed gives the same numbers.
-
-    Raises:
-        DualencError: the lengths differ, there is no query, or an argument is out of range.
     """
     a = np.asarray(a, float)
     b = np.asarray(b, float)
-    if a.shape != b.shape or a.ndim != 1 or len(a) == 0:
-        raise DualencError(f"scores of shapes {a.shape} and {b.shape}; give one of each run for each query")
-    if samples < 1 or not 0 < confidence < 1:
-        raise DualencError(
-            f"samples={samples}, confidence={confidence}: samples must be 1 or more, confidence in (0, 1)"
-        )
     differences = b - a
     observed = float(differences.mean())
     means, low, high = _resampled_means(differences, samples, confidence, seed)
@@ -262,42 +210,17 @@ def _resampled_means(
 
 
 def compare_runs(
-    a: Mapping[str, Scores],
-    b: Mapping[str, Scores],
-    metrics: Sequence[str],
-    *,
-    samples: int = 10_000,
-    confidence: float = 0.95,
-    seed: int = 0,
+    a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: Sequence[str], **options: Any
 ) -> dict[str, Comparison]:
-    """Compare the per-query scores of two runs, metric by metric, in paired resamples.
-
-    Args:
-        a: Metrics of run A by query id.
-        b: Metrics of run B by query id.
-        metrics: Names of the metrics to compare.
-        samples: Number of resamples.
-        confidence: Share of the resamples inside the interval.
-        seed: Of the resampling.
+    """Compare the per-query scores of two runs, metric by metric; `options` are those of `paired_bootstrap`.
 
     Raises:
-        DualencError: the runs do not have the same queries, or one lacks a metric.
+        DualencError: the runs do not have the same queries.
     """
     if a.keys() != b.keys():
         only = len(a.keys() ^ b.keys())
         raise DualencError(f"{only} queries are in one run only; compare runs on the same data and split")
-    for name, run in (("A", a), ("B", b)):
-        missing = next((metric for metric in metrics if any(metric not in scores for scores in run.values())), None)
-        if missing is not None:
-            available = ", ".join(next(iter(run.values())))
-            raise DualencError(f"run {name} has no metric {missing!r}; it has {available}")
     return {
-        metric: paired_bootstrap(
-            [a[query][metric] for query in a],
-            [b[query][metric] for query in a],
-            samples=samples,
-            confidence=confidence,
-            seed=seed,
-        )
+        metric: paired_bootstrap([a[query][metric] for query in a], [b[query][metric] for query in a], **options)
         for metric in metrics
     }

@@ -121,8 +121,7 @@ class MTEBEncoder:
         Args:
             inputs: batches, such as a DataLoader gives, with lists under "text", "image" or both.
             task_metadata: of the task; its name and type choose among the prompts.
-            hf_split: not used.
-            hf_subset: not used.
+            hf_split, hf_subset: not used.
             prompt_type: "query", "document", or None where the task knows no such difference.
             batch_size: texts per forward pass; images come in the batches that `inputs` makes.
             show_progress_bar: of texts.
@@ -144,14 +143,11 @@ class MTEBEncoder:
             if "image" in batch and "image" in self.modalities:
                 images = [image.convert("RGB") for image in batch["image"]]
                 pictures.append(self._embed(self._tower("image", prompt_type), images, len(images), False))
-        if not pictures:
-            return self._embed(self._text_tower(task_metadata, prompt_type), texts, batch_size, show_progress_bar)
-        vectors = np.concatenate(pictures)
-        if texts:
+        parts = [np.concatenate(pictures)] if pictures else []
+        if texts or not pictures:
             tower = self._text_tower(task_metadata, prompt_type)
-            vectors = vectors + self._embed(tower, texts, batch_size, show_progress_bar)
-            vectors = unit_norm(torch.from_numpy(vectors)).numpy()
-        return vectors
+            parts.append(self._embed(tower, texts, batch_size, show_progress_bar))
+        return parts[0] if len(parts) == 1 else unit_norm(torch.from_numpy(sum(parts))).numpy()
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """Cosines of all (N, D) with all (M, D) vectors, (N, M)."""

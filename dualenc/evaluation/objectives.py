@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from dualenc.encoders.dual import SIDES
 from dualenc.errors import DualencError
 from dualenc.objectives import (
     DCL,
@@ -53,13 +54,12 @@ ESTIMATORS: dict[str, Callable[..., Objective]] = {
 OTHER_LOSSES = ("HCL", "SACLR", "SigLIP")
 """Objectives that do not estimate the global loss: their bias is the distance between the two losses."""
 
-STRETCHES = 8
 MAX_COMPARED_STEPS = 64
 
 
 @dataclass
 class FrozenPairs:
-    """Frozen embeddings and the pairs between them; counts the items that an objective requests by id.
+    """Frozen embeddings and the pairs between them.
 
     Attributes:
         left, right: (N, D) unit-norm embeddings of the items, by id; N may differ between the sides.
@@ -67,7 +67,7 @@ class FrozenPairs:
         left_positives, right_positives: (M, K) ids known to be positive with the pair's left or right item, padded
             with -1.
         views: left and right are two views of one image.
-        num_encoded: items requested by id since this was last set to 0.
+        num_encoded: items that the last step requested by id.
     """
 
     left: Tensor
@@ -82,11 +82,15 @@ class FrozenPairs:
     def __post_init__(self) -> None:
         self.left = self.left.detach().requires_grad_()
         self.right = self.right.detach().requires_grad_()
+        for name in ("left_id", "right_id", "left_positives", "right_positives"):
+            ids = getattr(self, name)
+            if ids is not None:
+                setattr(self, name, ids.to(self.left.device))
 
     @classmethod
     def one_to_one(cls, left: Tensor, right: Tensor, *, views: bool = False) -> FrozenPairs:
         """Row i of `left` (M, D) belongs to row i of `right` (M, D), and every item to one pair."""
-        ids = torch.arange(len(left), device=left.device)
+        ids = torch.arange(len(left))
         return cls(left, right, ids, ids, views=views)
 
     def __len__(self) -> int:
@@ -94,9 +98,7 @@ class FrozenPairs:
 
     def counts(self, side: Side) -> Tensor:
         """(N,) how many pairs each item of a side is in."""
-        if side == "left":
-            return torch.bincount(self.left_id, minlength=len(self.left))
-        return torch.bincount(self.right_id, minlength=len(self.right))
+        return torch.bincount(getattr(self, f"{side}_id"), minlength=len(getattr(self, side)))
 
     def build(self, kind: Callable[..., Objective], temperature: float, **options: Any) -> Objective:
         """An objective of these pairs: `kind` is a class of objectives, or makes one from the same arguments."""
@@ -108,7 +110,7 @@ class FrozenPairs:
     def encode(self, side: Side, ids: Tensor) -> Tensor:
         """(n, D) embeddings of items by id; their gradients are sparse, with a row per requested id."""
         self.num_encoded += len(ids)
-        return embedding(ids, self.left if side == "left" else self.right, sparse=True)
+        return embedding(ids, getattr(self, side), sparse=True)
 
     def step(self, criterion: Objective, rows: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
         """The (sparse) gradient of a batch, pairs `rows` (B,), on the left and the right items; and the loss."""
@@ -118,11 +120,8 @@ class FrozenPairs:
         right = self.encode("right", right_id)
         # Only items outside the batch count as extra encodes.
         self.num_encoded = 0
-        positives = {}
-        if self.left_positives is not None:
-            positives["left_positives"] = self.left_positives[rows]
-        if self.right_positives is not None:
-            positives["right_positives"] = self.right_positives[rows]
+        listed = {"left_positives": self.left_positives, "right_positives": self.right_positives}
+        positives = {name: ids[rows] for name, ids in listed.items() if ids is not None}
         loss = criterion(left, right, left_id, right_id, encode=self.encode, **positives).loss
         on_left, on_right = torch.autograd.grad(loss, [self.left, self.right])
         return (on_left, on_right), float(loss.detach())
@@ -158,7 +157,7 @@ class Bias(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The distance itself; 0 where noise makes its square negative."""
+        """The bias; 0 where noise makes its square negative."""
         return math.sqrt(max(0.0, self.squared))
 
     @property
@@ -235,6 +234,13 @@ class Measured:
         """Mean error of a step."""
         return statistics.mean(self.step_errors)
 
+    @property
+    def step_error_error(self) -> float:
+        """Standard error of `step_error`."""
+        if len(self.step_errors) < 2:
+            return 0.0
+        return statistics.stdev(self.step_errors) / math.sqrt(len(self.step_errors))
+
     def to_plain(self) -> dict[str, Any]:
         """For JSON, without the loss and the duration of every step."""
         return {**vars(self), "bias": list(self.bias), "values": [], "seconds": []}
@@ -244,17 +250,10 @@ class Measured:
         """Restore from `to_plain()`."""
         return cls(**{**plain, "bias": Bias(*plain["bias"])})
 
-    @property
-    def step_error_error(self) -> float:
-        """Standard error of `step_error`."""
-        if len(self.step_errors) < 2:
-            return 0.0
-        return statistics.stdev(self.step_errors) / math.sqrt(len(self.step_errors))
-
 
 @dataclass
-class _Run:
-    """One run of an objective through epochs in random order; measurements are added to `found`."""
+class Run:
+    """A run of an objective through epochs in random order; `oracle` has the exact gradient, `found` the results."""
 
     frozen: FrozenPairs
     criterion: Objective
@@ -318,9 +317,7 @@ def measure(
     error is above the bound. A slowly changing state, such as a chain that hardly moves, is noise of its run, not bias.
 
     Args:
-        frozen: M pairs.
-        kind: the objective, as `frozen.build` takes it.
-        temperature: τ.
+        frozen, kind, temperature: the pairs, and the objective as `frozen.build` takes it.
         batch_size: B.
         warm_up: epochs of each run before measurement, in which averages and chains settle.
         bound: standard error of the bias at which to stop.
@@ -334,7 +331,7 @@ def measure(
     independent = []
     for own_seed in range(seed, seed + runs):
         criterion = frozen.build(kind, temperature, seed=own_seed)
-        run = _Run(frozen, criterion, oracle, batch_size, own_seed, found)
+        run = Run(frozen, criterion, oracle, batch_size, own_seed, found)
         run.warm_up(warm_up)
         independent.append(run)
     sums = torch.zeros(runs, *exact.shape).to(exact)
@@ -352,38 +349,6 @@ def measure(
         further = done
 
 
-def measure_stretches(
-    frozen: FrozenPairs,
-    kind: Callable[..., Objective],
-    temperature: float,
-    batch_size: int,
-    *,
-    warm_up: int,
-    stretch: int,
-    seed: int = 0,
-) -> Measured:
-    """The same from one long run, whose stretches are independent unless they are neighbours.
-
-    Args:
-        frozen, kind, temperature, batch_size, warm_up, seed: see `measure`.
-        stretch: epochs of each of eight stretches.
-    """
-    found = Measured()
-    oracle = frozen.build(ExactGlobal, temperature)
-    exact, _ = frozen.exact(temperature)
-    run = _Run(frozen, frozen.build(kind, temperature, seed=seed), oracle, batch_size, seed, found)
-    run.warm_up(warm_up)
-    sums = torch.zeros(STRETCHES, *exact.shape).to(exact)
-    for number, total in enumerate(sums, start=1):
-        for epoch in range(stretch):
-            # Comparing every step would double the cost: only the first epoch of each stretch is compared.
-            run.add_to(total, 1, compared=10**9 if epoch == 0 else 0)
-            error = (sums.sum(dim=0) / ((number - 1) * stretch + epoch + 1) - exact).norm()
-            found.mean_errors.append(float(error / exact.norm()))
-    found.bias = bias_of(sums / stretch, exact, gap=1)
-    return run.conclude()
-
-
 def softmax_shares(frozen: FrozenPairs, temperature: float, batches: Iterable[Tensor]) -> Tensor:
     """(A,) for every anchor of the batches (B,), the share of its softmax over the corpus that its batch holds.
 
@@ -392,25 +357,19 @@ def softmax_shares(frozen: FrozenPairs, temperature: float, batches: Iterable[Te
     Raises:
         DualencError: a pair has no negative in the corpus, since every item is its positive.
     """
-    sides: tuple[Side, Side] = ("left", "right")
-    shares = [
-        _shares_of_side(frozen, temperature, batch.to(frozen.left_id.device), side)
-        for batch in batches
-        for side in sides
-    ]
+    shares = [_shares_of_side(frozen, temperature, batch, side) for batch in batches for side in SIDES]
     return torch.cat(shares)
 
 
 def _shares_of_side(frozen: FrozenPairs, temperature: float, rows: Tensor, side: Side) -> Tensor:
     """(B,) shares of the anchors on one side of the pairs `rows`."""
-    if side == "left":
-        ids, partners, listed = frozen.left_id, frozen.right_id, frozen.left_positives
-        anchors, items = frozen.left.detach(), frozen.right.detach()
-        corpus_counts = frozen.counts("right")
-    else:
-        ids, partners, listed = frozen.right_id, frozen.left_id, frozen.right_positives
-        anchors, items = frozen.right.detach(), frozen.left.detach()
-        corpus_counts = frozen.counts("left")
+    other: Side = "right" if side == "left" else "left"
+    rows = rows.to(frozen.left_id.device)
+    partners = getattr(frozen, f"{other}_id")
+    listed = getattr(frozen, f"{side}_positives")
+    anchors = getattr(frozen, side).detach()
+    items = getattr(frozen, other).detach()
+    corpus_counts = frozen.counts(other)
     excluded = partners[rows, None]
     if listed is not None:
         excluded = torch.cat([excluded, listed[rows]], dim=1)
@@ -421,7 +380,7 @@ def _shares_of_side(frozen: FrozenPairs, temperature: float, rows: Tensor, side:
         corpus_counts = corpus_counts.repeat(2)
         batch_counts = batch_counts.repeat(2)
         excluded = torch.cat([excluded, torch.where(excluded < 0, excluded, excluded + len(anchors))], dim=1)
-    logits = anchors[ids[rows]] @ items.T / temperature
+    logits = anchors[getattr(frozen, f"{side}_id")[rows]] @ items.T / temperature
     # Padding is scattered into one more column, which is dropped.
     padded = torch.cat([logits, logits[:, :1]], dim=1)
     padded.scatter_(1, torch.where(excluded < 0, len(items), excluded), -torch.inf)
@@ -446,19 +405,18 @@ def advice(found: dict[str, Measured], batch_size: int) -> str:
         bias = measured[name].bias
         return round(bias.value, 2) if bias.is_significant else 0.0, measured[name].step_error
 
+    def missed(name: str, below: str) -> str:
+        bias = measured[name].bias
+        return f"{bias.value:.0%}" if bias.is_significant else f"{below} {bias.limit:.0%}"
+
     parts = []
     if "InfoNCE" in measured:
-        parts.append(f"InfoNCE misses {_bias_in_words(measured['InfoNCE'].bias, 'less than')} of the gradient")
+        parts.append(f"InfoNCE misses {missed('InfoNCE', 'less than')} of the gradient")
     others = [name for name in measured if name != "InfoNCE"]
     without_encodes = [name for name in others if not measured[name].encodes]
     nearest = [min(names, key=rank) for names in (without_encodes, others) if names]
     for name in dict.fromkeys(nearest):
-        cost = "without extra encodes"
-        if measured[name].encodes:
-            cost = f"for {measured[name].encodes:.1f} extra encodes per pair"
-        parts.append(f"{name} {_bias_in_words(measured[name].bias, 'below')} {cost}")
+        encodes = measured[name].encodes
+        cost = f"for {encodes:.1f} extra encodes per pair" if encodes else "without extra encodes"
+        parts.append(f"{name} {missed(name, 'below')} {cost}")
     return f"at B={batch_size} " + "; ".join(parts)
-
-
-def _bias_in_words(bias: Bias, below: str) -> str:
-    return f"{bias.value:.0%}" if bias.is_significant else f"{below} {bias.limit:.0%}"

@@ -29,8 +29,7 @@ class Observed:
 
     Attributes:
         similarities: of positive and of negative held-out pairs; None without pairs of either kind.
-        metric: name of the metric in `scores`; "" without any.
-        scores: up to 1,000 scores by query id; higher is better.
+        metric, scores: a metric by name, and up to 1,000 scores by query id; higher is better.
         texts: the best and the worst queries by id.
     """
 
@@ -40,15 +39,10 @@ class Observed:
     texts: Mapping[str, str] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
-        """The same for JSON: 50 bins, and four decimals."""
+        """The same for JSON: 50 bins, and scores of four decimals."""
         plain: dict[str, Any] = {}
         if self.similarities is not None:
-            plain["similarities"] = {
-                "positives": _coarse(self.similarities.positives),
-                "negatives": _coarse(self.similarities.negatives),
-                "positive_mean": round(self.similarities.positive_mean, 4),
-                "negative_mean": round(self.similarities.negative_mean, 4),
-            }
+            plain["similarities"] = self.similarities.merged(_NUM_BINS).to_plain()
         if self.scores:
             scores = {query: round(score, 4) for query, score in self.scores.items()}
             plain["queries"] = {"metric": self.metric, "scores": scores, "texts": dict(self.texts)}
@@ -65,7 +59,7 @@ class Observed:
             queries = plain.get("queries", {})
             histogram = None
             if plain.get("similarities") is not None:
-                histogram = _read_histogram(plain["similarities"])
+                histogram = SimilarityHistogram.from_plain(plain["similarities"])
             scores = {str(query): float(score) for query, score in queries.get("scores", {}).items()}
             texts = {str(query): str(text) for query, text in queries.get("texts", {}).items()}
             return cls(histogram, str(queries.get("metric", "")), scores, texts)
@@ -74,29 +68,10 @@ class Observed:
             raise DualencError(f"no record of an evaluation ({error}); train again, or remove the file") from error
 
 
-def _coarse(counts: npt.NDArray[np.int64]) -> list[int]:
-    """Counts of 100 bins merged into 50."""
-    sums: list[int] = counts.reshape(_NUM_BINS, -1).sum(axis=1).tolist()
-    return sums
-
-
-def _read_histogram(plain: Mapping[str, Any]) -> SimilarityHistogram:
-    positives, negatives = (np.array(plain[name], np.int64) for name in ("positives", "negatives"))
-    means = (float(plain["positive_mean"]), float(plain["negative_mean"]))
-    if positives.shape != negatives.shape or positives.ndim != 1 or not np.isfinite(means).all():
-        raise ValueError("histograms of different shapes")
-    if any(counts.min(initial=0) < 0 or not counts.sum() for counts in (positives, negatives)):
-        raise ValueError("an empty histogram")
-    return SimilarityHistogram(np.linspace(-1, 1, len(positives) + 1), positives, negatives, *means)
-
-
 def observed_queries(metric: str, scores: Mapping[str, float], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of `Observed` for the scores of queries.
+    """Fields of `Observed` for a metric's scores by query id, of which the first 1,000 are kept.
 
-    Args:
-        metric: name of the metric.
-        scores: by query id; the first 1,000 are kept.
-        texts: by query id, looked up for the shown queries only; empty if the queries are no texts.
+    `texts` by query id are looked up for the shown queries only.
     """
     kept = dict(islice(scores.items(), MAX_QUERIES))
     best, worst = best_and_worst({query: {metric: score} for query, score in kept.items()}, metric, SHOWN)
@@ -110,8 +85,7 @@ def observed_pairs(
     """Cosines of up to 1,000 held-out pairs, at equal distances, and of their items with all others.
 
     Args:
-        left: (Q, D) embeddings.
-        right: (N, D) embeddings.
+        left, right: (Q, D) and (N, D) embeddings.
         positives: for each left item the rows of its right ones.
 
     Returns:
@@ -134,23 +108,16 @@ def observed_pairs(
 
 
 def observed_labels(features: npt.NDArray[Any], labels: npt.NDArray[np.integer]) -> SimilarityHistogram | None:
-    """Cosines of up to 1,000 images (N, D), at equal distances, of equal and of different label (N,); None without such
-    pairs."""
+    """Cosines of up to 1,000 images (N, D) of equal and of different label (N,); None without such pairs."""
     rows = np.linspace(0, len(labels) - 1, min(len(labels), MAX_PAIRS)).round().astype(np.int64)
-    # Labels from 0 without gaps, whatever numbers the data has.
-    classes = np.unique(labels[rows], return_inverse=True)[1]
     try:
-        return label_similarities(features[rows], classes)
+        return label_similarities(features[rows], labels[rows])
     except DualencError:
         return None
 
 
 def joined(parts: Mapping[str, Observed]) -> Observed:
-    """The records of one evaluation on several collections as one, ids of queries as "COLLECTION/id".
-
-    Args:
-        parts: by the name of the collection; of each an equal share of the 1,000 scores is kept.
-    """
+    """Records on several collections as one, ids of queries as "COLLECTION/id", an equal share of scores of each."""
     share = max(1, MAX_QUERIES // len(parts))
     scores: dict[str, float] = {}
     texts: dict[str, str] = {}
@@ -162,16 +129,14 @@ def joined(parts: Mapping[str, Observed]) -> Observed:
 
 
 def _added(histograms: Sequence[SimilarityHistogram | None]) -> SimilarityHistogram | None:
-    """The sum of histograms with equal edges; None without any."""
+    """The sum of histograms of as many bins; None without any."""
     found = [histogram for histogram in histograms if histogram is not None]
     if not found:
         return None
-    positives = [histogram.positives.sum() for histogram in found]
-    negatives = [histogram.negatives.sum() for histogram in found]
+    positives, negatives = (np.array([getattr(one, name) for one in found]) for name in ("positives", "negatives"))
     return SimilarityHistogram(
-        found[0].edges,
-        np.sum([histogram.positives for histogram in found], axis=0),
-        np.sum([histogram.negatives for histogram in found], axis=0),
-        float(np.average([histogram.positive_mean for histogram in found], weights=positives)),
-        float(np.average([histogram.negative_mean for histogram in found], weights=negatives)),
+        positives.sum(axis=0),
+        negatives.sum(axis=0),
+        float(np.average([histogram.positive_mean for histogram in found], weights=positives.sum(axis=1))),
+        float(np.average([histogram.negative_mean for histogram in found], weights=negatives.sum(axis=1))),
     )

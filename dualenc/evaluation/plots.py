@@ -40,9 +40,7 @@ def bars(
         offset = (number - (len(groups) - 1) / 2) * width
         positions = [place + offset for place in range(len(labels))]
         values = [heights[label] for label in labels]
-        spread = None
-        if errors is not None:
-            spread = [errors[name][label] for label in labels]
+        spread = None if errors is None else [errors[name][label] for label in labels]
         drawn = axes.bar(positions, values, width, yerr=spread, label=literal(name), color=_colour(number), capsize=2)
         if len(labels) * len(groups) <= 12:
             axes.bar_label(drawn, fmt="%.3f", fontsize=8, padding=2)
@@ -88,21 +86,15 @@ def histograms(
 
 def similarities(found: SimilarityHistogram, positives: str, negatives: str) -> Figure:
     """Overlaid histograms of the similarities of positive and negative pairs, each of total height 1."""
-    figure, axes = _axes(xlabel="cosine", ylabel="share of pairs")
-    for name, counts, colour in ((positives, found.positives, COLOURS[0]), (negatives, found.negatives, COLOURS[1])):
-        axes.stairs(counts / counts.sum(), found.edges, fill=True, alpha=0.55, label=name, color=colour)
+    figure = counts(found.edges, {positives: found.positives, negatives: found.negatives}, xlabel="cosine")
     # Only the range that holds something.
     filled = np.flatnonzero(found.positives + found.negatives)
-    axes.set_xlim(found.edges[filled[0]], found.edges[filled[-1] + 1])
-    _legend(axes, 2)
+    figure.axes[0].set_xlim(found.edges[filled[0]], found.edges[filled[-1] + 1])
     return figure
 
 
 def ridges(found: Mapping[str, SimilarityHistogram], positives: str, negatives: str) -> Figure:
-    """Ridge plot: similarity histograms of several steps or models by name, stacked, the first at the bottom.
-
-    All share one scale, so that growing peaks show.
-    """
+    """Similarity histograms of several steps by name, stacked on one scale, the first at the bottom."""
     figure, axes = _axes(xlabel="cosine")
     figure.set_figheight(1.5 + 0.5 * len(found))
     shares = [

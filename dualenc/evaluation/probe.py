@@ -24,47 +24,17 @@ from dualenc.types import Integers, Vectors
 
 
 def unit_rows(features: Vectors, what: str = "features") -> npt.NDArray[np.float32]:
-    """Rows scaled to unit norm, as contiguous float32; a zero row stays zero.
-
-    Args:
-        features: (N, D) vectors.
-        what: How the error names them.
+    """Rows (N, D) scaled to unit norm, as contiguous float32; a zero row stays zero.
 
     Raises:
-        DualencError: not a matrix, empty, or not finite.
+        DualencError: a row is not finite; `what` names the vectors.
     """
-    if features.ndim != 2 or len(features) == 0:
-        raise DualencError(f"{what} have shape {features.shape}; a matrix (items, dimension) with items is needed")
     rows = np.ascontiguousarray(features, dtype=np.float32)
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     if not np.isfinite(norms).all():
         bad = int(np.flatnonzero(~np.isfinite(norms[:, 0]))[0])
         raise DualencError(f"row {bad} of the {what} is not finite; did the training end in NaN?")
     return rows / np.maximum(norms, np.finfo(np.float32).tiny)
-
-
-def check_labels(features: Vectors, labels: Integers, what: str) -> npt.NDArray[np.int64]:
-    """The labels as int64, after making sure that there is one, not negative, for every row.
-
-    Args:
-        features: (N, D) vectors.
-        labels: (N,) class numbers from 0.
-        what: Which part of the data the error names, such as "train".
-
-    Raises:
-        DualencError: a length differs, or a label is missing (negative) or not a whole number.
-    """
-    labels = np.asarray(labels)
-    if labels.shape != (len(features),):
-        raise DualencError(
-            f"{what}: {len(features)} images but labels of shape {labels.shape}; give one label per image"
-        )
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise DualencError(f"{what}: labels are {labels.dtype}; give class numbers from 0")
-    if labels.size and labels.min() < 0:
-        row = int(np.argmax(labels < 0))
-        raise DualencError(f"{what}: image {row} has the label {labels[row]}; every image needs a class from 0")
-    return labels.astype(np.int64)
 
 
 def knn_predict(
@@ -81,8 +51,7 @@ def knn_predict(
     A neighbour at cosine s votes exp(s/τ); equal votes go to the lower class, as in scikit-learn.
 
     Args:
-        train: (N, D) features of the training images; scaled to unit norm here.
-        train_labels: (N,) class numbers from 0.
+        train, train_labels: (N, D) features, scaled to unit norm here, and (N,) class numbers from 0.
         test: (A, D) features to classify.
         k: Number of neighbours; 1 is the nearest-neighbour classifier.
         temperature: τ of the vote; None gives every neighbour one vote.
@@ -92,17 +61,18 @@ def knn_predict(
         (A,) predicted classes.
 
     Raises:
-        DualencError: lengths or dimensions differ, a label is missing, or k is out of range.
+        DualencError: a label is missing, a feature is not finite, or k or τ is out of range.
     """
-    train_labels = check_labels(train, train_labels, "train")
+    train_labels = np.asarray(train_labels)
+    if train_labels.min(initial=0) < 0:
+        row = int(np.argmax(train_labels < 0))
+        raise DualencError(f"train: image {row} has the label {train_labels[row]}; every image needs a class from 0")
     if not 1 <= k <= len(train):
         raise DualencError(f"k={k}: there are {len(train)} training images; choose k from 1 to that")
     if temperature is not None and temperature <= 0:
         raise DualencError(f"temperature={temperature}: it must be above 0")
     rows = unit_rows(train, "training features")
     queries = unit_rows(test, "test features")
-    if rows.shape[1] != queries.shape[1]:
-        raise DualencError(f"training features have dimension {rows.shape[1]}, test features {queries.shape[1]}")
     with distributed.alone():
         scores, neighbours = exact_search(queries, rows, k, device=device)
     votes = np.ones_like(scores)
@@ -116,8 +86,6 @@ def knn_predict(
 
 def accuracy(predicted: Integers, labels: Integers) -> float:
     """Share of right predictions, both (A,)."""
-    if len(predicted) != len(labels) or len(labels) == 0:
-        raise DualencError(f"{len(predicted)} predictions for {len(labels)} labels; one for each is needed")
     return float(np.mean(predicted == labels))
 
 
@@ -128,19 +96,12 @@ _VALIDATION_SHARE = 0.1
 
 
 class LinearProbe(NamedTuple):
-    """Result of `linear_probe`.
-
-    Attributes:
-        classifier: fit on all training images with the chosen λ.
-        l2: the chosen λ.
-        validation: accuracy on held-out training images by λ; empty with a single λ.
-        accuracy: on the test images; NaN without any.
-    """
+    """A classifier fit with the chosen λ, accuracies by λ on held-out training images, and that on test images."""
 
     classifier: Pipeline
     l2: float
     validation: dict[float, float]
-    accuracy: float
+    accuracy: float = math.nan
 
 
 def linear_probe(
@@ -159,37 +120,29 @@ def linear_probe(
     of equal ones) is fit on all of them. The test images choose nothing.
 
     Args:
-        train: (N, D) features.
-        train_labels: (N,) class numbers from 0.
-        test: (A, D) features, if there are any to test with.
-        test_labels: (A,) class numbers.
+        train, train_labels: (N, D) features and (N,) class numbers.
+        test, test_labels: (A, D) features and (A,) class numbers, if there are any to test with.
         l2: The λ to try, of λ/2·‖W‖² added to the mean cross-entropy.
         max_iterations: Of L-BFGS, for each λ.
         seed: Of the split for validation.
 
     Raises:
-        DualencError: lengths or dimensions differ, a label is missing, there is one class only, or λ is not positive.
+        DualencError: there is one class only, or λ is not positive.
     """
-    labels = check_labels(train, train_labels, "train")
-    if test is not None:
-        test_labels = check_labels(test, np.zeros(0, np.int64) if test_labels is None else test_labels, "test")
-        if test.ndim != 2 or test.shape[1] != train.shape[1]:
-            raise DualencError(f"features of shape {test.shape}; the classifier was fit on dimension {train.shape[1]}")
     if not l2 or min(l2) <= 0:
         raise DualencError(f"l2={list(l2)}: give one or more numbers above 0")
     validation: dict[float, float] = {}
     if len(l2) > 1:
-        validation = _validate(train, labels, l2, max_iterations, seed)
+        validation = _validate(train, train_labels, l2, max_iterations, seed)
     best = max(l2, key=lambda value: (validation.get(value, 0.0), value))
-    classifier = fit_linear(train, labels, best, max_iterations)
-    test_accuracy = math.nan
-    if test is not None and test_labels is not None:
-        test_accuracy = accuracy(classifier.predict(test), test_labels)
-    return LinearProbe(classifier, best, validation, test_accuracy)
+    fitted = LinearProbe(fit_linear(train, train_labels, best, max_iterations), best, validation)
+    if test is None or test_labels is None:
+        return fitted
+    return fitted._replace(accuracy=accuracy(fitted.classifier.predict(test), test_labels))
 
 
 def _validate(
-    train: Vectors, labels: npt.NDArray[np.int64], l2: Sequence[float], max_iterations: int, seed: int
+    train: Vectors, labels: Integers, l2: Sequence[float], max_iterations: int, seed: int
 ) -> dict[float, float]:
     """Accuracy by λ on a tenth of the training images, after a fit on the others."""
     classes, sizes = np.unique(labels, return_counts=True)
@@ -212,13 +165,11 @@ def fit_linear(
     """Fit standardisation and classifier to minimise mean cross-entropy + λ/2·‖W‖².
 
     Args:
-        features: (N, D).
-        labels: (N,) class numbers; two classes at least.
+        features, labels: (N, D), and (N,) class numbers of two classes at least.
         l2: λ > 0.
         max_iterations: Of L-BFGS.
         standardised_by: (N', D) features whose mean and deviation are used; by default `features`.
     """
-    labels = check_labels(features, labels, "train")
     reference = features if standardised_by is None else standardised_by
     if not np.isfinite(reference).all():
         raise DualencError("the training features are not finite; did the training end in NaN?")
@@ -249,28 +200,21 @@ def few_shot(
     l2: float = 1e-2,
     seed: int = 0,
 ) -> dict[int, tuple[float, float]]:
-    """Accuracy of a linear probe fit on a few images of each class.
+    """Accuracy of a linear probe fit on a few images of each class: by their number, mean and standard deviation.
 
     Vectors are standardised by the statistics of all training images, which use no label.
 
     Args:
-        train: (N, D) features to draw from.
-        train_labels: (N,) class numbers from 0.
-        test: (A, D) features.
-        test_labels: (A,) class numbers.
+        train, train_labels: (N, D) features to draw from, and (N,) class numbers.
+        test, test_labels: (A, D) features and (A,) class numbers.
         shots: How many images of each class.
         draws: Number of draws of the images.
         l2: λ of λ/2·‖W‖² added to the mean cross-entropy.
         seed: Of the draws.
 
-    Returns:
-        For each number of shots, mean and (sample) standard deviation of the accuracy over the draws.
-
     Raises:
-        DualencError: a class has too few images, or what `linear_probe` raises.
+        DualencError: a class has too few images.
     """
-    train_labels = check_labels(train, train_labels, "train")
-    test_labels = check_labels(test, test_labels, "test")
     results = {}
     for count in shots:
         scores = []
@@ -303,8 +247,6 @@ def sgd_probe(
     steps_per_epoch: int,
     epochs: int = 100,
     learning_rate: float = 0.3,
-    momentum: float = 0.9,
-    weight_decay: float = 1e-6,
     device: str | torch.device = "cpu",
 ) -> nn.Linear:
     """Train a linear classifier by SGD with momentum; the learning rate falls along a cosine to zero.
@@ -314,29 +256,20 @@ def sgd_probe(
     Args:
         batches: `batches(epoch)` gives that epoch's (features (B, D), labels (B,)): of freshly augmented images
             through the frozen encoder, or `feature_batches` of features computed once.
-        num_features: D.
-        num_classes: C.
-        steps_per_epoch: Number of batches in an epoch.
-        epochs: Passes over the training images.
+        num_features, num_classes: D and C.
+        steps_per_epoch, epochs: Number of batches in an epoch, and of passes over the training images.
         learning_rate: At the start.
-        momentum: Of SGD.
-        weight_decay: Of SGD.
         device: Where the classifier is trained.
 
-    Returns:
-        The classifier, on `device`.
-
     Raises:
-        DualencError: nothing to train on, or the loss is not finite.
+        DualencError: the loss is not finite.
     """
-    if epochs < 1 or steps_per_epoch < 1:
-        raise DualencError(f"epochs={epochs}, {steps_per_epoch} batches in each: nothing to train on")
     # Small weights from a separate generator: the same on every device, and the global generator does not advance.
     classifier = nn.utils.skip_init(nn.Linear, num_features, num_classes)
     nn.init.normal_(classifier.weight, std=0.01, generator=torch.Generator().manual_seed(0))
     nn.init.zeros_(classifier.bias)
     classifier = classifier.to(device)
-    optimizer = torch.optim.SGD(classifier.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
+    optimizer = torch.optim.SGD(classifier.parameters(), lr=learning_rate, momentum=0.9, weight_decay=1e-6)
     total = epochs * steps_per_epoch
     step = 0
     for epoch in range(epochs):
@@ -349,25 +282,17 @@ def sgd_probe(
             step += 1
         # Once per epoch: reading the loss makes the host wait for the device.
         if not torch.isfinite(loss):
-            raise DualencError(
-                f"the SGD probe's loss is {loss.item()} in epoch {epoch}; choose a smaller learning_rate"
-            )
+            problem = f"the SGD probe's loss is {loss.item()} in epoch {epoch}"
+            raise DualencError(f"{problem}; choose a smaller learning_rate")
     return classifier
 
 
 def feature_batches(
     features: Vectors, labels: Integers, *, batch_size: int = 256, seed: int = 0
 ) -> Callable[[int], Batches]:
-    """Shuffled batches of features computed once, for `sgd_probe`: the protocol without augmentation.
-
-    Args:
-        features: (N, D).
-        labels: (N,) class numbers from 0.
-        batch_size: B; the last batch of an epoch may be smaller.
-        seed: Of the order, which differs between epochs.
-    """
+    """Batches of features (N, D) and labels (N,) in another order in each epoch, for `sgd_probe`."""
     rows = torch.from_numpy(np.array(features, dtype=np.float32))  # a copy: stored features are read-only
-    classes = torch.from_numpy(check_labels(features, labels, "train"))
+    classes = torch.from_numpy(np.asarray(labels, np.int64))
 
     def batches(epoch: int) -> Batches:
         order = torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(len(rows)))

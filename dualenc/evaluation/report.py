@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 
-class Table(NamedTuple):
-    """Rows of named values.
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+SHOWN_QUERIES = 5
+SHOWN_RESULTS = 5
 
-    Attributes:
-        caption: What the numbers are, in a few words.
-        rows: One mapping of column name to value each; the columns are those of all rows, in order of appearance.
-    """
+
+class Table(NamedTuple):
+    """Rows of named values; the columns are those of all rows, in order of appearance."""
 
     caption: str
     rows: Sequence[Mapping[str, object]]
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns, each once, in order of first appearance."""
+        """Names of the columns."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def cells(self) -> list[list[str]]:
@@ -77,11 +77,10 @@ def print_table(table: Table) -> None:
     drawn.collapse_padding = True
     cells = [[printable(cell) for cell in row] for row in table.cells()]
     for name, values in zip(table.columns, zip(*cells)):
-        numeric = table.is_numeric(name)
-        if numeric:
-            drawn.add_column(printable(name), justify="right", overflow="fold", min_width=max(map(len, values)))
-        else:
-            drawn.add_column(printable(name), justify="left", overflow="fold")
+        drawn.add_column(printable(name), overflow="fold")
+        if table.is_numeric(name):
+            drawn.columns[-1].justify = "right"
+            drawn.columns[-1].min_width = max(map(len, values))
     for row in cells:
         drawn.add_row(*row)
     # A pipe or a log file has no width of its own; rich would assume 80 columns.
@@ -97,14 +96,7 @@ class Figure(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A query or a retrieved item in a gallery.
-
-    Attributes:
-        text: The text, a caption or a label; long texts are cut.
-        image: The picture, shown as a thumbnail.
-        note: A few words with it, such as the id, the score or a metric.
-        relevant: Whether it is a right answer; None where this has no meaning.
-    """
+    """A query or a retrieved item in a gallery, with a note such as its score, and whether it is a right answer."""
 
     text: str = ""
     image: Image.Image | None = None
@@ -142,15 +134,13 @@ def write_report(
         path: The file to write, replaced as a whole.
         title: Heading of the page.
         facts: What was evaluated on what, by name, shown under the heading.
-        tables: First on the page.
-        figures: Plots below them.
-        galleries: Groups of queries with their results, last.
+        tables, figures, galleries: Shown in this order.
         figures_first: Plots above the tables.
     """
     # Untrusted texts are shown without control characters; HTML in them is escaped.
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
     environment.filters.update(snippet=snippet, thumbnail=thumbnail)
-    page = environment.from_string(_PAGE).render(
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=title,
         facts={name: as_text(value) for name, value in (facts or {}).items()},
         tables=[(table, ["number" if table.is_numeric(name) else "" for name in table.columns]) for table in tables],
@@ -190,99 +180,6 @@ def _data_uri(media_type: str, content: bytes) -> str:
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-  body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 0 auto; padding: 1.5rem;
-         max-width: 72rem; }
-  h1 { font-size: 1.6rem; margin: 0 0 .5rem; }
-  h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; }
-  dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: 0; color: #57606a; }
-  dd { margin: 0; overflow-wrap: anywhere; }
-  .scroll { overflow: auto; max-height: 32rem; }
-  table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-  th, td { padding: .3rem .8rem; border-bottom: 1px solid #d8dee4; text-align: left; }
-  th { border-bottom: 2px solid #8c959f; }
-  .number { text-align: right; white-space: nowrap; }
-  figure { display: inline-block; margin: 0 1rem 1rem 0; max-width: 100%; vertical-align: top; }
-  figure img { width: 34rem; max-width: 100%; display: block; }
-  figcaption { color: #57606a; max-width: 34rem; }
-  .entry { border: 1px solid #d8dee4; border-radius: .5rem; padding: .75rem 1rem; margin: 0 0 1rem; }
-  .query { font-weight: 600; }
-  .results { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .5rem;
-             margin: .5rem 0 0; padding: 0; list-style: none; }
-  .results li { border-left: 4px solid #d8dee4; padding: 0 .6rem;
-                font-size: .85rem; overflow-wrap: anywhere; }
-  .results li.right { border-color: #009e73; background: #f0faf6; }
-  .results li.wrong { border-color: #d55e00; }
-  .note { color: #57606a; font-weight: 400; font-size: .85rem; }
-</style>
-</head>
-<body>
-{% macro show(item) %}
-{% if item.image is not none %}<img src="{{ item.image | thumbnail }}" alt="{{ item.text | snippet(80) }}">
-{% endif %}
-<div class="note">{{ item.note }}{% if item.relevant %} ✓{% elif item.relevant is false %} ✗{% endif %}</div>
-<div>{{ item.text | snippet }}</div>
-{% endmacro %}
-<h1>{{ title }}</h1>
-<dl>
-{% for name, value in (facts or {}).items() %}
-  <dt>{{ name }}</dt><dd>{{ value }}</dd>
-{% endfor %}
-</dl>
-{% macro show_tables() %}
-{% for table, alignments in tables %}
-<h2>{{ table.caption }}</h2>
-<div class="scroll"><table>
-<thead>
-<tr>{% for name in table.columns %}<th class="{{ alignments[loop.index0] }}">{{ name }}</th>{% endfor %}</tr>
-</thead>
-<tbody>
-{% for cells in table.cells() %}
-<tr>{% for cell in cells %}<td class="{{ alignments[loop.index0] }}">{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</tbody>
-</table></div>
-{% endfor %}
-{% endmacro %}
-{% macro show_figures() %}
-{% if figures %}
-<h2>Plots</h2>
-{% for caption, uri in figures %}
-<figure><img src="{{ uri }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption></figure>
-{% endfor %}
-{% endif %}
-{% endmacro %}
-{% if figures_first %}
-{{ show_figures() }}
-{{ show_tables() }}
-{% else %}
-{{ show_tables() }}
-{{ show_figures() }}
-{% endif %}
-{% for gallery in galleries %}
-<h2>{{ gallery.caption }}</h2>
-{% for entry in gallery.entries %}
-<div class="entry">
-<div class="query">{{ show(entry.query) }}</div>
-<ol class="results">
-{% for item in entry.results %}
-<li class="{{ 'right' if item.relevant else 'wrong' if item.relevant is false else '' }}">{{ show(item) }}</li>
-{% endfor %}
-</ol>
-</div>
-{% endfor %}
-{% endfor %}
-</body>
-</html>
-"""
-
-
 ShowItem = Callable[[int], Item]
 
 
@@ -290,21 +187,12 @@ def retrieval_galleries(
     result: Result,
     show_query: Callable[[str], str],
     show_document: Callable[[str], str],
-    *,
-    metric: str = "ndcg@10",
-    entries: int = 5,
-    documents: int = 5,
 ) -> list[Gallery]:
-    """The best and the worst queries of a run, with the documents found and the first relevant one that was missed.
+    """The best and the worst queries by nDCG@10, with the documents found and the first relevant one that was missed.
 
-    Args:
-        result: A scored run.
-        show_query: Text of a query by id.
-        show_document: Text of a document by id, "" if it is not in the corpus.
-        metric: Orders the queries.
-        entries: Queries in each gallery, fewer if there are not twice as many.
-        documents: Retrieved documents shown for each query.
+    `show_query` and `show_document` give the texts by id.
     """
+    metric = "ndcg@10"
 
     def entry(query: str) -> Entry:
         found = result.run.get(query, {})
@@ -312,18 +200,18 @@ def retrieval_galleries(
         rank_of = {document: rank for rank, document in enumerate(ranked(found), start=1)}
         items = [
             Item(show_document(name), note=f"{rank}. {name} · {found[name]:.3f}", relevant=grades.get(name, 0) > 0)
-            for name, rank in islice(rank_of.items(), documents)
+            for name, rank in islice(rank_of.items(), SHOWN_RESULTS)
         ]
         # The first relevant document is shown even where it was ranked far below.
         relevant = [name for name, grade in grades.items() if grade > 0]
         first = min(relevant, key=lambda name: rank_of.get(name, len(rank_of) + 1), default=None)
-        if first is not None and rank_of.get(first, documents + 1) > documents:
+        if first is not None and rank_of.get(first, SHOWN_RESULTS + 1) > SHOWN_RESULTS:
             position = f"rank {rank_of[first]}" if first in rank_of else f"not in the first {len(rank_of)}"
             items.append(Item(show_document(first), note=f"relevant, missed: {first} · {position}", relevant=True))
         score = result.per_query[query][metric]
         return Entry(Item(show_query(query), note=f"query {query} · {metric} {score:.3f}"), items)
 
-    best, worst = best_and_worst(result.per_query, metric, entries)
+    best, worst = best_and_worst(result.per_query, metric, SHOWN_QUERIES)
     source = f"{result.dataset}, {result.system}, by {metric}"
     return [
         Gallery(f"Best queries ({source})", [entry(query) for query in best]),
@@ -348,29 +236,22 @@ def rank_galleries(
     positives: Sequence[Sequence[int]],
     show_query: ShowItem,
     show_candidate: ShowItem,
-    *,
-    entries: int = 5,
-    results: int = 5,
 ) -> list[Gallery]:
     """The best and the worst queries of a rank evaluation, such as image to text, with the nearest candidates.
 
     Args:
         what: Names the direction in the captions.
         ranks: (A,) rank of each query's best right answer.
-        queries: (A, D) embeddings.
-        candidates: (N, D) embeddings.
+        queries, candidates: (A, D) and (N, D) embeddings.
         positives: For each query the columns that are right.
-        show_query: What to show for a query by row.
-        show_candidate: What to show for a candidate by column.
-        entries: Queries in each gallery.
-        results: Candidates shown for each query.
+        show_query, show_candidate: What to show for a row, and for a column.
     """
     scores = {str(row): {"rank": -float(rank)} for row, rank in enumerate(ranks)}
-    best, worst = best_and_worst(scores, "rank", entries)
+    best, worst = best_and_worst(scores, "rank", SHOWN_QUERIES)
 
     def entry(row: int) -> Entry:
         similarity = candidates @ queries[row]
-        nearest = np.argsort(-similarity, kind="stable")[:results].tolist()
+        nearest = np.argsort(-similarity, kind="stable")[:SHOWN_RESULTS].tolist()
         right = set(positives[row])
         items = [
             show_candidate(column)._replace(note=f"{similarity[column]:.3f}", relevant=column in right)
@@ -378,7 +259,5 @@ def rank_galleries(
         ]
         return Entry(show_query(row)._replace(note=f"right answer at rank {ranks[row]}"), items)
 
-    return [
-        Gallery(f"{what}: best", [entry(int(row)) for row in best]),
-        Gallery(f"{what}: worst", [entry(int(row)) for row in worst]),
-    ]
+    parts = {"best": best, "worst": worst}
+    return [Gallery(f"{what}: {kind}", [entry(int(row)) for row in rows]) for kind, rows in parts.items()]

@@ -31,10 +31,8 @@ def retrieve(
     """The best documents of each query by exact search.
 
     Args:
-        query_ids: (Q,) ids.
-        queries: (Q, D) embeddings.
-        document_ids: (N,) ids.
-        documents: (N, D) embeddings; may be memory-mapped.
+        query_ids, queries: (Q,) ids and (Q, D) embeddings.
+        document_ids, documents: (N,) ids and (N, D) embeddings; may be memory-mapped.
         depth: How many documents to keep for each query.
         keep_self_matches: Keep a document whose id is the query's; otherwise one more takes its place.
         device: Where to search, as in `exact_search`.
@@ -43,15 +41,21 @@ def retrieve(
         Score of each retrieved document by query id.
 
     Raises:
-        DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
+        DualencError: there is no document, or an embedding is not finite.
     """
     # One document more than wanted takes the place of a self-match.
     scores, columns = exact_search(queries, documents, depth + 1, document_ids=document_ids, device=device)
-    run = {
-        query: {document_ids[column]: score for column, score in zip(found.tolist(), values.tolist())}
-        for query, found, values in zip(query_ids, columns, scores, strict=True)
+    return first_documents(as_run(query_ids, document_ids, scores, columns), depth, keep_self_matches=keep_self_matches)
+
+
+def as_run(
+    query_ids: Sequence[str], document_ids: Sequence[str], scores: npt.NDArray[Any], columns: npt.NDArray[np.int64]
+) -> dict[str, dict[str, float]]:
+    """Scores (Q, k) and rows of documents (Q, k) as scores by document id by query id."""
+    return {
+        query: {document_ids[column]: score for column, score in zip(found, values)}
+        for query, found, values in zip(query_ids, columns.tolist(), scores.tolist(), strict=True)
     }
-    return first_documents(run, depth, keep_self_matches=keep_self_matches)
 
 
 def first_documents(run: Run, depth: int, *, keep_self_matches: bool = False) -> dict[str, dict[str, float]]:
@@ -69,9 +73,6 @@ def bm25_run(
     document_ids: Sequence[str],
     documents: Sequence[str],
     k: int,
-    *,
-    k1: float = 1.5,
-    b: float = 0.75,
 ) -> dict[str, dict[str, float]]:
     """The k best documents of each query by BM25 (Lucene's variant), English stop words removed, no stemming.
 
@@ -79,16 +80,9 @@ def bm25_run(
     scores are ordered by descending document id, as trec_eval does.
 
     Args:
-        query_ids: (Q,) ids.
-        queries: (Q,) texts.
-        document_ids: (N,) ids.
-        documents: (N,) texts.
+        query_ids, queries: (Q,) ids and texts.
+        document_ids, documents: (N,) ids and texts.
         k: How many documents to retrieve for each query.
-        k1: Saturation of the term frequency.
-        b: Strength of the length normalisation.
-
-    Returns:
-        Score of each retrieved document by query id.
 
     Raises:
         DualencError: no document has a word.
@@ -96,7 +90,7 @@ def bm25_run(
     corpus = bm25s.tokenize(list(documents), show_progress=False)
     if not any(corpus.ids):
         raise DualencError("BM25: no document holds a word; is the corpus empty?")
-    scorer = bm25s.BM25(k1=k1, b=b)
+    scorer = bm25s.BM25()
     scorer.index(corpus, show_progress=False)
     # Words and not their ids: ids are those of each call's own vocabulary.
     words = bm25s.tokenize(list(queries), return_ids=False, show_progress=False)
@@ -124,15 +118,12 @@ class Result:
     """Scores of one system on one collection.
 
     Args:
-        system: Name of the model or method.
-        dataset: Name of the collection.
+        system, dataset: Names of the model or method, and of the collection.
         run: Score of each retrieved document by query id.
         qrels: Judgements.
         num_documents: Size of the corpus.
-        keep_self_matches: Keep a retrieved document whose id is the query's; by default it is removed.
-
-    Attributes:
-        run: The run as it is scored, self-matches removed: trec_eval finds the same numbers in its file.
+        keep_self_matches: Keep a retrieved document whose id is the query's; by default it is removed, so that
+            trec_eval finds the same numbers in the file of the run.
 
     Raises:
         DualencError: the judgements are empty, or a score is not finite.
@@ -187,8 +178,6 @@ def cutoff_rows(results: Sequence[Result]) -> list[dict[str, object]]:
 
 def means_over_datasets(results: Sequence[Result]) -> Scores:
     """The mean over collections, each weighing the same, of each metric of one system."""
-    if not results:
-        raise DualencError("no collection was evaluated; give a BEIR folder")
     return mean_scores({result.dataset: result.means for result in results})
 
 

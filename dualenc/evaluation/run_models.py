@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,13 +31,14 @@ class RunModel(NamedTuple):
 
     def contents(self) -> str:
         """Checksum of the weights' files and of the architecture; "" for a hub name."""
-
-        folders = [folder for folder in (self.path, self.base) if folder is not None and folder.is_dir()]
-        files = [(folder, file) for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
-        names = [file.relative_to(folder).as_posix() for folder, file in files]
-        # With a checkpoint the weights of the model folder do not count: they change when the training resumes.
-        counted = [(name, file) for name, (folder, file) in zip(names, files) if folder == self.path or ".json" in name]
-        return digest_of(*(part for name, file in counted for part in (name, file_identity(file)))) if files else ""
+        parts: list[Any] = []
+        for folder in filter(None, (self.path, self.base)):
+            for file in sorted(folder.rglob("*")):
+                name = file.relative_to(folder).as_posix()
+                # With a checkpoint the weights of the model folder do not count: they change when the training resumes.
+                if file.is_file() and (folder == self.path or ".json" in name):
+                    parts += [name, file_identity(file)]
+        return digest_of(*parts) if parts else ""
 
 
 def find_models(run: str) -> list[RunModel]:

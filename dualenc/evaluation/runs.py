@@ -22,11 +22,6 @@ def write_trec(path: PathLike, run: Run, tag: str = "dualenc") -> None:
 
     Scores are written so that reading them gives the same float32.
 
-    Args:
-        path: The file to write, replaced as a whole.
-        run: Score of each retrieved document by query id.
-        tag: Name of the system, without white space.
-
     Raises:
         DualencError: an id or the tag holds white space, which the format cannot express.
     """
@@ -47,14 +42,18 @@ def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
     """
     run: dict[str, dict[str, float]] = {}
     for place, line in read_lines(path):
-        fields = line.split()
-        score = _number(fields[4]) if len(fields) == 6 else None
-        if score is None:
-            raise DualencError(f"{place}: not a line of a TREC run (query Q0 document rank score tag); mend the line")
-        documents = run.setdefault(fields[0], {})
-        if fields[2] in documents:
-            raise DualencError(f"{place}: duplicate document {fields[2]} for query {fields[0]}; remove one")
-        documents[fields[2]] = score
+        try:
+            query, _, document, _, written, _ = line.split()
+            score = float(written)
+            if not math.isfinite(score):
+                raise ValueError
+        except ValueError:
+            remedy = "write query Q0 document rank score tag"
+            raise DualencError(f"{place}: not a line of a TREC run; {remedy}") from None
+        documents = run.setdefault(query, {})
+        if document in documents:
+            raise DualencError(f"{place}: duplicate document {document} for query {query}; remove one")
+        documents[document] = score
     return run
 
 
@@ -98,11 +97,7 @@ def ranked(documents: Mapping[str, float]) -> list[str]:
 
 
 def check_trec_names(names: Iterable[str], what: str) -> None:
-    """Refuse names that a TREC file cannot hold: empty, or with white space.
-
-    Raises:
-        DualencError: with the first such name.
-    """
+    """Refuse names that a TREC file cannot hold: empty, or with white space."""
     for name in names:
         if len(name.split()) != 1 or name.strip() != name:
             raise DualencError(f"{what} {name!r} is empty or holds white space, which TREC files cannot; rename it")
@@ -122,23 +117,13 @@ def read_lines(path: PathLike) -> Iterator[tuple[str, str]]:
         number = 0
         while line := stream.readline(MAX_LINE_BYTES + 1):
             number += 1
+            place = f"{path}:{number}"
             if len(line) > MAX_LINE_BYTES:
-                raise DualencError(
-                    f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB; is it a text file?"
-                )
+                raise DualencError(f"{place}: a line of more than {MAX_LINE_BYTES >> 20} MiB; is it a text file?")
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 reason = f"byte 0x{line[error.start]:02x}"
-                raise DualencError(f"{path}:{number}: not UTF-8 text ({reason}); save the file as UTF-8") from None
+                raise DualencError(f"{place}: not UTF-8 text ({reason}); save the file as UTF-8") from None
             if text.strip():
-                yield f"{path}:{number}", text
-
-
-def _number(text: str) -> float | None:
-    """The finite number in a field; None for anything else."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+                yield place, text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tqdm.auto import tqdm
@@ -14,13 +14,14 @@ from dualenc.evaluation.compression import Size, compressed_run
 from dualenc.evaluation.metrics import Run, Scores
 from dualenc.evaluation.retrieval import Result, bm25_run, first_documents, retrieve
 from dualenc.evaluation.runs import ranked
-from dualenc.search.fusion import fuse
+from dualenc.search.fusion import Fusion, fuse
 from dualenc.search.rerank import Rescore
 from dualenc.search.rerank import rerank as rerank_pairs
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus, RetrievalSet
     from dualenc.data.embeddings import Embeddings
+    from dualenc.evaluation.options import RankingOptions, RetrievalOptions
 
 BM25 = "BM25"
 HYBRID = "hybrid"
@@ -37,50 +38,35 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Systems:
-    """The systems to compare, and what they need.
-
-    Args:
-        model: the model's name in tables.
-        depth: documents to retrieve for each query.
-        device: to search on.
-        keep_self_matches: keep a document whose id is the query's.
-        bm25: rank by BM25 as well.
-        hybrid: how to fuse the model and BM25, if they are fused.
-        weight: of the model in the fusion; BM25 has the rest.
-        rescore: a cross-encoder that scores the best documents again.
-        rerank_top: how many of the best it scores.
-        engine: a search engine to ask as well.
-    """
+    """The systems to compare: a model by its name in tables, BM25, both fused, a cross-encoder, a search engine."""
 
     model: str
-    depth: int
+    options: RetrievalOptions
+    ranking: RankingOptions
     device: torch.device
-    keep_self_matches: bool = False
-    bm25: bool = False
-    hybrid: Literal["rrf", "weighted"] | None = None
-    weight: float = 0.5
     rescore: Rescore | None = None
-    rerank_top: int = 100
     engine: Engine | None = None
 
-    def rank(self, collection: RetrievalSet, queries: Embeddings, documents: Embeddings) -> dict[str, Run]:
-        """Rank the documents by each system; BM25 and the fusion only on the main process, the others on all."""
+    def rank(self, name: str, collection: RetrievalSet, queries: Embeddings, documents: Embeddings) -> list[Result]:
+        """Rank the documents by each system and score the rankings; only the main process has all results."""
         runs: dict[str, Run] = {self.model: retrieve(*_vectors(queries, documents), **self._search_arguments())}
+        reranked = self.model
         if self.engine is not None:
-            runs[self.engine.system] = self._first(self.engine.run(queries, self.depth + 1))
-        if self.bm25 and distributed.is_main():
+            reranked = self.engine.system
+            runs[reranked] = self._first(self.engine.run(queries, self.options.depth + 1))
+        if (self.options.bm25 or self.ranking.hybrid) and distributed.is_main():
             texts = [_texts(collection.queries), _texts(collection.corpus)]
-            words = bm25_run(collection.queries.ids, texts[0], collection.corpus.ids, texts[1], self.depth + 1)
+            depth = self.options.depth + 1
+            words = bm25_run(collection.queries.ids, texts[0], collection.corpus.ids, texts[1], depth)
             runs[BM25] = self._first(words)
-            if self.hybrid is not None:
-                runs[HYBRID] = self._fuse(runs[self.model], runs[BM25])
+            if self.ranking.hybrid:
+                runs[HYBRID] = self._fuse(self.ranking.hybrid, runs[self.model], runs[BM25])
         if self.rescore is not None:
-            reranked = self.model if self.engine is None else self.engine.system
-            if self.hybrid is not None:
+            if self.ranking.hybrid:
                 reranked = HYBRID
             run = distributed.broadcast_object(runs.get(reranked))
-            runs[RERANKED] = _rerank(self.rescore, run, collection, self.rerank_top)
-        return runs
+            runs[RERANKED] = _rerank(self.rescore, run, collection, self.ranking.rerank_top)
+        return [self._score(system, name, run, collection) for system, run in runs.items() if distributed.is_main()]
 
     def rank_compressed(
         self, collection: RetrievalSet, queries: Embeddings, documents: Embeddings, sizes: Sequence[Size]
@@ -89,27 +75,26 @@ class Systems:
         means = {}
         for size in sizes:
             run = compressed_run(*_vectors(queries, documents), size, **self._search_arguments())
-            means[size] = self.score(size.name, "", run, collection).means
+            means[size] = self._score(size.name, "", run, collection).means
         return means
 
-    def score(self, system: str, name: str, run: Run, collection: RetrievalSet) -> Result:
-        """The metrics of a run on a collection of some name."""
-        size = len(collection.corpus)
-        return Result(system, name, run, collection.qrels, size, keep_self_matches=self.keep_self_matches)
+    def _score(self, system: str, name: str, run: Run, collection: RetrievalSet) -> Result:
+        keep = self.options.keep_self_matches
+        return Result(system, name, run, collection.qrels, len(collection.corpus), keep_self_matches=keep)
 
     def _search_arguments(self) -> dict[str, Any]:
-        return {"depth": self.depth, "keep_self_matches": self.keep_self_matches, "device": self.device}
+        keep = self.options.keep_self_matches
+        return {"depth": self.options.depth, "keep_self_matches": keep, "device": self.device}
 
     def _first(self, run: Run) -> Run:
-        return first_documents(run, self.depth, keep_self_matches=self.keep_self_matches)
+        return first_documents(run, self.options.depth, keep_self_matches=self.options.keep_self_matches)
 
-    def _fuse(self, *runs: Run) -> Run:
-        assert self.hybrid is not None
+    def _fuse(self, how: Fusion, *runs: Run) -> Run:
         fused = {}
+        weights = [self.ranking.weight, 1 - self.ranking.weight]
         for query in runs[0]:
             rankings = [[(name, run[query][name]) for name in ranked(run[query])] for run in runs]
-            best = fuse(rankings, self.hybrid, weights=[self.weight, 1 - self.weight])[: self.depth]
-            fused[query] = dict(best)
+            fused[query] = dict(fuse(rankings, how, weights=weights)[: self.options.depth])
         return fused
 
 

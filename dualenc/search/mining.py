@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections import Counter
@@ -34,6 +33,7 @@ from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import digest_of, identities
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, check_file_target, remove, removed_if_refused, save_array, write_json
+from dualenc.hard_negatives import Rule
 from dualenc.reading import open_regular, read_json
 from dualenc.search.build import new_index
 from dualenc.search.exact import exact_search
@@ -49,85 +49,6 @@ QUERIES_PER_BLOCK = 256
 PAIRS_PER_BLOCK = 4096
 BIN = 0.01
 """Width of the histogram bins of scores."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Selection of negatives among a query's nearest documents; of several score limits the lowest applies.
-
-    Args:
-        num_negatives: maximum per query.
-        first_rank: first rank of the window, counted from 1 without the known positives; 11 skips the first ten.
-        last_rank: last rank of the window.
-        relative: maximum share of the positive's score: s ≤ s⁺ − (1 − relative)·|s⁺|, which is relative·s⁺ for a
-            positive score. Moreira et al. 2024 (arXiv 2407.15831, TopK-PercPos) find 0.95 best.
-        margin: minimum difference to the positive's score (their TopK-MarginPos).
-        max_score: maximum score (their TopK-Abs).
-        percentile: maximum score as a percentile, from 0 to 100, of the scores of all known pairs.
-        against: which score to compare with if a query has several positives.
-        pick: take the best of the remaining candidates, or a random sample.
-        seed: of the random samples; they are drawn per query, and do not depend on the grouping into blocks.
-
-    Raises:
-        DualencError: a number out of range.
-    """
-
-    num_negatives: int = 8
-    first_rank: int = 1
-    last_rank: int = 100
-    relative: float | None = 0.95
-    margin: float | None = None
-    max_score: float | None = None
-    percentile: float | None = None
-    against: Literal["lowest", "mean", "highest"] = "mean"
-    pick: Literal["top", "random"] = "top"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        # Of numbers beyond float32 a comparison with scores has no use.
-        largest = float(np.finfo(np.float32).max)
-        limits: dict[str, tuple[float, float]]
-        limits = {"num_negatives": (1, largest), "first_rank": (1, self.last_rank), "percentile": (0, 100)}
-        limits |= {"relative": (0, largest), "margin": (0, largest), "max_score": (-largest, largest)}
-        limits |= {"seed": (0, largest)}
-        for name, (lowest, highest) in limits.items():
-            value = getattr(self, name)
-            if value is not None and not lowest <= value <= highest:
-                raise DualencError(f"{name} is {value}; give a number from {lowest:g} to {highest:g}")
-
-    def ceiling(self, positives: np.ndarray, all_positives: np.ndarray | None = None) -> float:
-        """The maximum score of a query's negatives.
-
-        Args:
-            positives: (P,) scores of the query's positives, at least one.
-            all_positives: (M,) scores of all known pairs; required for `percentile`.
-        """
-        scores = {"lowest": positives.min(), "mean": positives.mean(), "highest": positives.max()}
-        positive = float(scores[self.against])
-        limits = [math.inf]
-        if self.relative is not None:
-            limits.append(positive - (1 - self.relative) * abs(positive))
-        if self.margin is not None:
-            limits.append(positive - self.margin)
-        if self.max_score is not None:
-            limits.append(self.max_score)
-        if self.percentile is not None:
-            assert all_positives is not None
-            limits.append(float(np.percentile(all_positives, self.percentile)))
-        return min(limits)
-
-    def choose(self, allowed: np.ndarray, query: int) -> np.ndarray:
-        """Ascending positions of the negatives among candidates sorted by score.
-
-        Args:
-            allowed: (L,) bool, which candidates can be negatives.
-            query: seeds the random sample.
-        """
-        places = np.flatnonzero(allowed)
-        if self.pick == "random" and len(places) > self.num_negatives:
-            generator = np.random.default_rng((self.seed, query))
-            return np.sort(generator.choice(places, self.num_negatives, replace=False))
-        return places[: self.num_negatives]
 
 
 @dataclass

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dualenc.cli import main
-from dualenc.commands import convergence as evaluate_convergence
 from dualenc.data import ImageFolderViews
 from dualenc.data.views import SimCLR
 from dualenc.encoders import load_model
@@ -19,6 +18,7 @@ from dualenc.encoders.image import ImageEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.images import random_rows
 from dualenc.evaluation.run_models import find_models
+from dualenc.evaluation.tasks import convergence as evaluate_convergence
 from dualenc.training.loader import augmentation_seeds
 from tests.commands.image_models import replace_images, save_classes, save_image_model
 

@@ -145,9 +145,9 @@ def test_mistakes_are_one_line(
     empty.write_text("{}")
     for given, message in [
         ((toy_text, data), "is of kind query-document and encodes no images"),
-        ((image_model, data, "--corruptions", "fogg"), "unknown corruption fogg; did you mean fog?"),
-        ((image_model, data, "--severity", "6"), "severity 6: choose from 1, 2, 3, 4, 5"),
-        ((image_model, data, "--severities", "1,9", "--train", data), "severity 9"),
+        ((image_model, data, "--corruptions", "fogg"), "unknown corruption fogg (did you mean fog?)"),
+        ((image_model, data, "--severity", "6"), "--severity is 6; it must lie between 1 and 5"),
+        ((image_model, data, "--severities", "1,9", "--train", data), "--severity is 9"),
         ((image_model, flat), "image 0 is 20x20; corruptions need 32x32"),
         ((image_model, data, "--clean", data), "leave --clean out"),
         (
@@ -160,7 +160,7 @@ def test_mistakes_are_one_line(
         assert message in failure(capsys, *given, "--out", out), message
         assert not (out / "metrics.json").exists()
     np.save(folder / "fog.npy", np.zeros((10, 32, 32, 3), np.uint8))
-    assert "fog.npy: 10 images but labels.npy has 30" in failure(capsys, image_model, folder, "--out", out)
+    assert "uint8 (30, H, W, 3) belongs" in failure(capsys, image_model, folder, "--out", out)
 
 
 def _json(line: str) -> dict:

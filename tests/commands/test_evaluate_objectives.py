@@ -14,7 +14,8 @@ import torch
 from dualenc.cli import main
 from dualenc.encoders import load_model
 from dualenc.evaluation.objectives import ESTIMATORS, FrozenPairs, Measured, measure
-from dualenc.evaluation.pair_sets import embed_pairs, open_set
+from dualenc.evaluation.options import ColumnOptions
+from dualenc.evaluation.pair_sets import PairSet, embed_pairs, open_set
 from dualenc.evaluation.run_models import trained_temperature
 from tests.commands import toy
 
@@ -75,8 +76,8 @@ def test_views_of_images_are_measured(image_model: Path, classes: Path, tmp_path
 
 def test_items_are_embedded_once_and_keep_their_positives(toy_text: Path, pairs: Path) -> None:
     model = load_model(str(toy_text), device="cpu").eval()
-    found = open_set(model, str(pairs), "train", None, None)
-    frozen = embed_pairs(model, found, np.arange(13), seed=0)
+    found = open_set(model, str(pairs), "train", ColumnOptions())
+    frozen = embed_pairs(model, PairSet(found, np.arange(13)))
     assert (len(frozen.left), len(frozen.right), len(frozen)) == (12, 12, 13)
     rows = [found[row] for row in range(13)]
     for side in ("left", "right"):
@@ -147,7 +148,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
             raise KeyboardInterrupt
         return measure(frozen, kind, *how, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("dualenc.commands.objectives.measure", measured)
+    monkeypatch.setattr("dualenc.evaluation.tasks.objectives.measure", measured)
     assert evaluate(*words, "--out", tmp_path / "out") == 130
     assert not (tmp_path / "out" / "metrics.json").exists()
     assert evaluate(*words, "--out", tmp_path / "out") == 0

@@ -136,7 +136,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_names_summaries_and_the_rest(package: str) -> None:
-    found = read_docstrings(10, packages=[package], progress=False)
+    found = read_docstrings(10, packages=[package])
     assert [d.name for d in found] == ["plates.stack.Stack", "plates.stack.Stack.push"]
     assert found[0].summary == "A pile of things to take from the top."
     assert found[1].rest.startswith("Args: item is whatever you like; the pile keeps")
@@ -144,12 +144,12 @@ def test_names_summaries_and_the_rest(package: str) -> None:
 
 
 def test_limit_and_unknown_packages(package: str) -> None:
-    assert len(read_docstrings(1, packages=["no_such_package_here", package], progress=False)) == 1
+    assert len(read_docstrings(1, packages=["no_such_package_here", package])) == 1
 
 
 @pytest.mark.slow
 def test_the_standard_library_has_enough_and_its_names_and_summaries_are_unique() -> None:
-    found = read_docstrings(500, packages=[], progress=False)
+    found = read_docstrings(500, packages=[])
     assert len(found) == 500
     assert len({d.name for d in found}) == len({d.summary for d in found}) == 500
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dualenc.cli import main
-from dualenc.commands.report import label, read_run
+from dualenc.evaluation.run_report import label, read_run
 from dualenc.objectives import ISIR
 from dualenc.training import RetrievalEvaluator
 from tests.commands.in_process import failure

@@ -86,19 +86,11 @@ def test_the_two_directions_may_differ() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 4), (3, 1, 4, 5), (3, 2, 1, 5), (0, 2, 4, 5)])
-def test_wrong_shapes_of_versions_are_one_line(shape: tuple[int, ...]) -> None:
-    with pytest.raises(DualencError, match="shape"):
-        nearest_versions(np.ones(shape))
-
-
-def test_other_mistakes_are_one_line() -> None:
-    with pytest.raises(DualencError, match=r"shape \(1, 2, 5\); \(images, 2 views, dimension\) of two images"):
+def test_mistakes_are_one_line() -> None:
+    with pytest.raises(DualencError, match="one image cannot be found among others"):
         nearest_images(np.ones((1, 2, 5)))
     with pytest.raises(DualencError, match="not finite"):
         nearest_images(np.full((3, 2, 5), np.nan))
-    with pytest.raises(DualencError, match="no image was compared"):
-        summarise(np.zeros((0, 2), int))
 
 
 CONDITIONS = [("gaussian_noise", 1), ("fog", 2), ("fog", 5)]
@@ -191,12 +183,6 @@ def test_too_small_images_are_one_line_from_any_process(workers: int) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_wrong_encoder_is_one_line() -> None:
-    versions = ImageVersions(CleanImages(pictures(2)), [CLEAN], prepare)
-    with pytest.raises(DualencError, match=r"encode gave shape \(2,\) for 2 images"):
-        list(encode_versions(versions, lambda inputs: encode(inputs)[:, 0]))
-
-
 ERRORS = np.array([[0.1, 0.3], [0.2, 0.6]])
 BASELINE = np.array([[0.4, 0.4], [0.5, 0.5]])
 
@@ -222,14 +208,3 @@ def test_a_baseline_is_read_in_any_order(tmp_path: Path) -> None:
     assert read_baseline(path, ["snow", "fog"], [5, 1]).tolist() == [[0.6, 0.2], [0.3, 0.1]]
     with pytest.raises(DualencError, match="no error of fog at severity 3"):
         read_baseline(path, ["fog"], [3])
-
-
-def test_mistakes_are_one_line() -> None:
-    with pytest.raises(DualencError, match="makes no error under corruption 1"):
-        mean_corruption_error(ERRORS, BASELINE * [[1], [0]])
-    with pytest.raises(DualencError, match=r"the baseline's errors have shape \(1, 2\)"):
-        mean_corruption_error(ERRORS, BASELINE[:1])
-    with pytest.raises(DualencError, match=r"errors have shape \(0, 2\)"):
-        mean_corruption_error(ERRORS[:0])
-    with pytest.raises(DualencError, match="for 1 corruptions x 2"):
-        robustness_rows(ERRORS, ["fog"], [1, 5])

@@ -79,16 +79,3 @@ def test_processes_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
         both_ways_ranks(images, texts, captions)
     together = [np.concatenate([*shares[direction], *shares[2 + direction]]).tolist() for direction in (0, 1)]
     assert together == [ranks.tolist() for ranks in alone.values()]
-
-
-@pytest.mark.parametrize(
-    ("texts", "captions", "message"),
-    [
-        (2, [[0, 1], []], "image 1 has no caption"),
-        (1, [[0], [1]], "out of range"),
-        (2, [[0], [0]], "text 1 describes no"),
-    ],
-)
-def test_mistakes(texts: int, captions: list, message: str) -> None:
-    with pytest.raises(DualencError, match=message):
-        both_ways_ranks(np.eye(2, dtype=np.float32), np.ones((texts, 2), np.float32), captions)

@@ -113,12 +113,9 @@ def test_few_shot_is_mean_and_deviation_over_different_draws() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({"train_labels": np.zeros(3, int)}, "train: 20 images but labels of shape"),
-        ({"test_labels": -np.ones(20, int)}, "test: image 0 has the label -1"),
         ({"train_labels": np.zeros(20, int)}, "all training images have the label 0"),
         ({"l2": [0.0]}, "l2="),
         ({"l2": []}, "l2="),
-        ({"test": np.zeros((20, 3))}, "fit on dimension 6"),
         ({"train": np.full((20, 6), np.nan)}, "not finite"),
     ],
 )
@@ -183,15 +180,11 @@ def test_unit_rows_leave_a_zero_row_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"train_labels": np.zeros(3, int)}, "train: 4 images but labels of shape"),
         ({"train_labels": np.array([0, 1, -1, 0])}, "image 2 has the label -1"),
-        ({"train_labels": np.zeros(4)}, "labels are float64"),
         ({"k": 5}, "k=5: there are 4 training images"),
         ({"k": 0}, "k=0"),
         ({"temperature": 0.0}, "temperature=0.0"),
-        ({"test": np.zeros((2, 3))}, "dimension 2, test features 3"),
         ({"test": np.array([[0.0, np.nan]])}, "row 0 of the test features is not finite"),
-        ({"test": np.zeros((0, 2))}, "shape \\(0, 2\\)"),
     ],
 )
 def test_a_mistake_is_one_line_in_knn(change: dict, line: str) -> None:
@@ -201,10 +194,8 @@ def test_a_mistake_is_one_line_in_knn(change: dict, line: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_accuracy_wants_one_prediction_per_label() -> None:
+def test_accuracy_is_the_share_of_right_predictions() -> None:
     assert accuracy(np.array([1, 2, 3]), np.array([1, 2, 0])) == pytest.approx(2 / 3)
-    with pytest.raises(DualencError, match="2 predictions for 3 labels"):
-        accuracy(np.zeros(2, int), np.zeros(3, int))
 
 
 def data(count: int = 64, classes: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -254,7 +245,3 @@ def test_mistakes_are_one_line() -> None:
     batches = feature_batches(features * 1e30, labels)
     with pytest.raises(DualencError, match="choose a smaller learning_rate"):
         sgd_probe(batches, 5, 3, steps_per_epoch=1, epochs=50, learning_rate=1e30)
-    with pytest.raises(DualencError, match="epochs=0"):
-        sgd_probe(batches, 5, 3, steps_per_epoch=1, epochs=0)
-    with pytest.raises(DualencError, match="train: 64 images but labels of shape"):
-        next(iter(feature_batches(features, labels[:3])(0)))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dualenc.evaluation import plots
+from dualenc.evaluation import plots, report
 from dualenc.evaluation.report import (
     Entry,
     Figure,
@@ -152,11 +152,13 @@ def test_best_and_worst_never_share_a_query() -> None:
     assert best_and_worst({"a": {"m": 1.0}}, "m", 5) == (["a"], [])
 
 
-def test_a_worst_query_shows_what_it_missed() -> None:
+def test_a_worst_query_shows_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "SHOWN_QUERIES", 2)
+    monkeypatch.setattr(report, "SHOWN_RESULTS", 2)
     run = {"good": {"d1": 0.9, "d2": 0.8}, "bad": {"d2": 0.9, "d3": 0.8, "d1": 0.7}, "lost": {"d2": 0.5}}
     qrels = {"good": {"d1": 1}, "bad": {"d1": 2}, "lost": {"d9": 1}}
     result = Result("model", "toy", run, qrels, 4)
-    best, worst = retrieval_galleries(result, str.upper, lambda doc: f"text of {doc}", entries=2, documents=2)
+    best, worst = retrieval_galleries(result, str.upper, lambda doc: f"text of {doc}")
     assert [entry.query.text for entry in best.entries] == ["GOOD", "BAD"]
     assert [item.relevant for item in best.entries[0].results] == [True, False]
     assert best.entries[0].results[0].note == "1. d1 · 0.900"
@@ -171,7 +173,8 @@ def test_a_query_that_the_run_lacks_is_shown_without_documents() -> None:
     assert [item.note for item in best.entries[0].results] == ["relevant, missed: d · not in the first 0"]
 
 
-def test_ranks_show_the_nearest_candidates() -> None:
+def test_ranks_show_the_nearest_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "SHOWN_RESULTS", 2)
     queries, candidates = np.eye(2), np.array([[1.0, 0.0], [0.5, 0.5], [0.25, 0.0]])
     best, worst = rank_galleries(
         "image to text",
@@ -181,7 +184,6 @@ def test_ranks_show_the_nearest_candidates() -> None:
         [[0], [2]],
         lambda row: Item(f"query {row}"),
         lambda column: Item(f"candidate {column}"),
-        results=2,
     )
     assert best.entries[0].query == Item("query 0", note="right answer at rank 1")
     assert best.entries[0].results == [

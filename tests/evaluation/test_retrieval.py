@@ -18,7 +18,6 @@ from dualenc.evaluation.retrieval import (
     bm25_run,
     cutoff_rows,
     first_documents,
-    means_over_datasets,
     metrics_document,
     retrieve,
     summary_rows,
@@ -98,8 +97,6 @@ def test_the_summary_has_a_mean_row_for_each_system_over_several_collections() -
 def test_mistakes() -> None:
     with pytest.raises(DualencError, match="empty"):
         Result("s", "d", {"q": {"d": 1.0}}, {}, 1)
-    with pytest.raises(DualencError, match="no collection"):
-        means_over_datasets([])
 
 
 WORDS = ["wing", "flow", "shock", "heat", "plate"]

@@ -1,22 +1,21 @@
-"""`dualenc evaluate zero-shot`: an image-text model names the class of images from prompts."""
+"""Zero-shot classification: an image-text model names the class of images from prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.checks import MAX_ITEMS, check_range
-from dualenc.commands.evaluation import Evaluation, display_name, open_model
 from dualenc.data import Corpus
 from dualenc.data.sources import usual_split
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.embedding import embed_into
 from dualenc.evaluation.images import open_images, require_labels
+from dualenc.evaluation.output import Evaluation, display_name, open_model
 from dualenc.evaluation.report import Figure, Gallery, Item, Table, rank_galleries
 from dualenc.evaluation.runs import read_lines, write_per_query
 from dualenc.evaluation.zero_shot import (
@@ -29,55 +28,29 @@ from dualenc.evaluation.zero_shot import (
     zero_shot_ranks,
 )
 
+if TYPE_CHECKING:
+    from dualenc.evaluation.options import OutputOptions, ZeroShotOptions
+
 CUTOFFS = (1, 5)
 
 
-def zero_shot(
-    model: str,
-    data: str,
-    *,
-    out: str | None = None,
-    split: str | None = None,
-    label_column: str | None = None,
-    class_names: str | None = None,
-    templates: str | None = None,
-    batch_size: int = 64,
-    device: str | None = None,
-) -> None:
-    """Evaluate zero-shot classification: each image gets the class whose prompts are nearest.
-
-    Writes metrics.json, report.html and a per-query log. Embeddings are kept below OUT, so that an interrupted
-    evaluation resumes where it stopped.
-
-    Args:
-        model: model folder or name.
-        data: labelled images: a table (parquet, a folder of them, a hub name), or a folder with one folder per class.
-        out: folder to write; by default evaluations/zero-shot/MODEL-DATA-HASH.
-        split: of a folder of tables or a hub name, by default test; of a file a slice such as train[90%:], by default
-            all.
-        label_column: of a table, class numbers or names; by default `label`.
-        class_names: text file with the name of each class on a line; by default the names that the data brings.
-        templates: text file with prompt templates, one on a line, {} for the class; by default a set of eight.
-        batch_size: items encoded at once.
-        device: such as cpu or cuda:0; by default a GPU if there is one.
-    """
-    check_range(1, MAX_ITEMS, batch_size=batch_size)
-    evaluation = Evaluation("zero-shot", model, data, out, device)
-    prompt_templates = TEMPLATES if templates is None else read_templates(templates)
-    split = split or usual_split(data, "test")
-    images = open_images(data, split, label_column=label_column)
+def evaluate(model: str, data: str, options: ZeroShotOptions, output: OutputOptions) -> None:
+    """Give each image the class whose prompts are nearest."""
+    evaluation = Evaluation("zero-shot", model, data, output)
+    templates = TEMPLATES if options.templates is None else read_templates(options.templates)
+    split = options.split or usual_split(data, "test")
+    images = open_images(data, split, label_column=options.label_column)
     labels = require_labels(images, f"{data}, {split}")
-    names = _class_names(class_names, images.class_names, labels, data)
-    prompts = class_prompts(names, prompt_templates)
+    names = _class_names(options.class_names, images.class_names, labels, data)
+    prompts = class_prompts(names, templates)
+    corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
     encoder = open_model(model, ("image-text",), evaluation.device)
     evaluation.check_weights(encoder.left, encoder.right)
     folder = evaluation.folder / "embeddings"
-    embedded = embed_into(folder / f"images-{split}", encoder.left, images, batch_size, side="left", model=model)
-    corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
-    prompt_vectors = embed_into(
-        folder / "prompts", encoder.right, corpus, batch_size, side="right", model=model
-    ).vectors
-    classes = class_embeddings(np.asarray(prompt_vectors, np.float32), len(names))
+    how: dict[str, Any] = {"batch_size": options.batch_size, "model": model}
+    embedded = embed_into(folder / f"images-{split}", encoder.left, images, side="left", **how)
+    embedded_prompts = embed_into(folder / "prompts", encoder.right, corpus, side="right", **how)
+    classes = class_embeddings(np.asarray(embedded_prompts.vectors, np.float32), len(names))
     # The images that could be read, by their rows in the data.
     row_of = {name: row for row, name in enumerate(images.ids)}
     rows = [row_of[name] for name in embedded.ids]

@@ -1,17 +1,14 @@
-"""`dualenc evaluate objectives`: what the gradients of the objectives are worth on a model and pairs, by batch size."""
+"""Objectives: what their gradients are worth on a model and pairs, by batch size."""
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_range
-from dualenc.commands.evaluation import Evaluation, display_name
 from dualenc.encoders import load_model
 from dualenc.encoders.dual import SIDES
 from dualenc.errors import DualencError, nearest
@@ -27,10 +24,14 @@ from dualenc.evaluation.objectives import (
     measure,
     softmax_shares,
 )
-from dualenc.evaluation.pair_sets import embed_pairs, open_set
+from dualenc.evaluation.output import Evaluation, display_name
+from dualenc.evaluation.pair_sets import PairSet, embed_pairs, open_set
 from dualenc.evaluation.report import Figure, Table
 from dualenc.evaluation.run_models import trained_temperature
 from dualenc.search.embed import tower_checksum
+
+if TYPE_CHECKING:
+    from dualenc.evaluation.options import ColumnOptions, ObjectivesOptions, OutputOptions
 
 Row = dict[str, object]
 
@@ -38,86 +39,40 @@ TEMPERATURE = 0.07
 BOUND = 0.02
 
 
-def objectives(
-    model: str,
-    data: str,
-    *,
-    out: str | None = None,
-    split: str = "train",
-    left_column: str | None = None,
-    right_column: str | None = None,
-    batch_size: int = 32,
-    temperature: float | None = None,
-    objectives: list[str] | None = None,
-    pairs: int = 2000,
-    warm_up: int = 10,
-    max_epochs: int = 64,
-    seed: int = 0,
-    device: str | None = None,
-) -> None:
-    """Measure how far the gradient of each objective is from that of the global loss, on your model and pairs.
-
-    Writes metrics.json and report.html. Pairs are embedded once and do not change; gradients are those with respect
-    to the embeddings, and the pairs that are embedded are the whole corpus. Each objective makes six independent runs,
-    until the standard error of its bias is below 0.02, or to the limit of epochs. Under `accelerate launch` the
-    processes share the objectives. Interrupted, or with further objectives, it measures only those that it has not
-    measured yet.
-
-    Args:
-        model: model folder or name.
-        data: pairs, as `train` reads them; for models of kind image, images, of which two augmentations are a pair.
-        out: folder to write; by default evaluations/objectives/MODEL-DATA-HASH.
-        split: of the data.
-        left_column: of a table of pairs.
-        right_column: of a table of pairs.
-        batch_size: B, pairs in a batch.
-        temperature: τ; by default what the model was trained with, if it or its run's checkpoints record it, or 0.07.
-        objectives: some of InfoNCE, DCL, SogCLR, SogCLR-0.1 (γ = 0.1), ISogCLR, GlobalCache, NegativeCache, EMC2, ISIR,
-            HCL, SACLR, SigLIP; by default all.
-        pairs: the most pairs that are embedded, chosen at random and always the same; a multiple of the batch size.
-        warm_up: epochs of each run before anything counts, in which averages and chains settle.
-        max_epochs: the most epochs of a run after that.
-        seed: of the order of the pairs, of the objectives' draws, and of augmentations.
-        device: such as cpu or cuda:0; by default a GPU if there is one.
-    """
-    check_range(2, MAX_ITEMS, batch_size=batch_size)
-    check_range(batch_size, math.inf, pairs=pairs)
-    check_range(1e-3, 1e4, temperature=temperature)
-    check_range(0, 1 << 20, warm_up=warm_up)
-    check_range(1, 1 << 20, max_epochs=max_epochs)
-    check_range(0, MAX_SEED, seed=seed)
-    chosen = _chosen(objectives)
-    evaluation = Evaluation("objectives", model, data, out, device)
+def evaluate(model: str, data: str, options: ObjectivesOptions, columns: ColumnOptions, output: OutputOptions) -> None:
+    """Measure each objective that has not been measured yet."""
+    chosen = _chosen(options.objectives)
+    evaluation = Evaluation("objectives", model, data, output)
     encoder = load_model(model, device=str(evaluation.device)).eval()
     evaluation.check_weights(encoder.left, encoder.right)
-    if temperature is None:
-        temperature = trained_temperature(encoder, Path(model)) or TEMPERATURE
-    items = open_set(encoder, data, split, left_column, right_column)
+    temperature = options.temperature or trained_temperature(encoder, Path(model)) or TEMPERATURE
+    items = open_set(encoder, data, options.split, columns)
+    batch_size = options.batch_size
     if len(items) < batch_size:
         raise DualencError(f"{data}: holds {len(items)} pairs, fewer than a batch of {batch_size}; lower --batch-size")
     # In whole batches: a rest would make a smaller one.
-    rows = random_rows(len(items), min(pairs, len(items)) // batch_size * batch_size)
-    frozen = embed_pairs(encoder, items, rows, seed)
-    settings: dict[str, Any] = {"warm_up": warm_up, "bound": BOUND, "max_epochs": max_epochs, "seed": seed}
-    signature = {"batch_size": batch_size, "temperature": temperature, "pairs": len(frozen), **settings}
+    rows = random_rows(len(items), min(options.pairs, len(items)) // batch_size * batch_size)
+    frozen = embed_pairs(encoder, PairSet(items, rows, seed=options.seed))
+    settings: dict[str, Any] = {name: getattr(options, name) for name in ("warm_up", "max_epochs", "seed")}
+    facts: Row = {"batch_size": batch_size, "temperature": temperature, "pairs": len(frozen), **settings}
+    signature = facts | {"bound": BOUND}
     if distributed.is_main():
         signature |= {"data": items.identity(), "model": [tower_checksum(encoder.tower(side)) for side in SIDES]}
     ledger: Ledger[str] = Ledger(evaluation.folder / "finished", distributed.broadcast_object(signature))
     own = ledger.missing(chosen)
     # Each process measures on its own: objectives would take the batches of all processes for one.
     with distributed.alone():
-        order = next(epochs(len(frozen), batch_size, seed))
+        order = next(epochs(len(frozen), batch_size, options.seed))
         shares = softmax_shares(frozen, temperature, order).cpu().numpy()
         _, loss = frozen.exact(temperature)
         for name in own:
-            measured = measure(frozen, ESTIMATORS[name], temperature, batch_size, **settings)
+            measured = measure(frozen, ESTIMATORS[name], temperature, batch_size, bound=BOUND, **settings)
             ledger.add({name: measured.to_plain()})
             print(f"{name}: {measured.epochs} epochs", file=sys.stderr)
     finished = ledger.all_values()
     if distributed.is_main():
-        facts: Row = {"model": model, "data": data, "split": split, "kind": encoder.kind, "pairs": len(frozen)}
-        facts |= {"pairs_of_data": len(items), "batch_size": batch_size, "temperature": temperature}
-        facts |= {"warm_up": warm_up, "max_epochs": max_epochs, "seed": seed}
+        facts = {"model": model, "data": data, "split": options.split, "kind": encoder.kind, **facts}
+        facts["pairs_of_data"] = len(items)
         results = {name: Measured.from_plain(finished[name]) for name in chosen}
         _report(evaluation, facts, results, loss, shares)
     distributed.barrier()
@@ -125,14 +80,13 @@ def objectives(
 
 def _chosen(names: list[str] | None) -> list[str]:
     """The objectives to measure, by default all."""
-    chosen = list(ESTIMATORS) if names is None else list(dict.fromkeys(names))
-    for name in chosen:
+    if names == []:
+        raise DualencError("--objectives names none; leave it out to measure all")
+    for name in names or ():
         if name not in ESTIMATORS:
             known = ", ".join(ESTIMATORS)
             raise DualencError(f"--objectives: there is no '{name}'{nearest(name, ESTIMATORS)}; choose from {known}")
-    if not chosen:
-        raise DualencError("--objectives names none; leave it out to measure all")
-    return chosen
+    return list(dict.fromkeys(names or ESTIMATORS))
 
 
 def _report(evaluation: Evaluation, facts: Row, results: dict[str, Measured], loss: float, shares: np.ndarray) -> None:
@@ -170,11 +124,7 @@ def _report(evaluation: Evaluation, facts: Row, results: dict[str, Measured], lo
 
 def _row(name: str, found: Measured, num_pairs: int) -> Row:
     """An objective in the table of the report."""
-    notes = []
-    if name in OTHER_LOSSES:
-        notes.append("another loss")
-    if found.bias.error > BOUND:
-        notes.append("stopped at the limit of epochs")
+    stopped = "stopped at the limit of epochs" if found.bias.error > BOUND else ""
     return {
         "objective": name,
         "bias": str(found.bias),
@@ -182,7 +132,7 @@ def _row(name: str, found: Measured, num_pairs: int) -> Row:
         "extra encodes per pair": round(found.encodes, 3),
         "state, bytes per pair": round(found.state_bytes / num_pairs),
         "epochs": found.epochs,
-        "note": "; ".join(notes),
+        "note": "; ".join(filter(None, ["another loss" if name in OTHER_LOSSES else "", stopped])),
     }
 
 
@@ -204,13 +154,12 @@ def _plain(name: str, found: Measured, num_pairs: int) -> Row:
 
 def _distances(results: dict[str, Measured]) -> Figure:
     """Bars of bias and step error, with standard errors."""
-    heights = {
-        "bias": {name: found.bias.value for name, found in results.items()},
-        "error of a step": {name: found.step_error for name, found in results.items()},
-    }
-    spreads = {
-        "bias": {name: found.bias.error for name, found in results.items()},
-        "error of a step": {name: found.step_error_error for name, found in results.items()},
-    }
+    biases = {name: (found.bias.value, found.bias.error) for name, found in results.items()}
+    steps = {name: (found.step_error, found.step_error_error) for name, found in results.items()}
+    series = {"bias": biases, "error of a step": steps}
+    heights, spreads = (
+        {kind: {name: pair[part] for name, pair in of_objectives.items()} for kind, of_objectives in series.items()}
+        for part in (0, 1)
+    )
     caption = "Distance from the gradient of the global loss, relative to its length, ± one standard error"
     return Figure(caption, plots.bars(heights, ylabel="relative to the gradient", errors=spreads))

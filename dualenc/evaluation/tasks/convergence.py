@@ -1,23 +1,27 @@
-"""`dualenc evaluate convergence`: the exact loss and the embeddings of every model of a run, on a finite set."""
+"""Convergence: the exact loss and the embeddings of every model of a run, on a finite set."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dualenc import distributed
-from dualenc.commands.checks import MAX_SEED, check_range
-from dualenc.commands.evaluation import RESULT, Evaluation, display_name
+from dualenc.encoders.dual import SIDES
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.convergence import SimilarityHistogram
+from dualenc.evaluation.images import random_rows
 from dualenc.evaluation.ledger import Ledger
-from dualenc.evaluation.pair_sets import Augmentation, measure_model, open_set, prepare_set
+from dualenc.evaluation.output import RESULT, Evaluation, display_name
+from dualenc.evaluation.pair_sets import PairSet, measure_model, open_set
 from dualenc.evaluation.report import Figure, Table
 from dualenc.evaluation.run_models import find_models, load_models
 from dualenc.reading import read_json_object
+from dualenc.types import Inputs, Side
+
+if TYPE_CHECKING:
+    from dualenc.evaluation.options import ColumnOptions, ConvergenceOptions, OutputOptions
 
 CURVES = {
     "loss": "Exact global loss",
@@ -36,44 +40,12 @@ SHORT = {
 }
 
 
-def convergence(
-    run: str,
-    data: str,
-    *more: str,
-    out: str | None = None,
-    split: str = "train",
-    left_column: str | None = None,
-    right_column: str | None = None,
-    pairs: int = 500,
-    temperature: float = 0.07,
-    augmentation: Augmentation = "simclr",
-    seed: int = 0,
-    device: str | None = None,
+def evaluate(
+    runs: Sequence[str], data: str, options: ConvergenceOptions, columns: ColumnOptions, output: OutputOptions
 ) -> None:
-    """Measure the exact global loss, its gradient and the embeddings of every model of a run, on a finite set.
-
-    Writes metrics.json and report.html with the curves. Under `accelerate launch` the processes share the models.
-    Interrupted, or with new checkpoints, it measures only those models that it has not measured yet.
-
-    Args:
-        run: output folder of a training (its checkpoints are measured), folder of model folders, or one model.
-        data: images, of which two stored augmentations are a pair; or for other models pairs, as `train` reads them.
-        more: further runs, to lay their curves over one another.
-        out: folder to write; by default evaluations/convergence/RUN-DATA-HASH.
-        split: of the data.
-        left_column: of a table of pairs.
-        right_column: of a table of pairs.
-        pairs: size of the finite set: so many images or pairs, chosen at random and always the same.
-        temperature: of the loss; one for all models, so that they can be compared.
-        augmentation: SimCLR's, or the training augmentation that the model folder knows.
-        seed: of the augmentations, which are those of the first epoch of a training with this seed.
-        device: such as cpu or cuda:0; by default a GPU if there is one.
-    """
-    check_range(2, math.inf, pairs=pairs)
-    check_range(1e-4, 1e4, temperature=temperature)
-    check_range(0, MAX_SEED, seed=seed)
-    evaluation = Evaluation("convergence", run, data, out, device)
-    names = _distinct_names([run, *more])
+    """Measure every model of some runs that has not been measured yet."""
+    evaluation = Evaluation("convergence", runs[0], data, output)
+    names = _distinct_names(runs)
     folders = {names[folder]: str(Path(folder).resolve()) for folder in names}
     _check_folders(evaluation.folder, folders)
     models = {folder: find_models(folder) for folder in names}
@@ -81,8 +53,10 @@ def convergence(
     sets = {}
     for folder, run_models in models.items():
         _, first = next(load_models(run_models[:1], evaluation.device))
-        sets[folder] = open_set(first, data, split, left_column, right_column)
-    identities = {folder: items.identity() for folder, items in sets.items()} if distributed.is_main() else {}
+        items = open_set(first, data, options.split, columns)
+        rows = random_rows(len(items), options.pairs)
+        sets[folder] = PairSet(items, rows, options.augmentation, options.seed)
+    identities = {folder: own.data.identity() for folder, own in sets.items()} if distributed.is_main() else {}
     identities = distributed.broadcast_object(identities)
     places = {
         f"{names[folder]}, step {model.step}, model {model.contents()}, data {identities[folder]}": (folder, model)
@@ -90,18 +64,19 @@ def convergence(
         for model in run_models
     }
 
-    columns = {"left_column": left_column, "right_column": right_column}
-    facts: dict[str, object] = {"data": data, "split": split}
-    facts |= {name: column for name, column in columns.items() if column is not None}
-    facts |= {"pairs": pairs, "augmentation": augmentation, "seed": seed, "temperature": temperature}
+    facts = {
+        "data": data,
+        **{name: value for name, value in (vars(columns) | vars(options)).items() if value is not None},
+    }
     ledger: Ledger[str] = Ledger(evaluation.folder / "finished", facts)
     own = {key: places[key] for key in ledger.missing(places)}
     for folder in dict.fromkeys(folder for folder, _ in own.values()):
         keys = {model: key for key, (owner, model) in own.items() if owner == folder}
-        finite = None
+        chunks: dict[Side, list[Inputs]] = {}
         for place, model in load_models(list(keys), evaluation.device):
-            finite = finite or prepare_set(model, sets[folder], pairs, augmentation, seed)
-            ledger.add({keys[place]: measure_model(model, *finite, temperature)})
+            # Prepared once for all models of a run.
+            chunks = chunks or {side: list(sets[folder].inputs(model, side)) for side in SIDES}
+            ledger.add({keys[place]: measure_model(model, sets[folder], chunks, options.temperature)})
     measured = ledger.all_values()
     if distributed.is_main():
         curves: dict[str, list[Measurement]] = {name: [] for name in folders}

@@ -1,14 +1,13 @@
-"""`dualenc evaluate image-text`: captions by image and images by caption."""
+"""Image-text retrieval: captions by image and images by caption."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.checks import MAX_ITEMS, check_range
-from dualenc.commands.evaluation import Evaluation, display_name, open_model
 from dualenc.data import Corpus, open_pairs
 from dualenc.data.sources import usual_split
 from dualenc.errors import DualencError
@@ -16,45 +15,24 @@ from dualenc.evaluation import plots
 from dualenc.evaluation.embedding import embed_into
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions, owners_of
 from dualenc.evaluation.metrics import recall_at
+from dualenc.evaluation.output import Evaluation, display_name, open_model
 from dualenc.evaluation.report import Figure, Gallery, Item, Table, rank_galleries
 from dualenc.evaluation.runs import write_per_query
+
+if TYPE_CHECKING:
+    from dualenc.evaluation.options import ColumnOptions, OutputOptions
 
 CUTOFFS = (1, 5, 10)
 CURVE = (1, 2, 5, 10, 20, 50, 100)
 
 
-def image_text(
-    model: str,
-    data: str,
-    *,
-    out: str | None = None,
-    split: str | None = None,
-    left_column: str | None = None,
-    right_column: str | None = None,
-    batch_size: int = 64,
-    device: str | None = None,
+def evaluate(
+    model: str, data: str, split: str | None, columns: ColumnOptions, batch_size: int, output: OutputOptions
 ) -> None:
-    """Evaluate image-text retrieval both ways: recall@1, @5 and @10, with any number of captions per image.
-
-    Writes metrics.json, report.html and a per-query log for each direction. Embeddings are kept below OUT, so that an
-    interrupted evaluation resumes where it stopped.
-
-    Args:
-        model: model folder or name.
-        data: images with captions: a table (parquet, jsonl, csv, a folder of them, a hub name), webdataset tars, or a
-            folder of images.
-        out: folder to write; by default evaluations/image-text/MODEL-DATA-HASH.
-        split: of a folder or hub name, by default test; of a file a slice such as train[90%:], by default all.
-        left_column: of a table; by default `image` or another usual name.
-        right_column: of a table, one caption or a list of them in each row; by default `captions` or another usual
-            name.
-        batch_size: items encoded at once.
-        device: such as cpu or cuda:0; by default a GPU if there is one.
-    """
-    check_range(1, MAX_ITEMS, batch_size=batch_size)
-    evaluation = Evaluation("image-text", model, data, out, device)
+    """Evaluate retrieval both ways."""
+    evaluation = Evaluation("image-text", model, data, output)
     split = split or usual_split(data, "test")
-    pairs = open_pairs(data, left_column, right_column, split=split)
+    pairs = open_pairs(data, **vars(columns), split=split)
     if (pairs.left_modality, pairs.right_modality) != ("image", "text"):
         raise DualencError(
             f"{data}: pairs of {pairs.left_modality} and {pairs.right_modality}, not of image and text; "
@@ -63,10 +41,11 @@ def image_text(
     encoder = open_model(model, ("image-text",), evaluation.device)
     evaluation.check_weights(encoder.left, encoder.right)
     folder = evaluation.folder / "embeddings"
+    how: dict[str, Any] = {"batch_size": batch_size, "model": model}
     left = Corpus([str(number) for number in range(len(pairs.left_items))], pairs.left_items, "image")
     right = Corpus([str(number) for number in range(len(pairs.right_items))], pairs.right_items, "text")
-    images = embed_into(folder / f"images-{split}", encoder.left, left, batch_size, side="left", model=model)
-    texts = embed_into(folder / f"texts-{split}", encoder.right, right, batch_size, side="right", model=model)
+    images = embed_into(folder / f"images-{split}", encoder.left, left, side="left", **how)
+    texts = embed_into(folder / f"texts-{split}", encoder.right, right, side="right", **how)
 
     image_ids = [int(name) for name in images.ids]
     text_ids = [int(name) for name in texts.ids]

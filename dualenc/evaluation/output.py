@@ -1,4 +1,4 @@
-"""Shared parts of the evaluation commands: output folder and report, processes, models."""
+"""Shared parts of the evaluation tasks: output folder and report, processes, models."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualenc.commands.checks import check_writable
 from dualenc.errors import DualencError
-from dualenc.evaluation.ledger import read_signature
+from dualenc.evaluation.ledger import read_part
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, write_report
-from dualenc.files import check_file_target, check_folder_target, write_json
+from dualenc.files import check_file_target, check_folder_target, check_writable, write_json
 from dualenc.reading import read_json_object
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.encoders import DualEncoder, Tower
+    from dualenc.evaluation.options import OutputOptions
 
-# The commands for each kind of model, for the error message when the kind is wrong.
+# For the error message when a model is of another kind.
 _COMMAND_OF = {
     "query-document": "`dualenc evaluate retrieval`",
     "image-text": "`dualenc evaluate image-text` or `zero-shot`",
@@ -38,29 +38,22 @@ KEPT_EMBEDDINGS = [f"{place}/*/meta.json" for place in ("embeddings", "*/embeddi
 
 
 class Evaluation:
-    """The output of one evaluation: checked before any work, written at the end.
-
-    Args:
-        task: such as "retrieval".
-        model: model folder or name.
-        data: what is evaluated on.
-        out: folder to write; by default one below `evaluations/TASK`, named after the model and the data.
-        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """The output of a task, such as "retrieval", of a model on data: checked before any work, written at the end.
 
     Raises:
         DualencError: a folder that cannot be written or holds something else, or a device that is not there.
     """
 
-    def __init__(self, task: str, model: str, data: str, out: str | None, device: str | None) -> None:
+    def __init__(self, task: str, model: str, data: str, output: OutputOptions) -> None:
         self.task = task
         self.model = model
-        self.folder = Path(out or f"evaluations/{task}/{display_name(model)}-{_distinct_name(data)}")
+        self.folder = Path(output.out or f"evaluations/{task}/{display_name(model)}-{_distinct_name(data)}")
         self.weights: list[str] = []
         check_writable(self.folder)
         check_folder_target(self.folder, self._is_own_folder, f"evaluation of {task}")
         check_file_target(self.folder / RESULT)
         check_file_target(self.folder / PAGE)
-        self.device = start_processes(device)
+        self.device = start_processes(output.device)
 
     def _is_own_folder(self, folder: Path) -> bool:
         """Whether a folder holds the results of the task, or nothing but unfinished work of an evaluation."""
@@ -73,11 +66,9 @@ class Evaluation:
         from dualenc.search.embed import tower_checksum
 
         self.weights = sorted({tower_checksum(tower) for tower in towers})
-        if not _evaluated_weights(self.folder) <= set(self.weights):
-            remedy = "choose another --out, or remove the folder"
-            raise DualencError(
-                f"{self.folder}: holds an evaluation of other weights than {self.model} has now; {remedy}"
-            )
+        if not evaluated_weights(self.folder) <= set(self.weights):
+            problem = f"holds an evaluation of other weights than {self.model} has now"
+            raise DualencError(f"{self.folder}: {problem}; choose another --out, or remove the folder")
 
     def conclude(
         self,
@@ -111,7 +102,7 @@ def _is_unfinished(folder: Path) -> bool:
     return all(name in UNFINISHED or name.startswith(".") for name in os.listdir(folder))
 
 
-def _evaluated_weights(folder: Path) -> set[str]:
+def evaluated_weights(folder: Path) -> set[str]:
     """Checksums of the towers whose results or unfinished work a folder holds."""
     if (folder / RESULT).is_file():
         recorded = read_json_object(folder / RESULT).get("weights")
@@ -120,7 +111,7 @@ def _evaluated_weights(folder: Path) -> set[str]:
     paths = [path for pattern in KEPT_EMBEDDINGS for path in folder.glob(pattern)]
     checksums = {str(read_json_object(path).get("model_checksum")) for path in paths}
     for part in folder.glob("finished/**/part-*.ndjson"):
-        models = (read_signature(part) or {}).get("model", [])
+        models = (read_part(part)[0] or {}).get("model", [])
         checksums |= {models} if isinstance(models, str) else set(map(str, models))
     return checksums
 
@@ -128,7 +119,7 @@ def _evaluated_weights(folder: Path) -> set[str]:
 def start_processes(device: str | None = None) -> torch.device:
     """Join the other processes of `accelerate launch`, if there are any. Returns the device to work on.
 
-    Without a name it is this process's GPU, or the CPU where there is none. A device that is not there is an error.
+    By default it is this process's GPU, or the CPU where there is none. A device that is not there is an error.
     """
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     try:
