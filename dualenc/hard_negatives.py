@@ -44,16 +44,20 @@ class Rule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        # Of numbers beyond float32 a comparison with scores has no use.
-        largest = float(np.finfo(np.float32).max)
-        limits: dict[str, tuple[float, float]]
-        limits = {"num_negatives": (1, largest), "first_rank": (1, self.last_rank), "percentile": (0, 100)}
-        limits |= {"relative": (0, largest), "margin": (0, largest), "max_score": (-largest, largest)}
-        limits |= {"seed": (0, largest)}
-        for name, (lowest, highest) in limits.items():
+        ranges = {
+            "num_negatives": (1, math.inf),
+            "first_rank": (1, self.last_rank),
+            "relative": (0, math.inf),
+            "margin": (0, math.inf),
+            "max_score": (-math.inf, math.inf),
+            "percentile": (0, 100),
+            "seed": (0, math.inf),
+        }
+        for name, (lowest, highest) in ranges.items():
             value = getattr(self, name)
-            if value is not None and not lowest <= value <= highest:
-                raise DualencError(f"{name} is {value}; give a number from {lowest:g} to {highest:g}")
+            if value is not None and not (lowest <= value <= highest and math.isfinite(value)):
+                allowed = f"{lowest:g} up" if highest == math.inf else f"{lowest:g} to {highest:g}"
+                raise DualencError(f"{name} is {value}; give a number from {allowed}")
 
     def ceiling(self, positives: np.ndarray, all_positives: np.ndarray | None = None) -> float:
         """The maximum score of a query's negatives.

@@ -105,8 +105,8 @@ def test_mistakes_are_told(
     tmp_path: Path, toy_text: Path, toy_clip: Path, beir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl")
-    assert failure(capsys, *words, "--num-negatives", 0).startswith("num_negatives is 0; ask for at least 1")
-    assert failure(capsys, *words, "--last-rank", 0).startswith("ranks 1 to 0 are no window")
+    assert failure(capsys, *words, "--num-negatives", 0).startswith("num_negatives is 0; give a number from 1 up")
+    assert failure(capsys, *words, "--last-rank", 0).startswith("first_rank is 1; give a number from 1 to 0")
     assert failure(capsys, *words, "--percentile", 101) == "percentile is 101.0; give a number from 0 to 100"
     assert failure(capsys, *words, "--plot", "x.docx").endswith("name such a file")
     assert "is a folder, and a file is written here" in failure(capsys, "mine", toy_text, beir, "--out", tmp_path)

@@ -365,11 +365,11 @@ def test_histogram_counts_every_score_once_in_few_bins() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_negatives": 0}, "num_negatives is 0; give a number from 1 to"),
+        ({"num_negatives": 0}, "num_negatives is 0; give a number from 1 up"),
         ({"first_rank": 5, "last_rank": 4}, "first_rank is 5; give a number from 1 to 4"),
         ({"first_rank": 0}, "first_rank is 0; give a number from 1 to 100"),
         ({"percentile": 101.0}, "percentile is 101.0; give a number from 0 to 100"),
-        ({"relative": -0.1}, "relative is -0.1; give a number from 0 to"),
+        ({"relative": -0.1}, "relative is -0.1; give a number from 0 up"),
         ({"relative": math.nan}, "relative is nan"),
         ({"margin": math.inf}, "margin is inf"),
         ({"max_score": math.nan}, "max_score is nan"),
