@@ -1,0 +1,103 @@
+"""Methods that are tried and not part of the package; rows of `eval/small_batch.py` run them.
+
+`PredictedPartition`: a small network predicts each anchor's log-normaliser from its embedding, in place of a table by
+item: no ids, nothing to remember of items seen once (NeuCLIP, Wei et al. 2025, arXiv:2511.08417; AmorLIP, Sun et al.
+2025, arXiv:2505.18983). The network minimises E[exp(s/τ − h)] + h, which is least at h = log E[exp(s/τ)].
+
+`TeacherBatches`: batches of communities of a teacher's hard negatives (B3, Thirukovalluru et al. 2025,
+arXiv:2505.11293): an edge joins two pairs where the document of one is among the teacher's nearest to the query of the
+other, without the very nearest, which are likely positives; groups along the graph are dealt to batches at random.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import reverse_cuthill_mckee
+from torch import Tensor, nn
+
+from dualenc.batching import BatchSelector
+from dualenc.objectives import SogCLR
+from dualenc.objectives.anchors import Anchors
+
+HIDDEN = 128
+
+
+class PredictedPartition(SogCLR):
+    """SogCLR whose u_a is predicted from the anchor's embedding.
+
+    Args:
+        dim: D, size of the embeddings.
+        rate: learning rate of the predictor.
+        updates: its gradient steps for each step of the towers.
+        **common: see `SogCLR`.
+    """
+
+    def __init__(self, *, dim: int = 64, rate: float = 1e-3, updates: int = 2, **common: Any) -> None:
+        super().__init__(**common)
+        self.updates = updates
+        # One for each direction. In a tuple, and so no part of what the trainer optimises.
+        self.predictors = tuple(
+            nn.Sequential(nn.Linear(dim, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1)) for _ in range(2)
+        )
+        parameters = [p for predictor in self.predictors for p in predictor.parameters()]
+        self.optimizer = torch.optim.Adam(parameters, lr=rate)
+
+    def update_averages(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
+        """(X, A) predicted log mean of exp(s/τ) of each anchor, after a step towards this batch's (X, A)."""
+        embeddings = anchors.embeddings.detach().float()
+        if self.updates_state:
+            with torch.enable_grad():
+                for _ in range(self.updates):
+                    predicted = self._predict(embeddings, anchors)
+                    bound = (log_mean - predicted).exp() + predicted
+                    self.optimizer.zero_grad()
+                    bound.mean().backward()
+                    self.optimizer.step()
+        return self._predict(embeddings, anchors).detach().to(log_mean)
+
+    def _predict(self, embeddings: Tensor, anchors: Anchors) -> Tensor:
+        rows = zip(anchors.directions, embeddings, strict=True)
+        return torch.stack([self.predictors[direction](row).squeeze(-1) for direction, row in rows])
+
+
+class TeacherBatches(BatchSelector):
+    """Batches of groups of pairs that a teacher finds hard for one another.
+
+    Args:
+        left, right: (M, D) unit-norm vectors of each pair's items by the teacher.
+        batch_size: B.
+        skip: p, the nearest documents of a query that are left out as likely positives.
+        neighbors: m, the documents after them that are its edges.
+        group_size: K, pairs of a group; a batch has B/K groups.
+        seed: of the order of the groups.
+    """
+
+    def __init__(
+        self,
+        left: np.ndarray,
+        right: np.ndarray,
+        batch_size: int,
+        skip: int = 30,
+        neighbors: int = 100,
+        group_size: int = 16,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(len(left), batch_size, seed)
+        self.group_size = group_size
+        ranked = np.argsort(-(left @ right.T), axis=1)[:, skip : skip + neighbors]
+        sources = np.repeat(np.arange(len(left)), ranked.shape[1])
+        ones = np.ones(ranked.size, dtype=np.float32)
+        graph = coo_matrix((ones, (sources, ranked.ravel())), shape=(len(left), len(left))).tocsr()
+        self.order = reverse_cuthill_mckee(graph + graph.T, symmetric_mode=True).astype(np.int64)
+
+    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
+        """(num_batches, B) pair indices; the groups begin elsewhere along the graph in each epoch."""
+        draw = self.generator(epoch)
+        order = np.roll(self.order, draw.integers(self.num_pairs))
+        num_groups = self.num_batches * self.batch_size // self.group_size
+        groups = order[: num_groups * self.group_size].reshape(num_groups, self.group_size)
+        return draw.permutation(groups).reshape(self.num_batches, self.batch_size)
