@@ -48,7 +48,6 @@ def test_ids_are_a_sequence_that_finds_rows(
     assert names[-1] in ids
     with pytest.raises(IndexError):
         ids[len(names)]
-    rows = np.array([[0, -1], [len(names) - 1, 0]])
 
 
 def test_texts_and_columns_come_back(tmp_path: Path) -> None:
