@@ -1,4 +1,4 @@
-"""What is a global objective at a small batch worth? Every objective at equal pairs seen, and at equal encoder passes.
+"""What is a global objective at a small batch worth? Every objective at equal pairs, encoder passes, seconds.
 
     python eval/small_batch.py run vectors PATH_TO_PAPERS --batch_sizes [16,32,64]
     python eval/small_batch.py run text PATH_TO_PAPERS --objectives [InfoNCE,ISIR]
@@ -6,12 +6,13 @@
 
 Every run of one task trains the same model from the same start on the same number of pairs, whatever the batch: a
 smaller batch takes more steps. With --equal passes, objectives that encode items besides the batch see fewer pairs, so
-that all encode, forward and backward, as much as InfoNCE does; forward alone counts a third.
+that all encode, forward and backward, as much as InfoNCE does; forward alone counts a third. With --equal seconds, fast
+objectives train longer, where that is better, until each has had the seconds of one core that the slowest needs.
 
 Tuning is the same for all: with the first seed, τ at the middle learning rate, then the learning rate at the best τ, by
-the quality on held-out data; then all seeds. Learning rates grow with the square root of the batch size. One line per
-run is added to --results, and a run that is there already is not made again: tables grow. --processes makes several at
-once, also on one GPU.
+the quality on held-out data, both on past any edge; then all seeds. Learning rates grow with the square root of the
+batch size. One line per run is added to --results, and a run that is there already is not made again: tables grow.
+--processes makes several at once, also on one GPU.
 
 Objectives with a + have the positive in the softmax.
 
@@ -81,6 +82,8 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 
 RATES = (1.0, 0.5, 2.0)
 """Factors of a task's learning rate; the first one while τ is chosen."""
+BEYOND_EDGE = 3
+"""How often τ or the rate is moved beyond the edge of what was to be tried."""
 ORDINARY_BATCH = 32
 POINTS = 4
 """Evaluations of a training, besides the one before it."""
@@ -451,7 +454,7 @@ def run(
     epochs: float = 6,
     pairs: int | None = None,
     seeds: int = 3,
-    equal: Literal["pairs", "passes"] = "pairs",
+    equal: Literal["pairs", "passes", "seconds"] = "pairs",
     rates: Sequence[float] = RATES,
     temperatures: Sequence[float] | None = None,
     tune_at: int | None = None,
@@ -471,9 +474,11 @@ def run(
         epochs: pairs seen, over M; those of InfoNCE where passes are equal.
         pairs: train on a random part of so many pairs.
         seeds: how many.
-        equal: what is the same for all.
+        equal: what is the same for all. "seconds": each objective trains longer, up to the seconds that the slowest of
+            the call takes for the same pairs, as long as is best on held-out data.
         rates: factors of the task's learning rate to choose from, the first of them while τ is chosen.
-        temperatures: τ to choose from, where not the task's own.
+        temperatures: τ to choose from, where not the task's own. Beyond the edge of rates and of these, more are tried
+            while they are better.
         tune_at, tune_epochs, tune_pairs: batch size, epochs and pairs at which to tune, where not those of the runs.
         model: name or folder of the model that minilm starts from.
         processes: trainings at once.
@@ -492,7 +497,7 @@ def run(
         length = (tune_epochs or epochs) if tuning else epochs
         own = {"task": name, "objective": objective, "batch_size": (tune_at or batch_size) if tuning else batch_size}
         own |= {"pairs_seen": round(share * length * len(OPENED[name].pairs)), "rate": rate, "temperature": tau}
-        return own | {"seed": seed, "equal": "pairs" if share == 1 else "passes"}
+        return own | {"seed": seed, "equal": "pairs" if share == 1 else equal}
 
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
 
@@ -500,25 +505,55 @@ def run(
             for one in as_completed([pool.submit(train, settings) for settings in missing]):
                 yield one.result()
 
-        def best(candidates: dict[tuple[Cell, float], Settings]) -> dict[Cell, float]:
-            """Of each cell, the value whose run has the highest quality on held-out data."""
-            quality = [one["validation"] for one in runs.get(candidates.values(), compute)]
-            ranked = sorted(zip(quality, candidates, strict=True), key=lambda item: item[0])
-            return {cell: value for _, (cell, value) in ranked}
+        def best(values: Sequence[float], settings_with: Callable[[Cell, float], Settings]) -> dict[Cell, float]:
+            """Of each cell, the value whose run has the highest quality on held-out data, also beyond the edges."""
+            tried = {cell: sorted(values) for cell in cells}
+            quality: dict[tuple[Cell, float], float] = {}
+            for _ in range(1 + BEYOND_EDGE):
+                missing = [(c, value) for c in cells for value in tried[c] if (c, value) not in quality]
+                found = runs.get([settings_with(c, value) for c, value in missing], compute)
+                quality |= {key: one["validation"] for key, one in zip(missing, found, strict=True)}
+                for cell, own in tried.items():
+                    if len(own) == 1:
+                        continue
+                    winner = max(own, key=lambda value: quality[cell, value])
+                    if winner == own[0]:
+                        own.insert(0, float(f"{winner * own[0] / own[1]:.2g}"))
+                    elif winner == own[-1]:
+                        own.append(float(f"{winner * own[-1] / own[-2]:.2g}"))
+            known = {cell: [value for value in own if (cell, value) in quality] for cell, own in tried.items()}
+            return {cell: max(own, key=lambda value: quality[cell, value]) for cell, own in known.items()}
 
         cells: list[Cell] = list(itertools.product(batch_sizes, objectives))
-        tau = best(
-            {(c, t): settings(c, rates[0], t, tuning=True) for c in cells for t in temperatures or opened.temperatures}
-        )
-        rate = best({(c, r): settings(c, r, tau[c], tuning=True) for c in cells for r in rates})
+        tau = best(temperatures or opened.temperatures, lambda c, t: settings(c, rates[0], t, tuning=True))
+        rate = best(rates, lambda c, r: settings(c, r, tau[c], tuning=True))
         final = [(cell, seed) for cell in cells for seed in range(seeds)]
         found = runs.get([settings(c, rate[c], tau[c], seed) for c, seed in final], compute)
         if equal == "passes":
             shares = [1 / (1 + one["extra_encodes"] / 2) if one["extra_encodes"] > 0.01 else 1.0 for one in found]
             again = zip(final, shares, strict=True)
             found = runs.get([settings(c, rate[c], tau[c], seed, share) for (c, seed), share in again], compute)
+        if equal == "seconds":
+            spent = {cell: statistics.mean(o["seconds"] for o in own) for cell, own in by_cell(final, found).items()}
+            # Of two lengths, the whole budget and the geometric mean of it and one, the better one is chosen.
+            budget = {cell: max(spent.values()) / own for cell, own in spent.items()}
+            tried = [(cell, share) for cell, most in budget.items() for share in (math.sqrt(most), most) if most > 1.02]
+            lengths = {(c, share): settings(c, rate[c], tau[c], share=share) for c, share in tried}
+            quality = {(cell, 1.0): own[0]["validation"] for cell, own in by_cell(final, found).items()}
+            tuned = runs.get(lengths.values(), compute)
+            quality |= {key: one["validation"] for key, one in zip(lengths, tuned, strict=True)}
+            length = {c: max((key for key in quality if key[0] == c), key=quality.__getitem__)[1] for c in cells}
+            found = runs.get([settings(c, rate[c], tau[c], seed, length[c]) for c, seed in final], compute)
     for (batch_size, objective), row in itertools.groupby(zip(final, found, strict=True), key=lambda item: item[0][0]):
         print(f"{name_of(task, path, pairs)} {objective} B={batch_size}: {spread([one for _, one in row])}", flush=True)
+
+
+def by_cell(final: Sequence[tuple[Cell, int]], found: Sequence[dict[str, Any]]) -> dict[Cell, list[dict[str, Any]]]:
+    """The runs of all seeds of each cell."""
+    cells: dict[Cell, list[dict[str, Any]]] = {}
+    for (cell, _), one in zip(final, found, strict=True):
+        cells.setdefault(cell, []).append(one)
+    return cells
 
 
 def name_of(task: str, path: Path, pairs: int | None) -> str:
@@ -542,8 +577,23 @@ class Row:
                 chosen.setdefault((own["rate"], own["temperature"]), []).append(one)
         (self.rate, self.temperature), self.seeds = max(chosen.items(), key=lambda item: len(item[1]))
         self.objective, self.batch_size, self.pairs_seen = (cell[k] for k in ("objective", "batch_size", "pairs_seen"))
+        self.seconds = self._longest(runs, cell)
         # Of equal passes, each seed saw pairs of its own number.
         self.passes = [one for one in (self._fewer_pairs(runs, one) for one in self.seeds) if one is not None]
+
+    def _longest(self, runs: Runs, cell: dict[str, Any]) -> list[dict[str, Any]]:
+        """The runs of equal seconds: those of the length that has most seeds, for others were only tried.
+
+        Where no longer training was better, they are the runs of equal pairs.
+        """
+        wanted = {**cell, "equal": "seconds"}
+        del wanted["pairs_seen"]
+        lengths: dict[int, list[dict[str, Any]]] = {}
+        for one in runs.found.values():
+            if wanted.items() <= one["settings"].items():
+                lengths.setdefault(one["settings"]["pairs_seen"], []).append(one)
+        longest = max(lengths.values(), key=len, default=self.seeds)
+        return longest if len(longest) > 1 else self.seeds
 
     @staticmethod
     def _fewer_pairs(runs: Runs, one: dict[str, Any]) -> dict[str, Any] | None:
@@ -620,6 +670,7 @@ def cells_of(rows: Sequence[Row], samples: int) -> Iterator[dict[str, object]]:
     for row in rows:
         cells = {"objective": row.objective, "B": row.batch_size, "equal pairs": spread(row.seeds)}
         cells["equal passes"] = spread(row.passes)
+        cells["equal seconds"] = spread(row.seconds)
         if any("linear_probe" in one for one in row.seeds):
             cells["linear probe"] = spread(row.seeds, "linear_probe")
         if best is not None:

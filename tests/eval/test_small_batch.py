@@ -35,6 +35,7 @@ def test_runs_are_tuned_kept_and_reported(
     script = load_script("small_batch.py")
     monkeypatch.setattr(script, "HELD_OUT", 6)
     monkeypatch.setattr(script, "ORDINARY_BATCH", 4)
+    monkeypatch.setattr(script, "BEYOND_EDGE", 0)
     script.TASKS["few"] = lambda path, model: script.on_features(*script.beir_parts(path), 1e-3, dim=8)
     results = tmp_path / "results.jsonl"
     how = {"objectives": ["InfoNCE", "ISIR"], "batch_sizes": [4], "epochs": 2, "seeds": 2, "results": results}
@@ -58,6 +59,19 @@ def test_runs_are_tuned_kept_and_reported(
         assert (own["objective"], own["equal"]) == ("ISIR", "passes")
         alike = [of for of in chosen if all(of["settings"][k] == own[k] for k in ("rate", "temperature", "seed"))]
         assert own["pairs_seen"] == round(48 / (1 + alike[0]["extra_encodes"] / 2))
+    script.run("few", folder, **how, equal="seconds")
+    longer = [json.loads(line)["settings"] for line in results.read_text().splitlines()[len(lines) + len(added) :]]
+    assert longer
+    assert all(own["equal"] == "seconds" and own["pairs_seen"] > 48 for own in longer)
+    # Of the quicker objective two lengths were tried.
+    assert len({own["pairs_seen"] for own in longer if own["seed"] == 0}) == 2
+    monkeypatch.setattr(script, "BEYOND_EDGE", 2)
+    script.run("few", folder, **how)
+    runs = [json.loads(line) for line in results.read_text().splitlines()]
+    alike = {"seed": 0, "equal": "pairs", "objective": "InfoNCE", "rate": 1.0}
+    quality = {o["settings"]["temperature"]: o["validation"] for o in runs if alike.items() <= o["settings"].items()}
+    best = max(sorted(quality), key=quality.__getitem__)
+    assert best not in (min(quality), max(quality)) or len(quality) == 5
     capsys.readouterr()
     script.report(results, figures=tmp_path / "figures", samples=100)
     printed = capsys.readouterr().out
@@ -80,8 +94,11 @@ def test_held_out_queries_are_not_trained_on(folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_settings_are_tuned_once_for_other_numbers_of_pairs(folder: Path, tmp_path: Path) -> None:
+def test_settings_are_tuned_once_for_other_numbers_of_pairs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = load_script("small_batch.py")
+    monkeypatch.setattr(script, "BEYOND_EDGE", 0)
     script.TASKS["few"] = lambda path, model: script.on_features(*script.beir_parts(path), 1e-3, dim=8)
     results = tmp_path / "results.jsonl"
     how = {"objectives": ["InfoNCE"], "batch_sizes": [4], "seeds": 2, "rates": [1.0], "results": results}
