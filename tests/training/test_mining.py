@@ -34,9 +34,10 @@ WIDE = Rule(num_negatives=3, relative=None)
 def text_pairs() -> PairDataset:
     """Items 4 and 5 on the right are the same text, item 7 there is the left item 9, and item 8 cannot be read."""
     pairs = tiny_pairs(left_id=LEFT_ID, right_id=RIGHT_ID)
-    pairs.right_items[5] = pairs.right_items[4]
-    pairs.right_items[7] = pairs.left_items[9]
-    pairs.right_items.bad = (8,)
+    right: Any = pairs.right_items
+    right[5] = right[4]
+    right[7] = pairs.left_items[9]
+    right.bad = (8,)
     return pairs
 
 
@@ -67,9 +68,14 @@ def by_hand(model: DualEncoder, pairs: PairDataset, rule: Rule) -> list[dict[int
     def contents(item: Any) -> Any:
         return item.tobytes() if hasattr(item, "tobytes") else item
 
+    def every(side: Any) -> list[Any]:
+        # Not by number: that of a bad item raises.
+        items: Any = pairs.items(side)
+        return list(items)
+
     def encoded(side: Any) -> np.ndarray:
         tower, rows = model.tower(side), []
-        for item in list(pairs.items(side)):
+        for item in every(side):
             with torch.no_grad():
                 rows.append(tower(tower.prepare([item]))[0].double().numpy())
         return np.array(rows)
@@ -79,7 +85,7 @@ def by_hand(model: DualEncoder, pairs: PairDataset, rule: Rule) -> list[dict[int
     scores = encoded("left") @ encoded("right").T
     model.train(was_training)
     bad = getattr(pairs.right_items, "bad", ())
-    left, right = ([contents(item) for item in list(pairs.items(side))] for side in ("left", "right"))
+    left, right = ([contents(item) for item in every(side)] for side in ("left", "right"))
     found = []
     for left_id in pairs.left_id.tolist():
         own = {int(r) for k, r in zip(pairs.left_id, pairs.right_id) if left[k] == left[left_id]}
@@ -151,7 +157,7 @@ def test_batches_have_the_negatives_that_the_model_mined_last(
     pairs = tiny_pairs()
     model, objective = TinyEncoder(dropout=0.2), tiny_objective(pairs)
     recorder = Recorder(model, pairs, objective, every)
-    settings = {"mine_every": every, "mine_negatives": 2, "mine_relative": None, "epochs": 4}
+    settings: dict[str, Any] = {"mine_every": every, "mine_negatives": 2, "mine_relative": None, "epochs": 4}
     train(tmp_path, model=model, pairs=pairs, objective=objective, chunk_size=chunk_size, **settings)
     assert recorder.calls == 16
     assert pairs.negatives is None, "the caller's pairs stay as they are"
