@@ -179,16 +179,10 @@ class NegativeMiner:
 
     def _choose(self, queries: Embeddings, documents: Embeddings, rule: Rule) -> Negatives:
         """The negatives of this rank's share of the left items; items that cannot be read have no vector."""
-        pairs = self.pairs
         left_row = queries.rows_of(self.left.ids)
         right_row = documents.rows_of(self.right.ids)
         right_id = np.flatnonzero(right_row >= 0)
-        has_vectors = (left_row[pairs.left_id] >= 0) & (right_row[pairs.right_id] >= 0)
-        positives = Ragged.from_pairs(pairs.left_id[has_vectors], pairs.right_id[has_vectors], len(self.left))
-        left_of_positive = np.repeat(np.arange(len(self.left)), positives.lengths)
-        positive_scores = _scores(
-            queries.vectors, left_row[left_of_positive], documents.vectors, right_row[positives.values]
-        )
+        positives, positive_scores = self._scored_positives(queries.vectors, left_row, documents.vectors, right_row)
         exclusions = self._known_positives()
         asked = np.flatnonzero(positives.lengths)
         # The blocks of the search, so that products of matrices round alike for any number of ranks.
@@ -213,6 +207,22 @@ class NegativeMiner:
                 chosen.append(Negatives(np.full(len(places), left_id), found[window][places], rule.first_rank + places))
         return Negatives(*(np.concatenate(parts) for parts in zip(*chosen)))
 
+    def _scored_positives(
+        self, queries: Vectors, left_row: np.ndarray, documents: Vectors, right_row: np.ndarray
+    ) -> tuple[Ragged, np.ndarray]:
+        """The distinct right ids of each left item's pairs, as far as both have vectors, and their scores."""
+        left_id = self.pairs.left_id
+        right_id = self.pairs.right_id
+        has_vectors = (left_row[left_id] >= 0) & (right_row[right_id] >= 0)
+        positives = Ragged.from_pairs(left_id[has_vectors], right_id[has_vectors], len(self.left))
+        left_rows = np.repeat(left_row, positives.lengths)
+        right_rows = right_row[positives.values]
+        scores = np.empty(len(left_rows), np.float32)
+        for start in range(0, len(scores), PAIRS_PER_BLOCK):
+            block = slice(start, start + PAIRS_PER_BLOCK)
+            scores[block] = np.einsum("nd,nd->n", queries[left_rows[block]], documents[right_rows[block]])
+        return positives, scores
+
     def _known_positives(self) -> Exclusions:
         """What cannot be a negative, which mining does not change."""
         if self._exclusions is None:
@@ -220,12 +230,3 @@ class NegativeMiner:
             exclusions = Exclusions(self.pairs, self.left, self.right) if distributed.is_main() else None
             self._exclusions = distributed.broadcast_object(exclusions)
         return self._exclusions
-
-
-def _scores(left: Vectors, left_rows: np.ndarray, right: Vectors, right_rows: np.ndarray) -> np.ndarray:
-    """(n,) inner products of rows (n,) of left vectors with rows (n,) of right ones."""
-    scores = np.empty(len(left_rows), np.float32)
-    for start in range(0, len(left_rows), PAIRS_PER_BLOCK):
-        block = slice(start, start + PAIRS_PER_BLOCK)
-        scores[block] = np.einsum("nd,nd->n", left[left_rows[block]], right[right_rows[block]])
-    return scores

@@ -173,6 +173,7 @@ class TrainerSettings:
         self.freeze = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
         self._check_ranges()
         self._check_combinations()
+        # The rule checks its own arguments.
         _ = self.mining_rule
         check_optimizer(
             self.optimizer, self.learning_rate, self.weight_decay, self.momentum, self.betas, self.layer_decay
