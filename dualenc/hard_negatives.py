@@ -80,6 +80,14 @@ class Rule:
             limits.append(float(np.percentile(all_positives, self.percentile)))
         return min(limits)
 
+    def window(self, excluded: np.ndarray) -> np.ndarray:
+        """Positions, ascending, of the candidates in the window of ranks.
+
+        Args:
+            excluded: (L,) bool, which documents, sorted by score, are no candidates; they have no rank.
+        """
+        return np.flatnonzero(~excluded)[self.first_rank - 1 : self.last_rank]
+
     def choose(self, allowed: np.ndarray, query: int) -> np.ndarray:
         """Choose among candidates that are sorted by score; returns their positions, ascending.
 

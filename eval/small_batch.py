@@ -80,6 +80,13 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SogCLR+": lambda **common: SogCLR(gamma=0.5, positive_in_softmax=True, **common),
 }
 
+MINED = {
+    "InfoNCE, mined each epoch": {"mine_every": 1},
+    "InfoNCE, 4 mined each epoch": {"mine_every": 1, "mine_negatives": 4},
+}
+"""Settings of the trainer for objectives that train on mined negatives."""
+OBJECTIVES |= dict.fromkeys(MINED, OBJECTIVES["InfoNCE"])
+
 RATES = (1.0, 0.5, 2.0)
 """Factors of a task's learning rate; the first one while τ is chosen."""
 BEYOND_EDGE = 3
@@ -253,6 +260,7 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
             overwrite=True,
             progress=False,
             deterministic=False,
+            **MINED.get(objective, {}),
         )
         trainer.fit(model, pairs, criterion, evaluator=curve)
     measured = task.test(model.eval())

@@ -233,10 +233,14 @@ def _check_modalities(left: Corpus, right: Corpus, rescore: Rescore | None, form
         raise DualencError(f"{reader} texts, and the data holds vectors; leave it out")
 
 
-class _Exclusions:
+class Exclusions:
     """Known positives: the documents that cannot be negatives of a query.
 
     They are the positives of all queries with its contents, the copies of those, and documents that repeat the query.
+
+    Args:
+        pairs: the known positives.
+        left, right: their items, with the ids of `dualenc.data.corpus.corpora(pairs)`; all contents are read.
 
     Attributes:
         group: (num_right,) equal for right items of equal contents.
@@ -269,6 +273,12 @@ class _Exclusions:
             ids.append(np.array([namesake]))
         return np.unique(np.concatenate(ids))
 
+    def repeats(self, ids: np.ndarray) -> np.ndarray:
+        """(n,) bool, which right items (n,) have the contents of one before them."""
+        is_copy = np.ones(len(ids), bool)
+        is_copy[np.unique(self.group[ids], return_index=True)[1]] = False
+        return is_copy
+
 
 @dataclass(eq=False)
 class _Miner:
@@ -299,7 +309,7 @@ class _Miner:
         self.document = np.empty(len(self.documents), np.int64)
         with_vector = np.flatnonzero(self.right_row >= 0)
         self.document[self.right_row[with_vector]] = with_vector
-        self.exclusions = _Exclusions(pairs, self.left, self.right)
+        self.exclusions = Exclusions(pairs, self.left, self.right)
         if not ((self.left_row[pairs.left_id] >= 0) & (self.right_row[pairs.right_id] >= 0)).any():
             raise DualencError("no query and its positive both have a vector; embed the sides of these pairs")
         self.pair_scores = self._score_pairs()
@@ -369,8 +379,7 @@ class _Miner:
             pairs = pairs[np.isfinite(self.pair_scores[pairs])]
             positive_scores = self.pair_scores[pairs]
             too_high = scores > self.rule.ceiling(positive_scores, self._scores)
-            is_copy = np.ones(len(ids), bool)
-            is_copy[np.unique(self.exclusions.group[ids], return_index=True)[1]] = False
+            is_copy = self.exclusions.repeats(ids)
             chosen = self.rule.choose(~too_high & ~is_copy, query)
             report.candidates += len(ids)
             report.false_negatives += int(too_high.sum())
@@ -408,7 +417,7 @@ class _Miner:
             is_excluded = np.isin(ids, excluded[place])
             end = np.searchsorted(np.cumsum(~is_excluded), self.rule.last_rank) + 1
             report.known_positives += int(is_excluded[:end].sum())
-            window = np.flatnonzero(~is_excluded)[self.rule.first_rank - 1 : self.rule.last_rank]
+            window = self.rule.window(is_excluded)
             candidates.append((ids[window], scores[order][window]))
         return candidates
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import time
 import warnings
@@ -38,6 +39,7 @@ from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.evaluators import Evaluator
 from dualenc.training.loader import Batch, BatchLoader, Guide, ItemEncoder
 from dualenc.training.log import Meter, RunLog, training_card
+from dualenc.training.mining import NegativeMiner
 from dualenc.training.optim import build_optimizer, build_schedule, trainable_parameters
 from dualenc.training.plan import BatchPlan, fresh_embeddings
 from dualenc.training.settings import FREE_SETTINGS, LATER_SETTINGS, TrainerSettings
@@ -85,7 +87,8 @@ class Loop:
         self.signals = signals
         self.recipe = recipe
         self.model = model
-        self.pairs = pairs
+        # Mining sets the copy's negatives: the caller's pairs stay as they are.
+        self.pairs = pairs if settings.mine_every is None else copy.copy(pairs)
         self.objective = objective
         self.decodes_once = any(isinstance(items, DecodedImages) for items in (pairs.left_items, pairs.right_items))
         self.device = torch.device(accelerator.device.type, accelerator.device.index)
@@ -104,6 +107,7 @@ class Loop:
         self.total_steps = self._count_steps()
         self._build_optimizer(is_sharded=skeleton is not None)
         guide = self._build_loader()
+        self.miner = self._new_miner()
         self._build_outputs(evaluator, skeleton, guide)
 
         self.bad: dict[int, str] = {}
@@ -177,6 +181,21 @@ class Loop:
             guide=guide,
         )
         return guide
+
+    def _new_miner(self) -> NegativeMiner | None:
+        settings = self.settings
+        if settings.mine_every is None:
+            return None
+        return NegativeMiner(
+            self.model,
+            self.pairs,
+            settings.mining_rule,
+            settings.mine_every,
+            self.device,
+            mixed_precision=self.accelerator.mixed_precision,
+            num_workers=self.loader.num_workers,
+            progress=settings.progress,
+        )
 
     def _build_outputs(self, evaluator: Evaluator | None, skeleton: DualEncoder | None, guide: Guide | None) -> None:
         """What the run writes: model folder, log, checkpoints."""
@@ -279,6 +298,8 @@ class Loop:
             state |= {**small, "shards": shards}
         elif self.averages is not None:
             state["averages"] = self.averages.state_dict()
+        if self.miner is not None:
+            state["mined"] = self.miner.state_dict()
         state["position"] = {name: getattr(self, name) for name in _POSITION}
         scaler = self.accelerator.scaler
         state["scaler"] = None if scaler is None else scaler.state_dict()
@@ -295,6 +316,8 @@ class Loop:
             self.averages.load_state_dict(state["averages"])
         for name in self._whole_parts():
             getattr(self, name).load_state_dict(state[name])
+        if self.miner is not None:
+            self.miner.load_state_dict(state["mined"])
         # A table whose size only the checkpoint knows comes from the CPU.
         self.objective.to(self.device)
         if self.accelerator.scaler is not None:
@@ -328,9 +351,10 @@ class Loop:
                 part.write_text(text, encoding="utf-8")
 
     def _run_epoch(self) -> None:
-        """Select batches where an epoch begins, and step through what is left of it."""
+        """Select batches and mine negatives where an epoch begins, and step through what is left of it."""
         if self.batch == 0:
             self._select_batches()
+            self._mine_negatives()
         batches = self.plan.batches(self.epoch)
         clock = time.perf_counter()
         group: list[Batch] = []
@@ -376,6 +400,18 @@ class Loop:
         self.log.say(
             f"epoch {self.epoch + 1}: batches selected in {report['seconds']:.1f} s from embeddings "
             f"{report['staleness']:.0f} steps old; loss {report['loss']:.3f}, random {report['random_loss']:.3f}"
+        )
+
+    def _mine_negatives(self) -> None:
+        """Mine the negatives of an epoch, if that is due."""
+        if self.miner is None or not self.miner.is_due(self.epoch):
+            return
+        report = self.miner.mine(self.epoch)
+        # At the first step that they serve: a run resumed before it mines them again, and logs them once.
+        self.log.write(self.steps + 1, {f"mined/{name}": value for name, value in report.items()})
+        self.log.say(
+            f"epoch {self.epoch + 1}: negatives mined in {report['seconds']:.1f} s; mean rank "
+            f"{report['mean_rank']:.1f}, {report['without_negatives']:.1%} of the left items have none"
         )
 
     def _note_bad(self, batch: Batch) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dualenc.errors import DualencError
+from dualenc.hard_negatives import Rule
 from dualenc.training.optim import OptimizerName, ScheduleName, check_optimizer, check_schedule
 from dualenc.training.plan import EmbeddingSource
 from dualenc.types import OnError
@@ -34,12 +35,18 @@ LATER_SETTINGS: dict[str, Any] = {
     "held_out": None,
     "guide_left": None,
     "guide_right": None,
+    "mine_every": None,
+    "mine_negatives": 1,
+    "mine_last_rank": 100,
+    "mine_relative": 0.95,
+    "mine_margin": None,
 }
 """Defaults of settings that older checkpoints do not know; at these values they are compatible."""
 
 _AT_LEAST_ONE = (
     *("batch_size", "epochs", "max_steps", "gradient_accumulation", "chunk_size", "evaluate_every"),
     *("patience", "save_every", "keep_checkpoints", "log_every"),
+    *("mine_every", "mine_negatives", "mine_last_rank"),
 )
 
 
@@ -95,6 +102,13 @@ class TrainerSettings:
             (`guide_margin` of the objective): `dualenc mine` keeps such folders, `dualenc embed` makes them. Objectives
             that look beyond the batch refuse it.
         guide_right: likewise of the right items; the same folder for two views of images.
+        mine_every: epochs after which the model mines hard negatives anew, which replace those of the data; the first
+            ones so many epochs after the start, when it has learned something (ANCE, Xiong et al. 2021,
+            arXiv:2007.00808). null: never. Objectives without mined negatives refuse it.
+        mine_negatives: how many for each pair, at most; each is encoded with the batch.
+        mine_last_rank: they are among so many nearest right items, known positives not counted.
+        mine_relative: maximum score of a negative as a share of the positive's (`dualenc mine --relative`); null: off.
+        mine_margin: minimum difference to the positive's score (`dualenc mine --margin`).
         tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
         project: the project's name in trackers.
         timeout_minutes: how long a process waits for another before it reports it as hung; longer than whatever
@@ -143,6 +157,11 @@ class TrainerSettings:
     selection_background: bool = True
     guide_left: str | None = None
     guide_right: str | None = None
+    mine_every: int | None = None
+    mine_negatives: int = 1
+    mine_last_rank: int = 100
+    mine_relative: float | None = 0.95
+    mine_margin: float | None = None
     tracker: str | None = None
     project: str = "dualenc"
     timeout_minutes: float = 10.0
@@ -154,6 +173,8 @@ class TrainerSettings:
         self.freeze = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
         self._check_ranges()
         self._check_combinations()
+        # The rule checks its own arguments.
+        _ = self.mining_rule
         check_optimizer(
             self.optimizer, self.learning_rate, self.weight_decay, self.momentum, self.betas, self.layer_decay
         )
@@ -182,11 +203,31 @@ class TrainerSettings:
         if self.weight_average is not None and not 0 < self.weight_average < 1:
             raise DualencError(f"weight_average is {self.weight_average}; it must be between 0 and 1, such as 0.999")
 
+    @property
+    def mining_rule(self) -> Rule:
+        """Which items `mine_every` chooses."""
+        try:
+            return Rule(
+                num_negatives=self.mine_negatives,
+                last_rank=self.mine_last_rank,
+                relative=self.mine_relative,
+                margin=self.mine_margin,
+                seed=self.seed,
+            )
+        except DualencError as error:
+            # It begins with the name of an argument.
+            raise DualencError(f"mine_{error}") from None
+
     def _check_combinations(self) -> None:
         if (self.guide_left is None) != (self.guide_right is None):
             raise DualencError("guide_left and guide_right are given together; name the embeddings of both sides")
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
             raise DualencError("patience counts evaluations; set evaluate_every, and leave keep_best true")
+        if self.mine_every is not None and self.max_steps is None and self.mine_every >= (self.epochs or 1):
+            raise DualencError(
+                f"mine_every is {self.mine_every}, and training ends before so many epochs are over; give more epochs, "
+                "or mine beforehand (dualenc mine)"
+            )
         if self.compile == "graphs" and (self.chunk_size is not None or self.gradient_accumulation > 1):
             raise DualencError(
                 "compile=graphs makes each step in one piece; leave chunk_size and gradient_accumulation out"

@@ -30,6 +30,7 @@ from dualenc.training.hold_out import hold_out
 from dualenc.training.loader import explain_killed_worker
 from dualenc.training.log import read_metrics
 from dualenc.training.loop import Loop
+from dualenc.training.mining import check_minable
 from dualenc.training.optim import freeze
 from dualenc.training.settings import TrainerSettings
 from dualenc.training.sharding import check_shardable, shard_model
@@ -182,7 +183,8 @@ class Trainer(TrainerSettings):
                     tower.compile(mode="reduce-overhead", dynamic=False)
                 else:
                     tower.compile(dynamic=True)
-        if pairs.negatives is not None and self.chunk_size is None and waits_for_others(model):
+        has_mined = pairs.negatives is not None or self.mine_every is not None
+        if has_mined and self.chunk_size is None and waits_for_others(model):
             raise DualencError(
                 "mined negatives do not go with BatchNorm on several processes, some of which may have none of "
                 "them; use one process, or set chunk_size"
@@ -234,6 +236,8 @@ class Trainer(TrainerSettings):
                 f"{objective.name} learns from a teacher, but the data holds no scores; give it mined negatives with "
                 "scores (MinedPairs with scores: true), or leave Distilled out"
             )
+        if self.mine_every is not None:
+            check_minable(pairs, objective)
         if self.guide_left is not None and objective.needs_encode:
             raise DualencError(
                 f"guide_left judges candidates of the batch, and {objective.name} looks beyond; leave the guide out, "

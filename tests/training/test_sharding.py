@@ -90,6 +90,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "samples that cannot be read": {"bad": (1, 4, 7, 8, 9)},
     "accumulated": {"gradient_accumulation": 2, "chunk_size": 2, "max_gradient_norm": None},
     "mined negatives": {"negatives": [[(i + 3) % 24] * (i % 3 == 0) for i in range(24)], "batch_size": 4},
+    "mined in training": {"mine_every": 1, "mine_negatives": 2, "batch_size": 4},
     "recomputed": {"objective": ISIR, "encoder": {**ADAPTED, "gradient_checkpointing": True}, **ADAM},
     "a frozen tower": {"objective": ISIR, "encoder": {"shared": False}, "frozen": True, "chunk_size": 2},
     "GlobalCache": {"objective": GlobalCache, "extra_encodes": 1.0},

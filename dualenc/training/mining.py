@@ -1,0 +1,232 @@
+"""Hard negatives that the model in training mines anew every few epochs (ANCE: Xiong et al. 2021, arXiv:2007.00808).
+
+At the start of an epoch all items are encoded as in an evaluation, the nearest right items of each left item are
+searched exactly, and negatives are chosen among them by the rule of `dualenc mine`. Ranks share the encoding, the
+search and the choice, and all get the same negatives.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from dualenc import distributed
+from dualenc.data.corpus import Corpus, corpora
+from dualenc.data.embeddings import Embeddings
+from dualenc.data.mixture import Mixture
+from dualenc.data.pairs import PairDataset, Ragged
+from dualenc.encoders.dual import DualEncoder
+from dualenc.errors import DualencError
+from dualenc.hard_negatives import Rule
+from dualenc.objectives.base import Objective
+from dualenc.search.embed import embed
+from dualenc.search.exact import MAX_QUERY_BLOCKS, QUERY_BLOCK, exact_search
+from dualenc.search.mining import PAIRS_PER_BLOCK, Exclusions
+from dualenc.seeds import derive_seed, random_state_kept
+from dualenc.types import Side, Vectors
+
+BATCH_SIZE = 64
+"""Items encoded at once."""
+
+_PRECISIONS: dict[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def check_minable(pairs: PairDataset, objective: Objective) -> None:
+    """Refuse data that has nothing to mine, and objectives that mined negatives are no use to.
+
+    Raises:
+        DualencError: views, a mixture in batches of one source, or an objective without mined negatives.
+    """
+    if pairs.views:
+        raise DualencError(
+            "mine_every mines right items for left ones, and the data is two views of images; leave mine_every out"
+        )
+    if isinstance(pairs, Mixture) and pairs.batches == "one_source":
+        raise DualencError(
+            "mine_every mines among the items of all sources, which data.batches=one_source keeps apart; choose one of "
+            "the two"
+        )
+    if objective.needs_teacher:
+        raise DualencError(
+            f"{objective.name} learns a teacher's scores, which items mined in training do not have; leave mine_every "
+            "out, or train the objective that it wraps"
+        )
+    if not objective.takes_mined:
+        raise DualencError(
+            f"{objective.name} takes no mined negatives; leave mine_every out, or take InfoNCE, SogCLR or another "
+            "objective that does"
+        )
+
+
+class Negatives(NamedTuple):
+    """Negatives of some left items.
+
+    Attributes:
+        left_id: (n,) left ids; those of one item follow one another.
+        right_id: (n,) right ids, best first for each left item.
+        rank: (n,) ranks among the right items that are not excluded, from 1.
+    """
+
+    left_id: np.ndarray
+    right_id: np.ndarray
+    rank: np.ndarray
+
+
+class NegativeMiner:
+    """Mines the negatives of training pairs with the model that is trained on them.
+
+    Each rank holds the vectors of all items, float32 in main memory.
+
+    Args:
+        model: encodes in evaluation mode, without augmentation.
+        pairs: `mine` sets their `negatives`; those that the data brings serve until then.
+        rule: which of the nearest right items become negatives.
+        every: epochs from one mining to the next; the first one is after so many.
+        device: where the search runs.
+        mixed_precision: of the forward passes: "bf16", "fp16" or "no".
+        num_workers: processes that read and prepare items.
+        progress: show bars, which disappear at the end.
+    """
+
+    def __init__(
+        self,
+        model: DualEncoder,
+        pairs: PairDataset,
+        rule: Rule,
+        every: int,
+        device: torch.device | None = None,
+        *,
+        mixed_precision: str = "no",
+        num_workers: int = 0,
+        progress: bool = False,
+    ) -> None:
+        self.model = model
+        self.pairs = pairs
+        self.rule = rule
+        self.every = every
+        self.device = device or torch.device("cpu")
+        self.autocast = _PRECISIONS.get(mixed_precision)
+        self.num_workers = num_workers
+        self.progress = progress
+        self.left, self.right = corpora(pairs)
+        self.is_mined = False
+        self._exclusions: Exclusions | None = None
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether an epoch begins with mining; the first one, 0, does not: the model has learned nothing yet."""
+        return epoch > 0 and epoch % self.every == 0
+
+    def mine(self, epoch: int) -> dict[str, float]:
+        """Replace the pairs' negatives; all ranks call it together.
+
+        Args:
+            epoch: the epoch that begins; random samples depend on it.
+
+        Returns:
+            seconds; mean_rank of the negatives; without_negatives, the share of left items that have none.
+
+        Raises:
+            DualencError: embeddings that are not finite.
+        """
+        begun = time.perf_counter()
+        asked = np.unique(self.pairs.left_id)
+        # Workers that read images draw a seed from the global generator.
+        with random_state_kept():
+            queries = self._embed("left", self.left.take(asked))
+            documents = self._embed("right", self.right)
+        rule = replace(self.rule, seed=derive_seed("mined", self.rule.seed, epoch, bits=32))
+        own = self._choose(queries, documents, rule)
+        mined = Negatives(*(np.concatenate(parts) for parts in zip(*distributed.gather_objects(own))))
+        order = np.argsort(mined.left_id, kind="stable")
+        of_left = Ragged.from_sorted(mined.left_id[order], mined.right_id[order], len(self.left))
+        self._set_negatives(of_left.take(self.pairs.left_id))
+        return {
+            "seconds": time.perf_counter() - begun,
+            "mean_rank": float(mined.rank.mean()) if len(mined.rank) else 0.0,
+            "without_negatives": 1 - np.unique(mined.left_id).size / len(asked),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The negatives in force; {} before the first mining."""
+        if not self.is_mined or self.pairs.negatives is None:
+            return {}
+        return {name: torch.from_numpy(array) for name, array in self.pairs.negatives._asdict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore from `state_dict()`."""
+        if state:
+            self._set_negatives(Ragged(**{name: tensor.numpy().copy() for name, tensor in state.items()}))
+
+    def _set_negatives(self, negatives: Ragged) -> None:
+        self.pairs.negatives = negatives
+        # Those were of the negatives that are replaced.
+        self.pairs.negative_scores = None
+        self.is_mined = True
+
+    def _embed(self, side: Side, corpus: Corpus) -> Embeddings:
+        return embed(
+            self.model.tower(side),
+            corpus,
+            batch_size=BATCH_SIZE,
+            autocast=self.autocast,
+            num_workers=self.num_workers,
+            progress=f"mine: embed {side} items" if self.progress else False,
+        )
+
+    def _choose(self, queries: Embeddings, documents: Embeddings, rule: Rule) -> Negatives:
+        """The negatives of this rank's share of the left items; items that cannot be read have no vector."""
+        left_row = queries.rows_of(self.left.ids)
+        right_row = documents.rows_of(self.right.ids)
+        right_id = np.flatnonzero(right_row >= 0)
+        positives, positive_scores = self._scored_positives(queries.vectors, left_row, documents.vectors, right_row)
+        exclusions = self._known_positives()
+        asked = np.flatnonzero(positives.lengths)
+        # The blocks of the search, so that products of matrices round alike for any number of ranks.
+        blocks = [asked[start : start + QUERY_BLOCK] for start in range(0, len(asked), QUERY_BLOCK)]
+        own = blocks[distributed.rank() :: distributed.world_size()]
+        chosen = [Negatives(*(np.zeros(0, np.int64) for _ in Negatives._fields))]
+        for first in range(0, len(own), MAX_QUERY_BLOCKS):
+            left_ids = np.concatenate(own[first : first + MAX_QUERY_BLOCKS])
+            excluded = [exclusions.of_query(left_id) for left_id in left_ids.tolist()]
+            # So deep that the window is full even if all that is excluded ranks above it.
+            depth = rule.last_rank + max(len(ids) for ids in excluded)
+            with distributed.alone():
+                scores, columns = exact_search(
+                    queries.vectors[left_row[left_ids]], documents.vectors, depth, device=self.device
+                )
+            for place, left_id in enumerate(left_ids.tolist()):
+                found = right_id[columns[place]]
+                window = rule.window(np.isin(found, excluded[place]))
+                own_scores = positive_scores[positives.offsets[left_id] : positives.offsets[left_id + 1]]
+                too_high = scores[place, window] > rule.ceiling(own_scores, positive_scores)
+                places = rule.choose(~too_high & ~exclusions.repeats(found[window]), left_id)
+                chosen.append(Negatives(np.full(len(places), left_id), found[window][places], rule.first_rank + places))
+        return Negatives(*(np.concatenate(parts) for parts in zip(*chosen)))
+
+    def _scored_positives(
+        self, queries: Vectors, left_row: np.ndarray, documents: Vectors, right_row: np.ndarray
+    ) -> tuple[Ragged, np.ndarray]:
+        """The distinct right ids of each left item's pairs, as far as both have vectors, and their scores."""
+        left_id = self.pairs.left_id
+        right_id = self.pairs.right_id
+        has_vectors = (left_row[left_id] >= 0) & (right_row[right_id] >= 0)
+        positives = Ragged.from_pairs(left_id[has_vectors], right_id[has_vectors], len(self.left))
+        left_rows = np.repeat(left_row, positives.lengths)
+        right_rows = right_row[positives.values]
+        scores = np.empty(len(left_rows), np.float32)
+        for start in range(0, len(scores), PAIRS_PER_BLOCK):
+            block = slice(start, start + PAIRS_PER_BLOCK)
+            scores[block] = np.einsum("nd,nd->n", queries[left_rows[block]], documents[right_rows[block]])
+        return positives, scores
+
+    def _known_positives(self) -> Exclusions:
+        """What cannot be a negative, which mining does not change."""
+        if self._exclusions is None:
+            # All contents are read, which takes minutes on large data: once, not on every rank.
+            exclusions = Exclusions(self.pairs, self.left, self.right) if distributed.is_main() else None
+            self._exclusions = distributed.broadcast_object(exclusions)
+        return self._exclusions

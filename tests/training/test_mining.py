@@ -1,0 +1,272 @@
+"""Negatives mined in training: those of a slow search by hand, the same on two ranks and after a kill."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dualenc.data import Mixture, PairDataset
+from dualenc.encoders import load_model
+from dualenc.encoders.dual import DualEncoder
+from dualenc.errors import DualencError
+from dualenc.hard_negatives import Rule
+from dualenc.objectives import ISIR, Distilled, InfoNCE, Objective, SogCLR
+from dualenc.training import Trainer, mining
+from dualenc.training.log import read_metrics
+from dualenc.training.mining import NegativeMiner
+from tests.commands import toy
+from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, vector_encoder, vector_pairs, weights
+from tests.training.launched import launch
+from tests.training.runs import SETTINGS, run_and_die, train, train_and_die
+
+# Half of the right items have two pairs, and so have some left ones.
+LEFT_ID = [*range(20), 0, 1, 2, 3]
+RIGHT_ID = [*range(12), *(12 + number // 2 for number in range(12))]
+WIDE = Rule(num_negatives=3, relative=None)
+
+
+def text_pairs() -> PairDataset:
+    """Items 4 and 5 on the right are the same text, item 7 there is the left item 9, and item 8 cannot be read."""
+    pairs = tiny_pairs(left_id=LEFT_ID, right_id=RIGHT_ID)
+    right: Any = pairs.right_items
+    right[5] = right[4]
+    right[7] = pairs.left_items[9]
+    right.bad = (8,)
+    return pairs
+
+
+def mixed_pairs() -> Mixture:
+    return Mixture({"one": tiny_pairs(24), "two": tiny_pairs(14, seed=1)}, weights={"two": 2.0})
+
+
+def captioned(folder: Path) -> tuple[DualEncoder, PairDataset]:
+    """Images with two captions each, some of which are the same."""
+    generator = np.random.default_rng(0)
+    images = [toy._picture(tuple(generator.integers(30, 220, 3).tolist()), number) for number in range(12)]
+    captions = ["a plain picture" if number % 3 == 0 else f"picture {number}" for number in range(24)]
+    pairs = PairDataset(images, captions, [n // 2 for n in range(24)], left_modality="image")
+    return load_model(toy.image_text_model(folder / "clip")), pairs
+
+
+def parts(name: str, folder: Path) -> tuple[DualEncoder, PairDataset]:
+    if name == "image-text":
+        return captioned(folder)
+    if name == "vectors":
+        return vector_encoder(), vector_pairs(folder)
+    return TinyEncoder(dropout=0.5), mixed_pairs() if name == "mixture" else text_pairs()
+
+
+def by_hand(model: DualEncoder, pairs: PairDataset, rule: Rule) -> list[dict[int, int]]:
+    """The negatives of each pair, and their ranks, from one item at a time and a full matrix of scores in float64."""
+
+    def contents(item: Any) -> Any:
+        return item.tobytes() if hasattr(item, "tobytes") else item
+
+    def every(side: Any) -> list[Any]:
+        # Not by number: that of a bad item raises.
+        items: Any = pairs.items(side)
+        return list(items)
+
+    def encoded(side: Any) -> np.ndarray:
+        tower, rows = model.tower(side), []
+        for item in every(side):
+            with torch.no_grad():
+                rows.append(tower(tower.prepare([item]))[0].double().numpy())
+        return np.array(rows)
+
+    was_training = model.training
+    model.eval()
+    scores = encoded("left") @ encoded("right").T
+    model.train(was_training)
+    bad = getattr(pairs.right_items, "bad", ())
+    left, right = ([contents(item) for item in every(side)] for side in ("left", "right"))
+    found = []
+    for left_id in pairs.left_id.tolist():
+        own = {int(r) for k, r in zip(pairs.left_id, pairs.right_id) if left[k] == left[left_id]}
+        taken = {right[r] for r in own} | {left[left_id]}
+        readable = [scores[left_id, r] for r in own if r not in bad]
+        chosen: dict[int, int] = {}
+        limit = np.inf
+        if rule.relative is not None and readable:
+            limit = np.mean(readable) - (1 - rule.relative) * abs(np.mean(readable))
+        window = [r for r in np.argsort(-scores[left_id]).tolist() if right[r] not in taken and r not in bad]
+        for rank, row in enumerate(window[: rule.last_rank], start=1):
+            is_new = right[row] not in {right[r] for r in chosen}
+            if is_new and scores[left_id, row] <= limit and len(chosen) < rule.num_negatives:
+                chosen[row] = rank
+        found.append(chosen if readable else {})
+    return found
+
+
+def rows(pairs: PairDataset) -> list[list[int]]:
+    assert pairs.negatives is not None
+    return [pairs.negatives.row(index).tolist() for index in range(len(pairs))]
+
+
+@pytest.mark.parametrize("name", ["text", "vectors", "mixture", pytest.param("image-text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", [WIDE, Rule(num_negatives=2, last_rank=4, relative=0.9)], ids=["wide", "limited"])
+def test_negatives_are_those_of_a_search_by_hand(tmp_path: Path, name: str, rule: Rule) -> None:
+    model, pairs = parts(name, tmp_path)
+    model.train()
+    report = NegativeMiner(model, pairs, rule, every=1).mine(1)
+    expected = by_hand(model, pairs, rule)
+    assert [sorted(row) for row in rows(pairs)] == [sorted(row) for row in expected]
+    assert model.training
+    assert all(tower.training for tower in (model.left, model.right))
+    has_none = {int(left_id) for left_id, row in zip(pairs.left_id, expected) if not row}
+    assert report["without_negatives"] == pytest.approx(len(has_none) / len(np.unique(pairs.left_id)))
+    of_left = {int(left_id): list(row.values()) for left_id, row in zip(pairs.left_id, expected)}
+    assert report["mean_rank"] == pytest.approx(np.mean([rank for ranks in of_left.values() for rank in ranks]))
+
+
+class Recorder:
+    """What the objective gets in each batch, and what a search by hand finds when an epoch begins."""
+
+    def __init__(self, model: DualEncoder, pairs: PairDataset, objective: Objective, every: int) -> None:
+        self.model, self.pairs, self.every, self.calls = model, pairs, every, 0
+        self.expected: list[dict[int, int]] | None = None
+        objective.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, module: Any, arguments: Sequence[Any], named: dict[str, Any]) -> None:
+        epoch, batch = divmod(self.calls, 4)
+        self.calls += 1
+        if batch == 0 and epoch and epoch % self.every == 0:
+            self.expected = by_hand(self.model, self.pairs, Rule(num_negatives=2, relative=None))
+        given = named.get("negative_id")
+        if self.expected is None:
+            assert given is None
+            return
+        left_id = arguments[2].tolist()
+        of_left = {int(left): row for left, row in zip(self.pairs.left_id, self.expected)}
+        assert given is not None
+        assert sorted(given.tolist()) == sorted(row for left in left_id for row in of_left[left])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_batches_have_the_negatives_that_the_model_mined_last(
+    tmp_path: Path, every: int, chunk_size: int | None
+) -> None:
+    pairs = tiny_pairs()
+    model, objective = TinyEncoder(dropout=0.2), tiny_objective(pairs)
+    recorder = Recorder(model, pairs, objective, every)
+    settings: dict[str, Any] = {"mine_every": every, "mine_negatives": 2, "mine_relative": None, "epochs": 4}
+    train(tmp_path, model=model, pairs=pairs, objective=objective, chunk_size=chunk_size, **settings)
+    assert recorder.calls == 16
+    assert pairs.negatives is None, "the caller's pairs stay as they are"
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "mined/seconds" in line]
+    assert [line["step"] for line in lines] == [4 * epoch + 1 for epoch in range(1, 4) if epoch % every == 0]
+    assert all(line["mined/mean_rank"] >= 1 and line["mined/without_negatives"] == 0 for line in lines)
+
+
+def test_negatives_of_the_data_serve_until_the_first_mining(tmp_path: Path) -> None:
+    pairs = tiny_pairs(negatives=[[(i + 3) % 24] for i in range(24)], scores=range(24), negative_scores=range(24))
+    seen: list[list[int]] = []
+    objective = tiny_objective(pairs)
+    objective.register_forward_pre_hook(
+        lambda _, arguments, named: seen.append(((named["negative_id"] - arguments[2]) % 24).tolist()), with_kwargs=True
+    )
+    train(tmp_path, pairs=pairs, objective=objective, mine_every=1, mine_relative=None, epochs=2)
+    assert [row == [3] * 6 for row in seen] == [True] * 4 + [False] * 4
+
+
+MINED: dict[str, Any] = {"mine_every": 1, "mine_negatives": 2, "mine_relative": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [InfoNCE, SogCLR], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("killed_at", [5, 8, 9])
+def test_killed_and_resumed_equals_unbroken(tmp_path: Path, killed_at: int, kind: type[Objective]) -> None:
+    """In the last step of an epoch, in the first one after mining, and between."""
+
+    def objective() -> Objective:
+        return kind(num_left=24, temperature=0.2).double()
+
+    train(tmp_path / "whole", objective=objective(), **MINED)
+    changes = {**MINED, "objective": objective()}
+    assert run_and_die(train_and_die, tmp_path / "broken", killed_at, changes) == -signal.SIGKILL
+    train(tmp_path / "broken", resume=True, objective=objective(), **MINED)
+    assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+    logs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("broken", "whole")]
+    mined = [[(line["step"], line["mined/mean_rank"]) for line in log if "mined/seconds" in line] for log in logs]
+    assert mined[0] == mined[1]
+    assert [step for step, _ in mined[0]] == [5, 9]
+
+
+def on_ranks(output: Path) -> None:
+    """Blocks of five left items, so that each of two ranks has some; and one block for both."""
+    for name, size in (("shared", 5), ("one block", 512)):
+        mining.QUERY_BLOCK = size
+        pairs = text_pairs()
+        settings = {**MINED, "batch_size": 5, "save_every": None, "mine_relative": 0.95}
+        train(output / name, model=TinyEncoder(), pairs=pairs, objective=tiny_objective(pairs), **settings)
+
+
+@pytest.mark.slow
+def test_two_processes_give_model_and_log_of_one(tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    ranks = launch(tmp_path / "two", on_ranks, tmp_path / "two", ranks=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mining, "QUERY_BLOCK", 512)
+        on_ranks(tmp_path / "one")
+    ended = [process.end(300) for process in ranks]
+    assert [code for code, _ in ended] == [0, 0], ended
+    for name in ("shared", "one block"):
+        ours, theirs = weights(tmp_path / "one" / name), weights(tmp_path / "two" / name)
+        assert all(torch.allclose(ours[key], theirs[key], rtol=1e-9, atol=1e-12) for key in ours)
+        logs = [read_metrics(tmp_path / ranks / name / "metrics.jsonl") for ranks in ("one", "two")]
+        mined = [[line for line in log if "mined/seconds" in line] for log in logs]
+        assert len(mined[0]) == len(mined[1]) == 2
+        for one, two in zip(*mined):
+            assert {**one, "mined/seconds": 0} == {**two, "mined/seconds": 0}
+
+
+def views() -> PairDataset:
+    pairs = tiny_pairs()
+    pairs.views, pairs.right_items = True, pairs.left_items
+    return pairs
+
+
+def scored() -> PairDataset:
+    return tiny_pairs(negatives=[[(i + 3) % 24] for i in range(24)], scores=range(24), negative_scores=range(24))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "objective", "message"),
+    [
+        (views(), SogCLR(num_left=24, views=True), "the data is two views of images; leave mine_every out"),
+        (tiny_pairs(), ISIR(num_left=24), "ISIR takes no mined negatives; leave mine_every out, or take InfoNCE"),
+        (scored(), Distilled(InfoNCE()), "learns a teacher's scores, which items mined in training do not have"),
+        (Mixture({"one": tiny_pairs()}, batches="one_source"), InfoNCE(), "which data.batches=one_source keeps apart"),
+    ],
+)
+def test_data_and_objectives_that_it_does_not_fit_are_refused(
+    tmp_path: Path, pairs: PairDataset, objective: Objective, message: str
+) -> None:
+    with pytest.raises(DualencError, match=message) as raised:
+        Trainer(**{**SETTINGS, "output": tmp_path / "run", **MINED}).fit(TinyEncoder(), pairs, objective)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mine_every": 0}, "mine_every is 0; it must be at least 1"),
+        ({"mine_negatives": 0}, "mine_negatives is 0; it must be at least 1"),
+        ({"mine_relative": -1.0}, "^mine_relative is -1.0; give a number from 0 up"),
+        ({"mine_margin": float("nan")}, "^mine_margin is nan; give a number from 0 up"),
+        ({"mine_every": 3}, "mine_every is 3, and training ends before so many epochs are over; give more epochs"),
+        ({"mine_every": 1, "epochs": None}, "mine_every is 1, and training ends before"),
+    ],
+)
+def test_settings_out_of_range_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DualencError, match=message):
+        Trainer(**{**SETTINGS, "output": tmp_path, **changes})
