@@ -42,7 +42,7 @@ CASES = {
     "negatives": {"negatives": [[(i + 3) % 24] * (i % 3) for i in range(24)]},
     "evaluated": {"evaluate_every": 5},
     "drawn proposals": {"proposals": 7},
-    "momentum encoder": {"momentum": 0.8, "batch_size": 5, "batchnorm": True},
+    "momentum encoder, batchnorm": {"momentum": 0.8, "batch_size": 5, "batchnorm": True},
     "momentum encoder, accumulated": {"momentum": 0.8, "gradient_accumulation": 2, "chunk_size": 2},
     "batchnorm": {"batchnorm": True, "batch_size": 5},
     "batchnorm of one tower": {"batchnorm": True, "shared": True, "evaluate_every": 5},
