@@ -108,8 +108,9 @@ class XBM(QueueObjective, InfoNCE):
     """InfoNCE over the batch and a queue of the embeddings of past batches, which the encoder itself gave then.
 
     Source: cross-batch memory (Wang et al. 2020, arXiv:1912.06798), with InfoNCE as its pair loss. Embeddings in the
-    queue are as old as queue_size / B steps and carry no gradient: it helps where an encoder moves slowly, as in
-    fine-tuning at a low rate. `MomentumQueue` and `GlobalCache` do not depend on that.
+    queue are as old as queue_size / B steps and carry no gradient: where an encoder moves fast, anchors flee from where
+    items were, and it ends far below InfoNCE; hence the warm-up, after which rates are lower. `MomentumQueue` and
+    `GlobalCache` do not depend on that.
 
     Args:
         queue_size: see `QueueObjective`.
@@ -118,7 +119,7 @@ class XBM(QueueObjective, InfoNCE):
         **common: see `Objective`.
     """
 
-    def __init__(self, *, warm_up: float = 0.1, **queue: Any) -> None:
+    def __init__(self, *, warm_up: float = 0.5, **queue: Any) -> None:
         super().__init__(**queue)
         if not 0 <= warm_up <= 1:
             fail(self, "warm_up", f"is {warm_up}; it must lie in [0, 1], a share of the training")
