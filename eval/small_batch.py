@@ -56,8 +56,10 @@ from dualenc.evaluation.report import Table, print_table
 from dualenc.evaluation.retrieval import Result, retrieve
 from dualenc.objectives import (
     SACLR,
+    XBM,
     ExactGlobal,
     GlobalCache,
+    MomentumQueue,
     NegativeCache,
     Objective,
     SigLIP,
@@ -77,6 +79,8 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "GlobalCache 0.5": lambda **common: GlobalCache(extra_encodes=0.5, **common),
     "GlobalCache 2": lambda **common: GlobalCache(extra_encodes=2.0, **common),
     "GlobalCache+": lambda **common: GlobalCache(positive_in_softmax=True, **common),
+    "MomentumQueue": MomentumQueue,
+    "XBM": XBM,
     "SogCLR+": lambda **common: SogCLR(gamma=0.5, positive_in_softmax=True, **common),
 }
 

@@ -21,6 +21,7 @@ from torch.nn.functional import normalize
 
 from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective
+from dualenc.objectives.checks import refuse_momentum
 from dualenc.objectives.items import Encode
 from dualenc.types import Side
 
@@ -84,6 +85,7 @@ class ViewsLoss(nn.Module):
         super().__init__()
         if not objective.views or objective.num_left not in (None, len(ids)):
             raise DualencError(f"{objective.name}: build it with **ids.sizes, num_left={len(ids)} and views=True")
+        refuse_momentum(objective)
         if objective.needs_encode and embed is None:
             raise DualencError(f"{objective.name} encodes images outside the batch; give ViewsLoss embed=self.forward")
         self.objective = objective

@@ -27,6 +27,7 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.integrations.open_clip_data import IndexedData, with_ids
 from dualenc.objectives.base import Objective
+from dualenc.objectives.checks import refuse_momentum
 
 __all__ = ["GlobalClipLoss", "IndexedData", "load_state", "main", "save_state", "state_path", "with_ids"]
 
@@ -49,6 +50,7 @@ class GlobalClipLoss(nn.Module):
 
     def __init__(self, objective: Objective, data: IndexedData, model: nn.Module, epochs: int | None = None) -> None:
         super().__init__()
+        refuse_momentum(objective)
         wanted = tuple(data.sizes.values())
         if objective.num_left is not None and (objective.num_left, objective.num_right) != wanted:
             raise DualencError(

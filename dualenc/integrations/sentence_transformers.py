@@ -22,6 +22,7 @@ from dualenc.errors import DualencError
 from dualenc.integrations.ids import PairTexts, with_ids
 from dualenc.integrations.transformers import ObjectiveStateMixin
 from dualenc.objectives import InfoNCE, Objective
+from dualenc.objectives.checks import refuse_momentum
 from dualenc.objectives.items import Encode
 from dualenc.types import Side
 
@@ -57,6 +58,7 @@ class GlobalLoss(nn.Module):
         prompts: tuple[str | None, str | None] = (None, None),
     ) -> None:
         super().__init__()
+        refuse_momentum(objective)
         if objective.needs_encode and texts is None:
             raise DualencError(f"{objective.name} encodes texts outside the batch; pass the texts of with_ids")
         if texts is not None and objective.num_left is not None:

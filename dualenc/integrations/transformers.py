@@ -24,6 +24,7 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.files import save_tensors
 from dualenc.objectives import Objective
+from dualenc.objectives.checks import refuse_momentum
 
 STATE_FILE = "objective.pt"
 """File of a checkpoint folder with the state of the loss, beside those that the trainer writes."""
@@ -60,6 +61,8 @@ class ObjectiveStateMixin:
                 found |= _outermost(name, loss)
         if not found:
             raise DualencError("the trainer has no objective; set trainer.objective, or pass loss=GlobalLoss(…)")
+        for objective in found.values():
+            refuse_momentum(objective)
         return found
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:

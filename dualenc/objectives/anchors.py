@@ -47,6 +47,7 @@ class Anchors:
         positive_ids: (X, A, K) ascending ids of known positives: the anchor's own, listed ones, those of other pairs
             with the anchor's item; padded with -1, each id once.
         temperature: scalar τ.
+        keys: (X, G, D) a momentum encoder's embeddings of the batch's candidates, without gradient; None without one.
         views: candidates are first all left, then all right views.
         guide: removes likely false negatives; None without one.
     """
@@ -63,6 +64,7 @@ class Anchors:
     positive_column: Tensor
     positive_ids: Tensor
     temperature: Tensor
+    keys: Tensor | None = None
     views: bool = False
     guide: Guide | None = None
 
@@ -151,6 +153,7 @@ class Anchors:
             all_embeddings=self.all_embeddings[one],
             candidates=self.candidates[one],
             candidate_ids=self.candidate_ids[one],
+            keys=None if self.keys is None else self.keys[one],
             guide=guide,
             **{name: getattr(self, name)[one] for name in _BY_ANCHOR},
         )

@@ -31,6 +31,7 @@ from dualenc.objectives.checks import (
 )
 from dualenc.objectives.corpus import Corpus
 from dualenc.objectives.draws import SharedRandom
+from dualenc.objectives.embedding_queue import EmbeddingQueue
 from dualenc.objectives.guide import GuideVectors
 from dualenc.objectives.items import Encode, ItemEncoder
 from dualenc.objectives.memory import EmbeddingMemory
@@ -91,6 +92,10 @@ class Objective(nn.Module):
     """Whether `encode` is called again in the backward pass."""
     needs_teacher = False
     """Whether `forward` takes a teacher's scores; see `Distilled`."""
+    takes_guide = True
+    """Whether a guide can judge the candidates: if they are of the batch, or mined negatives."""
+    momentum: float | None = None
+    """μ of the moving average of the towers whose embeddings of the batch `forward` takes; see `MomentumQueue`."""
     dims: list[int] | None = None
     """Lengths that are trained besides the whole embeddings; see `Matryoshka`."""
 
@@ -170,6 +175,8 @@ class Objective(nn.Module):
         negative_id: Tensor | None = None,
         weights: Tensor | None = None,
         guide: GuideVectors | None = None,
+        keys_left: Tensor | None = None,
+        keys_right: Tensor | None = None,
     ) -> ObjectiveOutput:
         """The loss of this rank's part of a batch.
 
@@ -186,9 +193,17 @@ class Objective(nn.Module):
             weights: (b,) factors of the losses of each pair, 0 or more; with a mean other than 1 the learning rate
                 changes with them. A pair's part in other pairs' losses, as their negative, stays.
             guide: another model's vectors of the same items, by which likely false negatives are left out.
+            keys_left, keys_right: (b, D) unit-norm embeddings of the same pairs by the momentum encoder, without
+                gradient; of objectives with `momentum`.
         """
         if self.needs_encode and encode is None:
             fail(self, "encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
+        takes_keys = self.momentum is not None
+        if takes_keys and (keys_left is None or keys_right is None):
+            advice = "pass the momentum encoder's embeddings of the batch; dualenc's Trainer keeps such an encoder"
+            fail(self, "keys_left", f"and keys_right are missing; {advice}")
+        if not takes_keys and not (keys_left is None and keys_right is None):
+            fail(self, "keys_left", "and keys_right are of a momentum encoder; leave them out, or take MomentumQueue")
         ids = {
             "left_id": left_id,
             "right_id": left_id if right_id is None else right_id,
@@ -196,7 +211,14 @@ class Objective(nn.Module):
             "right_positives": right_positives,
             "negative_id": negative_id,
         }
-        batch = gather_batch(self, {"left": left, "right": right, "negatives": negatives}, ids, weights)
+        embeddings = {
+            "left": left,
+            "right": right,
+            "negatives": negatives,
+            "keys_left": keys_left,
+            "keys_right": keys_right,
+        }
+        batch = gather_batch(self, embeddings, ids, weights)
         if guide is not None:
             batch = guided(self, batch, guide)
         encoder = None if encode is None else ItemEncoder(encode, self.views, batch.left)
@@ -293,6 +315,9 @@ class Objective(nn.Module):
             if isinstance(module, EmbeddingMemory):
                 # Until something is written, a memory has no rows.
                 allowed[f"{prefix}.keys"] = [(module.num_slots,), (0,)]
+            elif isinstance(module, EmbeddingQueue):
+                # Its embeddings have no dimension until the first write.
+                allowed[f"{prefix}.ids"] = [(module.size,)]
             else:
                 tables = [*module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)]
                 allowed = {key: [tuple(table.shape)] for key, table in tables}

@@ -36,6 +36,7 @@ class Batch:
         negatives, negative_id: (n, D) and (n,) mined right items of all ranks.
         sizes: pairs on every rank.
         most_copies: most pairs of the batch that share one item.
+        keys: (P, D) a momentum encoder's embeddings of left and of right items of all ranks; or None.
         guide: a guide's vectors of left and right anchors against the candidates (X = 2, or 1 with views); or None.
     """
 
@@ -53,6 +54,7 @@ class Batch:
     negative_id: Tensor
     sizes: list[int]
     most_copies: int
+    keys: tuple[Tensor, Tensor] | None = None
     guide: list[Guide] | None = None
 
     def detached(self) -> Batch:
@@ -80,7 +82,7 @@ def gather_batch(
 
     Args:
         objective: whose id spaces and views decide what is right, and whom errors name.
-        embeddings: left, right and negatives (b, D).
+        embeddings: left, right, negatives, keys_left and keys_right (b, D).
         ids: left_id, right_id, left_positives, right_positives, negative_id.
         weights: (b,) or None.
 
@@ -108,6 +110,11 @@ def gather_batch(
     negatives = right[:0]
     if "negatives" in given:
         negatives = given["negatives"].to(precision)
+    keys = None
+    if "keys_left" in given:
+        keys_left = distributed.gather(given["keys_left"].to(precision), sizes)
+        keys_right = distributed.gather(given["keys_right"].to(precision), sizes)
+        keys = (keys_left, keys_right)
     return Batch(
         left=left,
         right=right,
@@ -123,6 +130,7 @@ def gather_batch(
         negative_id=distributed.gather(given_ids.get("negative_id", right_id[:0]), num_mined),
         sizes=sizes,
         most_copies=most_copies,
+        keys=keys,
     )
 
 
@@ -132,7 +140,7 @@ def guided(objective: Objective, batch: Batch, vectors: GuideVectors) -> Batch:
     Raises:
         DualencError: an objective that looks beyond the batch, or vectors that do not fit it.
     """
-    if objective.needs_encode:
+    if not objective.takes_guide:
         able = "InfoNCE, DCL, HCL, SogCLR, ISogCLR, SACLR or SigLIP"
         fail(objective, "guide", f"judges candidates of the batch only; leave it out, or take {able}")
     left = vectors.left.to(batch.left)
@@ -188,6 +196,7 @@ def two_towers(batch: Batch, num_left: int, temperature: Tensor) -> Anchors:
         positive_column=batch_rows.expand(2, -1),
         positive_ids=torch.stack(lists),
         temperature=temperature,
+        keys=None if batch.keys is None else torch.stack(batch.keys).flip(0),
         guide=None if batch.guide is None else Guide(*map(torch.stack, zip(*batch.guide, strict=True))),
     )
 
@@ -236,6 +245,7 @@ def two_views(batch: Batch, temperature: Tensor) -> Anchors:
         positive_column=torch.cat([own + total, own])[None],
         positive_ids=torch.cat([positives, positives])[None],
         temperature=temperature,
+        keys=None if batch.keys is None else torch.cat(batch.keys)[None],
         views=True,
         guide=None if batch.guide is None else Guide(*(vectors[None] for vectors in batch.guide[0])),
     )

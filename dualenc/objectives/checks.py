@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING
+
+if TYPE_CHECKING:
+    from dualenc.objectives.base import Objective
 
 MIN_TEMPERATURE = 1e-3
 NORM_TOLERANCE = 0.01
@@ -51,13 +54,22 @@ def check_temperature(owner: object, temperature: float) -> None:
         fail(owner, "temperature", f"is {temperature}; it must be a number such as 0.07, at least {MIN_TEMPERATURE}")
 
 
+def refuse_momentum(objective: Objective) -> None:
+    """Refuse an objective whose momentum encoder a training loop does not keep."""
+    if objective.momentum is not None:
+        raise DualencError(
+            f"{objective.name} needs a momentum encoder, which only dualenc's own Trainer keeps; train with that, or "
+            "take XBM or GlobalCache here"
+        )
+
+
 def check_shapes(
     owner: object, embeddings: Mapping[str, Tensor], ids: Mapping[str, Tensor], weights: Tensor | None, views: bool
 ) -> None:
     """Refuse shapes, types and devices that do not fit.
 
     Args:
-        embeddings: left, right and, if there are any, negatives: (b, D) each.
+        embeddings: left, right and, if there are any, negatives, keys_left and keys_right: (b, D) each.
         ids: by name, see `SIDE_OF_IDS`.
         weights: (b,) of the pairs.
         views: whether the objective trains on two views.
@@ -75,6 +87,10 @@ def check_shapes(
             "negatives",
             f"has shape {tuple(negatives.shape)}; it must be (n, {left.shape[1]}), as left and right",
         )
+    for name in ("keys_left", "keys_right"):
+        if name in embeddings and embeddings[name].shape != left.shape:
+            shapes = f"{tuple(embeddings[name].shape)}; it must be {tuple(left.shape)}, as left and right"
+            fail(owner, name, f"has shape {shapes}")
     if views and "negatives" in embeddings:
         fail(owner, "negatives", "do not go with views=True, where every other image is a negative; leave them out")
     if ("negatives" in embeddings) != ("negative_id" in ids):

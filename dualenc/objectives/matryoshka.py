@@ -34,6 +34,8 @@ class Wrapper(Objective):
         self.needs_encode = self.main.needs_encode
         self.needs_teacher = self.main.needs_teacher
         self.takes_mined = self.main.takes_mined
+        self.takes_guide = self.main.takes_guide
+        self.momentum = self.main.momentum
         self.encodes_in_backward = self.main.encodes_in_backward
         self.dims = self.main.dims
 
@@ -109,6 +111,8 @@ class Matryoshka(Wrapper):
         encode: Encode | None = None,
         *,
         negatives: Tensor | None = None,
+        keys_left: Tensor | None = None,
+        keys_right: Tensor | None = None,
         **batch: Any,
     ) -> ObjectiveOutput:
         """The mean over lengths; arguments as of the wrapped objective."""
@@ -126,6 +130,8 @@ class Matryoshka(Wrapper):
                 right_id,
                 None if encode is None else PrefixEncode(encode, dim),
                 negatives=None if negatives is None else prefix(negatives, dim),
+                keys_left=None if keys_left is None else prefix(keys_left, dim),
+                keys_right=None if keys_right is None else prefix(keys_right, dim),
                 **batch,
             )
             for dim, objective in zip(self.lengths, self, strict=True)

@@ -16,17 +16,20 @@ class AveragedWeights:
     """An exponential moving average of all weights and running statistics of a model.
 
     θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Polyak and Juditsky 1992; as an exponential average Tarvainen and Valpola 2017,
-    arXiv:1703.01780), where δ = min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten.
+    arXiv:1703.01780), where δ = min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten;
+    or δ = decay throughout.
     Integers, such as a count of batches, are copied. Each rank averages its part of a sharded model.
 
     Args:
         model: already sharded if it is to be; the average starts as a copy of its weights.
-        decay: δ after many steps, in (0, 1).
+        decay: δ after many steps, in [0, 1).
+        warm_up: begin with a smaller δ, as above.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, warm_up: bool = True) -> None:
         self.model = model
         self.decay = decay
+        self.warm_up = warm_up
         self.steps = 0
         self.average = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
@@ -34,7 +37,10 @@ class AveragedWeights:
     def update(self) -> None:
         """Add the weights of a step."""
         self.steps += 1
-        share = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
+        decay = self.decay
+        if self.warm_up:
+            decay = min(decay, (1 + self.steps) / (10 + self.steps))
+        share = 1 - decay
         for name, tensor in self.model.state_dict().items():
             # In place, on this rank's part only: no layer is gathered.
             average = local_part(self.average[name])

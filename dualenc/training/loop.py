@@ -158,6 +158,9 @@ class Loop:
         self.averages: AveragedWeights | None = None
         if settings.weight_average is not None:
             self.averages = AveragedWeights(self.model, settings.weight_average)
+        self.momentum_encoder: AveragedWeights | None = None
+        if self.objective.momentum is not None:
+            self.momentum_encoder = AveragedWeights(self.model, self.objective.momentum, warm_up=False)
 
     def _build_loader(self) -> Guide | None:
         """The loader of batches and of single items; returns the guide, if there is one."""
@@ -300,6 +303,8 @@ class Loop:
             state["averages"] = self.averages.state_dict()
         if self.miner is not None:
             state["mined"] = self.miner.state_dict()
+        if self.momentum_encoder is not None:
+            state["momentum_encoder"] = self.momentum_encoder.state_dict()
         state["position"] = {name: getattr(self, name) for name in _POSITION}
         scaler = self.accelerator.scaler
         state["scaler"] = None if scaler is None else scaler.state_dict()
@@ -314,6 +319,8 @@ class Loop:
             join_state(self.model, self.optimizer, self.averages, state, state["shards"])
         elif self.averages is not None:
             self.averages.load_state_dict(state["averages"])
+        if self.momentum_encoder is not None:
+            self.momentum_encoder.load_state_dict(state["momentum_encoder"])
         for name in self._whole_parts():
             getattr(self, name).load_state_dict(state[name])
         if self.miner is not None:
@@ -458,6 +465,8 @@ class Loop:
 
     def _accumulate(self, batch: Batch, number: int, group_size: int) -> ObjectiveOutput:
         """Forward and backward pass of one of the batches whose mean gradient makes a step."""
+        # First, as it exchanges the weights, which a graph must find unchanged.
+        keys = self._encode_keys(batch)
         encoding = self._encoding()
         # Through sharded towers this rank makes the pass for negatives even without any, because others make it.
         parts: list[tuple[Side, Inputs]] = [("left", batch.left), ("right", batch.right)]
@@ -472,6 +481,7 @@ class Loop:
             self.items.bind(encoding, number),
             negatives=None if batch.negatives is None else mined[0],
             **batch.arguments(self.device, self.objective.needs_teacher),
+            **keys,
         )
         # Only the last of the batches completes the gradients, which may then be sent while they are computed.
         if self.one_backward and number + 1 == self.batches_done + group_size:
@@ -483,6 +493,17 @@ class Loop:
         self.plan.observe(batch.indices, left, right, self.steps + 1)
         self._note_sources(batch, output)
         return output
+
+    def _encode_keys(self, batch: Batch) -> dict[str, Tensor]:
+        """The momentum encoder's embeddings of the batch, as arguments of the objective; none without such an encoder.
+
+        Running statistics of BatchNorm, which the pass would change, are exchanged with the weights.
+        """
+        if self.momentum_encoder is None:
+            return {}
+        with torch.no_grad(), self.momentum_encoder.applied():
+            left, right = self._encoding().encode_batch(("left", batch.left), ("right", batch.right))
+        return {"keys_left": left, "keys_right": right}
 
     def _encoding(self) -> PlainEncoding:
         common = (self.model, self.device, self.accelerator.autocast, self.objective.needs_encode)
@@ -512,6 +533,8 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         if self.averages is not None:
             self.averages.update()
+        if self.momentum_encoder is not None:
+            self.momentum_encoder.update()
         return norm
 
     def _note_sources(self, batch: Batch, output: ObjectiveOutput) -> None:

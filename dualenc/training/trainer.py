@@ -238,7 +238,12 @@ class Trainer(TrainerSettings):
             )
         if self.mine_every is not None:
             check_minable(pairs, objective)
-        if self.guide_left is not None and objective.needs_encode:
+        if self.shard_model and objective.momentum is not None:
+            raise DualencError(
+                f"shard_model does not go with {objective.name}, whose momentum encoder is a second model; leave "
+                "shard_model out, or take another objective"
+            )
+        if self.guide_left is not None and not objective.takes_guide:
             raise DualencError(
                 f"guide_left judges candidates of the batch, and {objective.name} looks beyond; leave the guide out, "
                 "or take SogCLR or another objective of the batch"

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, RandomSampler  # noqa: E402
 from dualenc import distributed  # noqa: E402
 from dualenc.errors import DualencError  # noqa: E402
 from dualenc.integrations.lightly import FileIds, ViewsLoss, keep_out_of_ddp  # noqa: E402
-from dualenc.objectives import ISIR, GlobalCache, InfoNCE, Objective, SogCLR  # noqa: E402
+from dualenc.objectives import ISIR, GlobalCache, InfoNCE, MomentumQueue, Objective, SogCLR  # noqa: E402
 from tests.integrations.clip_toy import pictures, prepare  # noqa: E402
 from tests.test_docs import ROOT, code  # noqa: E402
 
@@ -122,6 +122,8 @@ def test_ids_are_those_of_file_names(dataset: LightlyDataset) -> None:
         ViewsLoss(SogCLR(num_left=64), ids)
     with pytest.raises(DualencError, match=r"embed=self\.forward"):
         ViewsLoss(ISIR(num_left=64, views=True), ids)
+    with pytest.raises(DualencError, match="MomentumQueue needs a momentum encoder"):
+        ViewsLoss(MomentumQueue(views=True), ids)
 
 
 @pytest.mark.slow

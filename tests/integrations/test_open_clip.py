@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dualenc.errors import DualencError
 from dualenc.integrations.open_clip import GlobalClipLoss, load_state, main, save_state, state_path, with_ids
-from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, Objective, SogCLR
+from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, MomentumQueue, Objective, SogCLR
 from tests.integrations.clip_toy import (
     CONFIG,
     arguments,
@@ -341,5 +341,7 @@ def test_wrong_uses_are_told_in_one_line(table: Path) -> None:
         run.loss(features, features, labels=features, logits=features)
     with pytest.raises(DualencError, match="data 64, 64"):
         GlobalClipLoss(SogCLR(num_left=3), run.data["train"], run.model)
+    with pytest.raises(DualencError, match="MomentumQueue needs a momentum encoder"):
+        GlobalClipLoss(MomentumQueue(), run.data["train"], run.model)
     with pytest.raises(DualencError, match="CSV file or webdataset"):
         with_ids(SimpleNamespace(dataloader=[1]))

@@ -14,7 +14,7 @@ from datasets import Dataset
 from dualenc.batching import SpectralBatches
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.errors import DualencError
-from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, Matryoshka, Objective, SogCLR
+from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, Matryoshka, MomentumQueue, Objective, SogCLR
 from tests.test_docs import ROOT, code
 from tests.training.launched import launch
 
@@ -210,6 +210,8 @@ def test_mistakes_are_one_line(model_folder: Path) -> None:
         GlobalLoss(model, ISIR(num_left=texts.num_left, num_right=texts.num_right))
     with pytest.raises(DualencError, match="give num_left=45, num_right=45"):
         GlobalLoss(model, SogCLR(num_left=48), texts)
+    with pytest.raises(DualencError, match="MomentumQueue needs a momentum encoder"):
+        GlobalLoss(model, MomentumQueue(), texts)
     with pytest.raises(DualencError, match="train on what with_ids returns"):
         GlobalLoss(model, InfoNCE(), texts)([model.preprocess(["a"])] * 2, torch.tensor([1]))
     with pytest.raises(DualencError, match="without a label"):

@@ -27,9 +27,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "GlobalCache": [{}, {"pool": 64, "extra_encodes": 2.0, "control": 1.0}],
     "HCL": [{"hardness": 0.5}, {"annealing_steps": 3}],
     "ISIR": [{}, {"proposals": 7}, {"shared_chain": True}],
+    # With views the first batch is larger than the queue.
+    "MomentumQueue": [{"queue_size": 12}],
     "NegativeCache": [{"refresh": 0.1}, {"refresh": 0.0}],
     "SACLR": [{}, {"form": "matrix"}, {"negatives": 1}, {"variant": "authors"}],
     "SogCLR": [{}, {"gamma_schedule": "cosine"}, {"positive_in_softmax": True}],
+    "XBM": [{"queue_size": 12, "warm_up": 0.25}],
 }
 
 
@@ -73,6 +76,7 @@ SETTINGS = [
 FIRST = [s for s in SETTINGS if s.arguments == VARIANTS.get(s.objective.__name__, [{}])[0]]
 WRAPPED = [
     *(Setting(_named(name), False, wrapper="Matryoshka") for name in ("SogCLR", "ISIR", "GlobalCache")),
+    Setting(_named("MomentumQueue"), False, {"queue_size": 12}, wrapper="Matryoshka"),
     Setting(_named("InfoNCE"), False, wrapper="Distilled"),
 ]
 GUIDED = [replace(s, guided=True) for s in FIRST if s.objective.__name__ in ("InfoNCE", "SogCLR")]
@@ -134,6 +138,13 @@ def batch(step: int, views: bool, own: slice | None = None) -> dict[str, Tensor]
     return found
 
 
+def momentum_keys(criterion: Objective, left: Tensor, right: Tensor) -> dict[str, Tensor]:
+    """What stands for a momentum encoder's embeddings of a batch (b, D), for objectives that take them."""
+    if criterion.momentum is None:
+        return {}
+    return {"keys_left": left.detach().roll(1, dims=1), "keys_right": right.detach().roll(1, dims=1)}
+
+
 @dataclass
 class Run:
     """One process's part of a training run."""
@@ -152,6 +163,7 @@ class Run:
         for name, side in (("left", "left"), ("right", "right"), ("negative", "right")):
             if f"{name}_id" in own:
                 given["negatives" if name == "negative" else name] = self.towers.encode(side, own[f"{name}_id"])
+        given |= momentum_keys(self.criterion, given["left"], given["right"])
         if self.setting.guided:
             mined = self.towers.guide_right[own["negative_id"]] if "negative_id" in own else None
             vectors = self.towers.guide_left[own["left_id"]], self.towers.guide_right[own["right_id"]]

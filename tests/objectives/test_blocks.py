@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dualenc.objectives import anchors
-from tests.objectives.every import FIRST, GUIDED, SETTINGS, Run, Setting, assert_same_state
+from tests.objectives.every import FIRST, GUIDED, SETTINGS, Run, Setting, assert_same_state, momentum_keys
 
 
 def assert_blocks_equal_whole(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,5 +73,6 @@ def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monke
         return normalize(torch.ones(len(ids), 5).requires_grad_(), dim=1)
 
     with LargestTensor() as largest:
-        criterion(left, right, torch.arange(batch_size), encode=encode).loss.backward()
+        keys = momentum_keys(criterion, left, right)
+        criterion(left, right, torch.arange(batch_size), encode=encode, **keys).loss.backward()
     assert left.numel() <= largest.entries <= 2 * block < batch_size**2

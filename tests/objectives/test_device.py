@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dualenc.objectives.memory import EmbeddingMemory
-from tests.objectives.every import FIRST, SETTINGS, Setting, Towers, batch
+from tests.objectives.every import FIRST, SETTINGS, Setting, Towers, batch, momentum_keys
 from tests.pretended_device import DEVICE, pretended_device
 
 NUM_STEPS = 3
@@ -29,7 +29,7 @@ def train(setting: Setting, device: torch.device | str) -> tuple[list[float], di
             given[side] = towers.encode(side, given[f"{side}_id"])
         if "negative_id" in given:
             given["negatives"] = towers.encode("right", given["negative_id"])
-        out = criterion(**given, encode=towers.encode)
+        out = criterion(**given, **momentum_keys(criterion, given["left"], given["right"]), encode=towers.encode)
         out.loss.backward()
         for parameter in parameters:
             if parameter.grad is not None:
@@ -81,7 +81,7 @@ def test_a_memory_on_the_cpu_stays_there_and_gives_the_same_losses(setting: Sett
         torch.testing.assert_close(found_state[name], values, equal_nan=True)
 
 
-STATELESS = ("InfoNCE", "DCL", "HCL", "SigLIP", "SogCLR", "ISogCLR", "SACLR")
+STATELESS = ("InfoNCE", "DCL", "HCL", "SigLIP", "SogCLR", "ISogCLR", "SACLR", "MomentumQueue", "XBM")
 
 
 @pytest.mark.parametrize("setting", [s for s in FIRST if s.objective.__name__ in STATELESS], ids=lambda s: s.name)
@@ -91,5 +91,5 @@ def test_a_step_without_encoding_waits_once_to_check_the_values(setting: Setting
         draws = torch.nn.functional.normalize(torch.randn(2, 8, 5).double(), dim=2)
         left, right = (draw.to(DEVICE).requires_grad_() for draw in draws)
         before = device.waits
-        criterion(left, right, ids, ids.clone()).loss.backward()
+        criterion(left, right, ids, ids.clone(), **momentum_keys(criterion, left, right)).loss.backward()
         assert device.waits - before == 1, device.places

@@ -17,16 +17,18 @@ from dualenc.objectives import (
     HCL,
     ISIR,
     SACLR,
+    XBM,
     ExactGlobal,
     GlobalCache,
     InfoNCE,
     ISogCLR,
     Matryoshka,
+    MomentumQueue,
     NegativeCache,
     Objective,
     SogCLR,
 )
-from tests.objectives.every import CLASSES
+from tests.objectives.every import CLASSES, momentum_keys
 
 GOOD = {"left": torch.eye(4), "right": torch.eye(4), "left_id": torch.arange(4)}
 BAD_CALLS = {
@@ -125,7 +127,8 @@ def two_steps(criterion: Objective, scale: float = 1.0, **further: Any) -> Tenso
 
     for start in (0, 6):
         ids = torch.arange(start, start + 6)
-        loss = criterion(left[ids], right[ids], ids, encode=encode, **further).loss
+        keys = momentum_keys(criterion, left[ids], right[ids])
+        loss = criterion(left[ids], right[ids], ids, encode=encode, **keys, **further).loss
     return loss
 
 
@@ -191,8 +194,8 @@ def test_second_derivatives_are_right_or_refused(kind: type[Objective]) -> None:
     def encode(side: str, ids: Tensor) -> Tensor:
         return (left if side == "left" else right)[ids]
 
-    loss = criterion(left, right, ids, encode=encode).loss
-    if kind.__name__ in ("InfoNCE", "DCL", "HCL", "SigLIP"):
+    loss = criterion(left, right, ids, encode=encode, **momentum_keys(criterion, left, right)).loss
+    if kind.__name__ in ("InfoNCE", "DCL", "HCL", "SigLIP", "MomentumQueue", "XBM"):
         (gradient,) = torch.autograd.grad(loss, left, create_graph=True)
         (second,) = torch.autograd.grad(gradient.square().sum(), left)
         assert torch.isfinite(second).all()
@@ -231,6 +234,9 @@ def test_half_precision_leaves_temperatures_and_tables_alone(kind: type[Objectiv
         (lambda: GlobalCache(num_left=5, control=2), "control is 2"),
         (lambda: GlobalCache(num_left=5, pool=0), "pool is 0"),
         (lambda: NegativeCache(num_left=5, refresh=1.5), "refresh is 1.5"),
+        (lambda: MomentumQueue(queue_size=0), "MomentumQueue: queue_size is 0; it must be at least 1"),
+        (lambda: MomentumQueue(momentum=1.0), r"momentum is 1.0; it must lie in \[0, 1\)"),
+        (lambda: XBM(warm_up=1.5), r"XBM: warm_up is 1.5; it must lie in \[0, 1\]"),
         (lambda: EMC2(num_left=5, score="old"), "score is 'old'"),
         (lambda: EMC2(num_left=5, burn_in=1.0), "burn_in is 1.0"),
         (lambda: ISIR(num_left=5, proposals=0), "proposals is 0"),
@@ -263,8 +269,9 @@ def test_two_views_carry_one_id() -> None:
 
 @pytest.mark.parametrize("kind", [k for k in CLASSES if not k.needs_encode], ids=lambda kind: kind.__name__)
 def test_a_batch_of_one_pair_has_a_finite_gradient(kind: type[Objective]) -> None:
-    left = torch.eye(4)[:1].requires_grad_()
-    out = kind(num_left=9)(left, torch.eye(4)[:1], torch.arange(1))
+    left, right = torch.eye(4)[:1].requires_grad_(), torch.eye(4)[:1]
+    criterion = kind(num_left=9)
+    out = criterion(left, right, torch.arange(1), **momentum_keys(criterion, left, right))
     out.loss.backward()
     assert torch.isfinite(out.loss)
     assert torch.isfinite(left.grad).all()

@@ -11,7 +11,7 @@ from scipy.stats import kstest
 from dualenc.errors import DualencError
 from dualenc.objectives import GlobalCache, NegativeCache, Objective, SogCLR
 from dualenc.objectives.draws import SharedRandom
-from tests.objectives.every import FIRST, SETTINGS, STEPS, WRAPPED, Run, Setting, assert_same_state
+from tests.objectives.every import FIRST, SETTINGS, STEPS, WRAPPED, Run, Setting, assert_same_state, momentum_keys
 
 FEW = FIRST + WRAPPED
 WITH_TABLES = [s for s in FEW if s.objective.needs_num_left and s.objective.__name__ != "ExactGlobal"]
@@ -56,6 +56,7 @@ def test_an_empty_batch_is_harmless(setting: Setting) -> None:
         loss = training.criterion(
             *(left, right, nothing, nothing, training.towers.encode),
             **(taught if setting.wrapper == "Distilled" else {}),
+            **momentum_keys(training.criterion, left, right),
         ).loss
         loss.backward()
         assert float(loss.detach()) == 0

@@ -9,7 +9,19 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 
 from dualenc.batching import RandomBatches
 from dualenc.data import Corpus
-from dualenc.objectives import EMC2, ISIR, SACLR, Distilled, GlobalCache, InfoNCE, ISogCLR, NegativeCache, SogCLR
+from dualenc.objectives import (
+    EMC2,
+    ISIR,
+    SACLR,
+    XBM,
+    Distilled,
+    GlobalCache,
+    InfoNCE,
+    ISogCLR,
+    MomentumQueue,
+    NegativeCache,
+    SogCLR,
+)
 from dualenc.search.embed import embed
 from dualenc.training.log import read_metrics
 from tests.fake_towers import LetterTower, texts
@@ -30,17 +42,23 @@ CASES = {
     "negatives": {"negatives": [[(i + 3) % 24] * (i % 3) for i in range(24)]},
     "evaluated": {"evaluate_every": 5},
     "drawn proposals": {"proposals": 7},
+    "momentum encoder, batchnorm": {"momentum": 0.8, "batch_size": 5, "batchnorm": True},
+    "momentum encoder, accumulated": {"momentum": 0.8, "gradient_accumulation": 2, "chunk_size": 2},
     "batchnorm": {"batchnorm": True, "batch_size": 5},
     "batchnorm of one tower": {"batchnorm": True, "shared": True, "evaluate_every": 5},
 }
 
 
-def one_case(output: Path, bad=(), negatives=None, proposals=None, batchnorm=False, shared=False, **changes) -> None:
+def one_case(
+    output: Path, bad=(), negatives=None, proposals=None, momentum=None, batchnorm=False, shared=False, **changes
+) -> None:
     """12 steps without dropout, whose masks are drawn per process."""
     evaluator = FixedEvaluator(0.1, 0.2, 0.4, 0.3) if "evaluate_every" in changes else None
     pairs = tiny_pairs(bad=bad, negatives=negatives)
     if proposals:
         changes["objective"] = EMC2(num_left=24, proposals=proposals).double()
+    if momentum:
+        changes["objective"] = MomentumQueue(queue_size=16, momentum=momentum, temperature=0.2).double()
     changes = {"save_every": None, **changes}
     train(output, model=TinyEncoder(batchnorm=batchnorm, shared=shared), pairs=pairs, evaluator=evaluator, **changes)
 
@@ -52,7 +70,7 @@ def train_vectors(output: Path) -> None:
 
 
 # Objectives with collectives of their own, and one without.
-WITH_POSITIVES = [SogCLR, SACLR, ISogCLR, EMC2, ISIR, GlobalCache, NegativeCache, InfoNCE]
+WITH_POSITIVES = [SogCLR, SACLR, ISogCLR, EMC2, ISIR, GlobalCache, NegativeCache, InfoNCE, MomentumQueue, XBM]
 
 
 def train_with_positives(output: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dualenc.objectives
-from dualenc.objectives import ISIR, GlobalCache, InfoNCE, NegativeCache, Objective, SogCLR
+from dualenc.objectives import ISIR, GlobalCache, InfoNCE, MomentumQueue, NegativeCache, Objective, SogCLR
 from dualenc.objectives.matryoshka import Wrapper
 from tests.training.fakes import TinyEncoder, kill_this_process, same, tiny_pairs, weights
 from tests.training.runs import run_and_die, train
@@ -50,7 +50,7 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, kind, chunk_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [SogCLR, ISIR, GlobalCache], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [SogCLR, ISIR, GlobalCache, MomentumQueue], ids=lambda kind: kind.__name__)
 def test_gradient_caching_changes_nothing(tmp_path, kind):
     for name, chunk_size in (("plain", None), ("cached", 4)):
         train(tmp_path / name, model=TinyEncoder(), objective=make(kind), chunk_size=chunk_size, save_every=None)
@@ -58,7 +58,7 @@ def test_gradient_caching_changes_nothing(tmp_path, kind):
     assert all(torch.allclose(plain[key], cached[key], rtol=1e-8, atol=1e-12) for key in plain)
 
 
-@pytest.mark.parametrize("kind", [InfoNCE, ISIR, NegativeCache], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [InfoNCE, ISIR, NegativeCache, MomentumQueue], ids=lambda kind: kind.__name__)
 def test_two_views(tmp_path, kind):
     """One tower, both sides augmentations of the same item."""
     pairs = tiny_pairs()

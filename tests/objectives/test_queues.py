@@ -1,0 +1,174 @@
+"""MomentumQueue and XBM equal float64 loops over a deque of past embeddings, and lightly's memory bank."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from dualenc.errors import DualencError
+from dualenc.objectives import XBM, InfoNCE, MomentumQueue
+from dualenc.objectives.queues import QueueObjective
+from tests.objectives.slow import Case, Item, batch_items, gradients, is_hidden, item_anchors, make_case
+
+TAU, SIZE, STEPS = 0.3, 14, 5
+Queue = deque[tuple[Item, Tensor]]
+
+
+def sides_of(views: bool) -> list[str]:
+    return ["views"] if views else ["left", "right"]
+
+
+def make_keys(case: Case, seed: int) -> Case:
+    """The same batch as another encoder sees it."""
+    other = make_case(1000 + seed, len(case.left_id), case.views)
+    return Case(other.left.detach(), other.right.detach(), case.left_id, case.right_id, case.views)
+
+
+def partner_key(keys: Case, side: str, place: int) -> Tensor:
+    """The key of the partner of an anchor, by its place among those of its side."""
+    size = len(keys.left_id)
+    is_left = place < size if side == "views" else side == "left"
+    return (keys.right if is_left else keys.left)[place % size]
+
+
+def loop_loss(case: Case, keys: Case | None, queues: dict[str, Queue], uses_queue: bool = True) -> Tensor:
+    """He et al. 2020, Algorithm 1, or without keys InfoNCE over batch and queue; appends to the queues, in place."""
+    losses = []
+    for side in sides_of(case.views):
+        of_side = []
+        candidates = list(enumerate(batch_items(case, side)))
+        for place, anchor in enumerate(item_anchors(case, side)):
+            positive = anchor.positive if keys is None else anchor.vector @ partner_key(keys, side, place)
+            seen = list(queues[side]) if uses_queue else []
+            if keys is None:
+                seen += [item for _, item in candidates]
+            negatives = [anchor.vector @ vector for item, vector in seen if not is_hidden(case, anchor, item)]
+            total = (positive / TAU).exp() + sum((s / TAU).exp() for s in negatives)
+            of_side.append(-((positive / TAU).exp() / total).log())
+        losses.append(torch.stack(of_side).mean())
+        queues[side].extend((item, vector.detach()) for item, vector in batch_items(keys or case, side))
+    return torch.stack(losses).mean()
+
+
+def keys_given(keys: Case) -> dict[str, Tensor]:
+    return {"keys_left": keys.left, "keys_right": keys.right}
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_momentum_queue_equals_a_loop(seed: int, views: bool) -> None:
+    """The queue's end is within a batch, batches have several sizes, and with views one is larger than the queue."""
+    criterion = MomentumQueue(queue_size=SIZE, temperature=TAU, views=views).double()
+    queues: dict[str, Queue] = {side: deque(maxlen=SIZE) for side in sides_of(views)}
+    for step in range(STEPS):
+        case = make_case(seed * STEPS + step, [5, 3, 8, 1, 4][step], views)
+        keys = make_keys(case, step)
+        found = criterion(**case.arguments(), **keys_given(keys)).loss
+        expected = loop_loss(case, keys, queues)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(gradients(found, case), gradients(expected, case))
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_cross_batch_memory_equals_a_loop(seed: int, views: bool) -> None:
+    criterion = XBM(queue_size=SIZE, warm_up=0.3, temperature=TAU, views=views).double()
+    queues: dict[str, Queue] = {side: deque(maxlen=SIZE) for side in sides_of(views)}
+    for step in range(STEPS):
+        case = make_case(seed * STEPS + step, [5, 3, 8, 1, 4][step], views)
+        criterion.set_progress(step / STEPS)
+        found = criterion(**case.arguments()).loss
+        expected = loop_loss(case, None, queues, uses_queue=step >= 2)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(gradients(found, case), gradients(expected, case))
+
+
+def unit(seed: int, *shape: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return normalize(torch.randn(*shape, 6, generator=draw), dim=-1)
+
+
+def test_momentum_queue_is_the_memory_bank_of_lightly() -> None:
+    losses = pytest.importorskip("lightly.loss")
+    criterion = MomentumQueue(queue_size=12, temperature=TAU)
+    banks = [losses.NTXentLoss(temperature=TAU, memory_bank_size=(12, 6)) for _ in range(2)]
+    for step in range(7):
+        left, right, keys_left, keys_right = unit(step, 4, 4)
+        left.requires_grad_()
+        right.requires_grad_()
+        found = criterion(left, right, torch.arange(4) + 4 * step, keys_left=keys_left, keys_right=keys_right).loss
+        expected = (banks[0](left, keys_right) + banks[1](right, keys_left)) / 2
+        # Until it is full, lightly's bank holds random vectors.
+        if step >= 3:
+            torch.testing.assert_close(found, expected)
+
+
+def test_mined_negatives_stand_beside_the_queue() -> None:
+    criterion = MomentumQueue(queue_size=8, temperature=TAU)
+    left, right, keys_left, keys_right = unit(0, 4, 3)
+    keys = {"keys_left": keys_left, "keys_right": keys_right}
+    criterion(left, right, torch.arange(3), **keys)
+    mined = unit(1, 2).requires_grad_()
+    found = criterion(left, right, torch.arange(3, 6), **keys, negatives=mined, negative_id=torch.tensor([7, 4])).loss
+    losses = []
+    for i in range(3):
+        # Item 4 is the second pair's own.
+        others = [*keys_right, mined[0], *([mined[1]] if i != 1 else [])]
+        for anchor, key, negatives in ((left[i], keys_right[i], others), (right[i], keys_left[i], keys_left)):
+            logits = torch.stack([anchor @ key, *(anchor @ vector for vector in negatives)]) / TAU
+            losses.append(logits.logsumexp(0) - logits[0])
+    torch.testing.assert_close(found, torch.stack(losses).mean())
+    found.backward()
+    assert mined.grad is not None
+    assert bool(mined.grad.any())
+
+
+def test_without_set_progress_there_is_no_warm_up() -> None:
+    criterion = XBM(queue_size=8, warm_up=0.5)
+    first, second = unit(0, 2, 3), unit(1, 2, 3)
+    criterion(*first.requires_grad_(), torch.arange(3))
+    with_queue = criterion(*second, torch.arange(3, 6)).loss
+    assert float(with_queue) > float(InfoNCE()(*second, torch.arange(3, 6)).loss)
+
+
+@pytest.mark.parametrize("criterion", [MomentumQueue(queue_size=5), XBM(queue_size=5, warm_up=0.5)])
+def test_the_loss_is_reported_once_the_queue_is_full_and_in_use(criterion: QueueObjective) -> None:
+    left, right = unit(0, 2, 3).requires_grad_()
+    given: dict[str, Any] = {}
+    if criterion.momentum is not None:
+        given = keys_given(Case(left.detach(), right.detach(), [], [], views=False))
+    reported = []
+    for progress in (0.0, 0.25, 0.5):
+        criterion.set_progress(progress)
+        criterion(left, right, torch.arange(3), **given)
+        reported.append(criterion.reports_loss)
+    assert reported == [False, isinstance(criterion, MomentumQueue), True]
+
+
+def test_keys_that_do_not_fit_are_refused() -> None:
+    left, right = unit(0, 2, 3)
+    ids = torch.arange(3)
+    for given, message in (
+        ({}, "MomentumQueue: keys_left and keys_right are missing; pass the momentum encoder's embeddings"),
+        ({"keys_left": left}, "keys_right are missing"),
+        ({"keys_left": left, "keys_right": right[:2]}, r"keys_right has shape \(2, 6\); it must be \(3, 6\)"),
+        ({"keys_left": left, "keys_right": 2 * right}, r"keys_right has rows of norm in \[2, 2\]"),
+    ):
+        with pytest.raises(DualencError, match=message):
+            MomentumQueue()(left, right, ids, **given)
+    with pytest.raises(DualencError, match="InfoNCE: keys_left and keys_right are of a momentum encoder; leave"):
+        InfoNCE()(left, right, ids, keys_left=left, keys_right=right)
+
+
+def test_a_queue_of_another_size_is_refused_and_nothing_is_loaded() -> None:
+    saved, other = XBM(queue_size=5), XBM(queue_size=6)
+    saved(*unit(0, 2, 3).requires_grad_(), torch.arange(3))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(DualencError, match=r"queues.0.ids has shape \(5,\) in the saved state, \(6,\) here"):
+        other.load_state_dict(saved.state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
