@@ -467,6 +467,7 @@ def run(
     pairs: int | None = None,
     seeds: int = 3,
     equal: Literal["pairs", "passes", "seconds"] = "pairs",
+    seconds: float | None = None,
     rates: Sequence[float] = RATES,
     temperatures: Sequence[float] | None = None,
     tune_at: int | None = None,
@@ -488,6 +489,7 @@ def run(
         seeds: how many.
         equal: what is the same for all. "seconds": each objective trains longer, up to the seconds that the slowest of
             the call takes for the same pairs, as long as is best on held-out data.
+        seconds: the budget of equal seconds, in place of what the slowest takes.
         rates: factors of the task's learning rate to choose from, the first of them while τ is chosen.
         temperatures: τ to choose from, where not the task's own. Beyond the edge of rates and of these, more are tried
             while they are better.
@@ -548,7 +550,7 @@ def run(
         if equal == "seconds":
             spent = {cell: statistics.mean(o["seconds"] for o in own) for cell, own in by_cell(final, found).items()}
             # Of two lengths, the whole budget and the geometric mean of it and one, the better one is chosen.
-            budget = {cell: max(spent.values()) / own for cell, own in spent.items()}
+            budget = {cell: (seconds or max(spent.values())) / own for cell, own in spent.items()}
             tried = [(cell, share) for cell, most in budget.items() for share in (math.sqrt(most), most) if most > 1.02]
             lengths = {(c, share): settings(c, rate[c], tau[c], share=share) for c, share in tried}
             quality = {(cell, 1.0): own[0]["validation"] for cell, own in by_cell(final, found).items()}
