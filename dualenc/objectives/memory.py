@@ -57,25 +57,27 @@ class Run(NamedTuple):
 
     Attributes:
         rows, items: (n,).
-        weights: (G, n) exp(s/τ − peak), times how many slots each stands for.
-        peak: (G,) the largest exponent, so that exp stays in range.
+        shares: (G, n) each anchor's softmax over these rows; 0 where it sees nothing.
+        log_sum: (G,) of these rows, see `Draws`.
         hardest: (G, k, 2) the items most similar to each anchor, and their s/τ.
     """
 
     rows: Tensor
     items: Tensor
-    weights: Tensor
-    peak: Tensor
+    shares: Tensor
+    log_sum: Tensor
     hardest: Tensor
 
 
 class EmbeddingMemory(nn.Module):
-    """The latest embedding of each item, in half precision, divided among ranks; empty slots are never seen.
+    """The latest embedding of each item, divided among ranks; empty slots are never seen.
 
     Item k has slot k mod `num_slots`: with fewer slots than items, each holds the latest of its class. A rank's *rows*
     are its slots, counted from its first. A *key* names an item, and where wanted the pair that it came with: item =
-    key // keys_per_item. Rounding turns an embedding by 2e-4 rad, less than a step of training does. Double precision
-    is kept.
+    key // keys_per_item.
+
+    Embeddings are in half precision, which turns them by 2e-4 rad, less than a step of training does; in single
+    precision beside an objective on the CPU, which multiplies it without a copy; in double precision if they come so.
 
     The state dict holds all slots, whatever the number of ranks: `state_dict()` is collective.
 
@@ -141,7 +143,7 @@ class EmbeddingMemory(nn.Module):
         device = self.embeddings.device
         keys = keys[first].to(device)
         embeddings = embeddings.detach()[first].to(device)
-        rows = self._rows_of(keys // self.keys_per_item)
+        rows = slots[first].to(device) - self._own_slots.start
         # A single process holds all rows, and selecting them would wait for the device.
         if distributed.is_initialized():
             is_own = (rows >= 0) & (rows < len(self.keys))
@@ -175,7 +177,7 @@ class EmbeddingMemory(nn.Module):
     def num_remembered(self, counts: Tensor | None = None) -> Tensor:
         """Scalar: items that have an embedding, each as often as counts (N,) say; all ranks ask together."""
         number = _counts_of(self.keys // self.keys_per_item, counts)
-        return distributed.all_reduce(number.sum())
+        return distributed.all_reduce(number.sum().double())
 
     @torch.no_grad()
     def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor, counts: Tensor | None = None) -> Draws:
@@ -243,10 +245,11 @@ class EmbeddingMemory(nn.Module):
             if slots is not None and log_weights is not None:
                 place = torch.searchsorted(slots, rows + self._own_slots.start)
                 logits += log_weights[place]
-            peak = logits.amax(dim=1).nan_to_num(neginf=0.0)
-            # In place: this matrix is the largest of a step.
-            weights = logits.sub_(peak[:, None]).exp_()
-            return Run(rows, items, weights, peak, hardest)
+            # NaN for an anchor that sees nothing.
+            shares = torch.softmax(logits, dim=1).nan_to_num_(0.0)
+            # The largest share is 1/Σ exp(s/τ − peak): no second pass over all exponents.
+            log_sum = logits.amax(dim=1) - shares.amax(dim=1).log()
+            return Run(rows, items, shares, log_sum.nan_to_num(nan=-torch.inf, posinf=-torch.inf), hardest)
 
         no_items = queries.new_zeros(len(queries), num_hardest, 2, dtype=torch.float64) + PADDING
         no_items[..., 1] = -torch.inf
@@ -257,7 +260,7 @@ class EmbeddingMemory(nn.Module):
         log_sum = queries.new_full((len(queries),), -torch.inf)
         hardest = no_items
         for run in kept or map(weigh, parts):
-            log_sum = torch.logaddexp(log_sum, run.weights.sum(dim=1).log() + run.peak)
+            log_sum = torch.logaddexp(log_sum, run.log_sum)
             hardest = _topk(torch.cat([hardest, run.hardest], dim=1), num_hardest)
         log_sum = _by_rank(log_sum).logsumexp(dim=0)
         if num_hardest:
@@ -270,10 +273,10 @@ class EmbeddingMemory(nn.Module):
         shares = [queries.new_zeros(0)]
         mean = torch.zeros_like(queries)
         for run in kept or map(weigh, parts):
-            scale = torch.exp(run.peak - log_sum).masked_fill(~sees, 0.0)  # (G,) makes shares of weights
+            share_of_run = torch.exp(run.log_sum - log_sum).masked_fill(~sees, 0.0)  # (G,)
             items.append(run.items)
-            shares.append(scale @ run.weights / num_seeing)
-            mean += scale[:, None] * (run.weights @ self._embeddings_at(run.rows, queries))
+            shares.append(share_of_run / num_seeing @ run.shares)
+            mean += share_of_run[:, None] * (run.shares @ self._embeddings_at(run.rows, queries))
         mean = distributed.all_reduce(mean)
         return Attention(torch.cat(items), torch.cat(shares), mean, log_sum, hardest[..., 0].long())
 
@@ -293,9 +296,12 @@ class EmbeddingMemory(nn.Module):
         """(n,) items of ascending rows, and (G, n) s/τ plus the log of each item's count, -inf for what is not
         seen."""
         items = self._items_at(rows)
-        logits = queries @ self._embeddings_at(rows, queries).T
-        logits += _counts_of(items, counts).log().to(logits)
-        column = torch.searchsorted(rows, self._rows_of(hidden)).clamp(max=len(rows) - 1)  # (G, K)
+        log_counts = _counts_of(items, counts).to(queries).log()
+        logits = torch.addmm(log_counts, queries, self._embeddings_at(rows, queries).T)
+        column = self._rows_of(hidden)  # (G, K)
+        if not self._are_all(rows):
+            column = torch.searchsorted(rows, column)
+        column = column.clamp(0, len(rows) - 1)
         is_hidden = (items[column] == hidden) & (hidden != PADDING)
         # Added, not written: a column may be that of a hidden item and of padding at once.
         penalty = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(is_hidden, -torch.inf)
@@ -323,15 +329,18 @@ class EmbeddingMemory(nn.Module):
 
     def _items_at(self, rows: Tensor) -> Tensor:
         """(…) the items in rows (…) of this rank; -1 for an empty one, which floor division keeps."""
-        keys = self.keys[rows.to(self.keys.device)]
+        keys = self.keys if self._are_all(rows) else self.keys[rows.to(self.keys.device)]
         return (keys // self.keys_per_item).to(rows.device)
 
     def _embeddings_at(self, rows: Tensor, like: Tensor) -> Tensor:
         """(…, D) the embeddings in rows (…) of this rank."""
-        is_all = rows.dim() == 1 and len(rows) == len(self.keys)
-        if is_all:
+        if self._are_all(rows):
             return self.embeddings.to(like)
         return self.embeddings[rows.to(self.embeddings.device)].to(like)
+
+    def _are_all(self, rows: Tensor) -> bool:
+        """Whether ascending rows are all of this rank: there is nothing to select, then."""
+        return rows.dim() == 1 and len(rows) == len(self.keys)
 
     def _rows_of(self, items: Tensor) -> Tensor:
         """(…) where this rank holds items (…); outside [0, rows) for those that other ranks hold."""
@@ -346,16 +355,23 @@ class EmbeddingMemory(nn.Module):
     def _allocate(self, like: Tensor) -> None:
         """Empty rows for this rank's slots, of embeddings such as `like` (n, D)."""
         num_rows = len(self._own_slots)
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float16
         device = torch.device("cpu") if self.on_cpu else like.device
+        dtype = self._precision(like.dtype, device)
         self.keys = torch.full((num_rows,), PADDING, device=device)
         self.embeddings = torch.zeros(num_rows, like.shape[1], dtype=dtype, device=device)
 
+    def _precision(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """The precision in which embeddings of type `dtype` are kept on a device."""
+        if dtype == torch.float64:
+            return dtype
+        beside_the_objective = device.type == "cpu" and not self.on_cpu
+        return torch.float32 if beside_the_objective else torch.float16
+
     def _apply(self, fn: Any, recurse: bool = True) -> EmbeddingMemory:
-        """Move, but keep the precision; on the CPU, stay there."""
+        """Move, but convert only between single and half precision; on the CPU, stay there."""
         device = torch.device("cpu") if self.on_cpu else fn(self.embeddings[:0]).device
         self.keys = self.keys.to(device)
-        self.embeddings = self.embeddings.to(device)
+        self.embeddings = self.embeddings.to(device, self._precision(self.embeddings.dtype, device))
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -439,10 +455,10 @@ def _by_rank(value: Tensor) -> Tensor:
 
 def _counts_of(items: Tensor, counts: Tensor | None) -> Tensor:
     """(…) how often items (…) count, by counts (N,) or once; 0 for -1, an empty slot."""
-    number = (items != PADDING).double()
-    if counts is not None:
-        number *= counts.to(number)[items.clamp(min=0)]
-    return number
+    is_item = items != PADDING
+    if counts is None:
+        return is_item
+    return is_item * counts.double()[items.clamp(min=0)]
 
 
 def _hardest(items: Tensor, logits: Tensor, number: int) -> Tensor:
