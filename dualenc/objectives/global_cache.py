@@ -71,11 +71,13 @@ class Pool(NamedTuple):
     Attributes:
         slots: (n,) ascending.
         log_weights: (n,) log of how many slots each stands for.
+        is_looked_at: (N,) whether a slot is one of them.
         log_chance: log π, of the chance of a slot to be looked at by chance.
     """
 
     slots: Tensor
     log_weights: Tensor
+    is_looked_at: Tensor
     log_chance: float
 
 
@@ -289,17 +291,19 @@ class GlobalCache(MemoryObjective):
             num_blocks: how many.
         """
         memory = self.memory_of(anchors.directions[x])
+        kept = torch.cat([self.kept[rows].flatten(), self._kept_by_neighbors(anchors, x).flatten()])
+        # One more than there are slots: what is padding, and where the last block ends, is written there.
+        is_kept = torch.zeros(memory.num_blocks * memory.block_size + 1, dtype=torch.bool, device=rows.device)
+        is_kept[kept] = True
+        is_looked_at = is_kept.clone()
         shuffled = self.draws.permutation(memory.num_blocks, torch.device("cpu"))
-        starts = shuffled[:num_blocks].sort().values * memory.block_size
-        random_slots = (starts[:, None] + torch.arange(memory.block_size)).flatten()
-        # The last block may go beyond the last slot.
-        random_slots = random_slots[random_slots < memory.num_slots].to(rows.device)
-        kept = torch.cat([self.kept[rows].flatten(), self._kept_by_neighbors(anchors, x).flatten()]).unique()
-        slots = torch.cat([random_slots, kept[kept != PADDING]]).unique()
-        log_weights = torch.zeros(len(slots), device=slots.device)
+        blocks = shuffled[:num_blocks].to(rows.device)
+        is_looked_at[:-1].view(memory.num_blocks, -1)[blocks] = True
+        is_looked_at = is_looked_at[: memory.num_slots]
+        slots = is_looked_at.nonzero()[:, 0]
         log_chance = math.log(num_blocks / memory.num_blocks)
-        log_weights.masked_fill_(~torch.isin(slots, kept), -log_chance)
-        return Pool(slots, log_weights, log_chance)
+        log_weights = torch.full(slots.shape, -log_chance, device=slots.device).masked_fill_(is_kept[slots], 0.0)
+        return Pool(slots, log_weights, is_looked_at, log_chance)
 
     def _kept_by_neighbors(self, anchors: Anchors, x: int) -> Tensor:
         """(G, k, k) what those anchors keep that the anchors' positives keep; -1 for none."""
@@ -360,6 +364,7 @@ def mean_shares(
     for x, pool in enumerate(pools):
         if pool is not None:
             unseen = log_shares[x] - torch.nn.functional.softplus(log_shares[x] - pool.log_chance)
-            log_shares[x] = torch.where(torch.isin(items[x], pool.slots), log_shares[x], unseen)
+            # Whatever is said of padding: it is in no share.
+            log_shares[x] = torch.where(pool.is_looked_at[items[x]], log_shares[x], unseen)
     shares = log_shares.exp().clamp(max=1.0).masked_fill(is_listed(items, hidden), 0.0)
     return shares.sum(dim=1) / sees.sum(dim=1, keepdim=True).clamp(min=1)

@@ -56,14 +56,15 @@ class Run(NamedTuple):
     """A part of this rank's rows, small enough for a (G, n) matrix.
 
     Attributes:
-        rows, items: (n,).
+        items: (n,).
+        embeddings: (n, D).
         shares: (G, n) each anchor's softmax over these rows; 0 where it sees nothing.
         log_sum: (G,) of these rows, see `Draws`.
         hardest: (G, k, 2) the items most similar to each anchor, and their s/τ.
     """
 
-    rows: Tensor
     items: Tensor
+    embeddings: Tensor
     shares: Tensor
     log_sum: Tensor
     hardest: Tensor
@@ -191,7 +192,7 @@ class EmbeddingMemory(nn.Module):
         """
         block_sums = [queries.new_full((len(queries), 0), -torch.inf)]
         for rows in self._split_rows(queries):
-            _, logits = self._logits(rows, queries, hidden, counts)
+            _, _, logits = self._logits(rows, queries, hidden, counts)
             by_block = logits.unflatten(1, (-1, self.block_size))
             block_sums.append(by_block.logsumexp(dim=2))
         own_sums = torch.cat(block_sums, dim=1).double()  # (G, blocks of this rank)
@@ -237,35 +238,29 @@ class EmbeddingMemory(nn.Module):
         """
 
         def weigh(rows: Tensor) -> Run:
-            items, logits = self._logits(rows, queries, hidden, counts)
-            hardest = no_items
-            if num_hardest:
-                # Before weights come in: an item is no harder for standing for others.
-                hardest = _hardest(items, logits, num_hardest)
+            items, embeddings, logits = self._logits(rows, queries, hidden, counts)
+            # Before weights come in: an item is no harder for standing for others.
+            hardest = _hardest(items, logits, num_hardest)
             if slots is not None and log_weights is not None:
-                place = torch.searchsorted(slots, rows + self._own_slots.start)
-                logits += log_weights[place]
+                # Rows of this rank are neighbours in `slots`, which are ascending.
+                first = torch.searchsorted(slots, rows[:1] + self._own_slots.start)
+                logits += log_weights[first + torch.arange(len(rows), device=rows.device)]
             # NaN for an anchor that sees nothing.
             shares = torch.softmax(logits, dim=1).nan_to_num_(0.0)
             # The largest share is 1/Σ exp(s/τ − peak): no second pass over all exponents.
             log_sum = logits.amax(dim=1) - shares.amax(dim=1).log()
-            return Run(rows, items, shares, log_sum.nan_to_num(nan=-torch.inf, posinf=-torch.inf), hardest)
+            return Run(items, embeddings, shares, log_sum.nan_to_num(nan=-torch.inf, posinf=-torch.inf), hardest)
 
-        no_items = queries.new_zeros(len(queries), num_hardest, 2, dtype=torch.float64) + PADDING
-        no_items[..., 1] = -torch.inf
         parts = self._split_rows(queries, slots)
         # A single run is kept for the second pass; several would not fit, and are computed again.
         kept = [weigh(rows) for rows in parts] if len(parts) == 1 else None
 
         log_sum = queries.new_full((len(queries),), -torch.inf)
-        hardest = no_items
+        hardest = [queries.new_zeros(len(queries), 0, 2, dtype=torch.float64)]
         for run in kept or map(weigh, parts):
             log_sum = torch.logaddexp(log_sum, run.log_sum)
-            hardest = _topk(torch.cat([hardest, run.hardest], dim=1), num_hardest)
+            hardest.append(run.hardest)
         log_sum = _by_rank(log_sum).logsumexp(dim=0)
-        if num_hardest:
-            of_ranks = _by_rank(hardest).transpose(0, 1)  # (G, ranks, k, 2)
-            hardest = _topk(of_ranks.flatten(1, 2), num_hardest)
 
         sees = log_sum.isfinite()
         num_seeing = sees.sum().clamp(min=1)
@@ -276,9 +271,10 @@ class EmbeddingMemory(nn.Module):
             share_of_run = torch.exp(run.log_sum - log_sum).masked_fill(~sees, 0.0)  # (G,)
             items.append(run.items)
             shares.append(share_of_run / num_seeing @ run.shares)
-            mean += share_of_run[:, None] * (run.shares @ self._embeddings_at(run.rows, queries))
+            mean += share_of_run[:, None] * (run.shares @ run.embeddings)
         mean = distributed.all_reduce(mean)
-        return Attention(torch.cat(items), torch.cat(shares), mean, log_sum, hardest[..., 0].long())
+        hardest_items = _hardest_of_all(torch.cat(hardest, dim=1), num_hardest)
+        return Attention(torch.cat(items), torch.cat(shares), mean, log_sum, hardest_items)
 
     def _split_rows(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
         """(n,) ascending rows of this rank in parts of whole blocks; of slots, or all."""
@@ -292,12 +288,15 @@ class EmbeddingMemory(nn.Module):
         num_blocks = max(1, RUN_ENTRIES // entries_per_block)
         return rows.split(num_blocks * self.block_size)
 
-    def _logits(self, rows: Tensor, queries: Tensor, hidden: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(n,) items of ascending rows, and (G, n) s/τ plus the log of each item's count, -inf for what is not
-        seen."""
+    def _logits(
+        self, rows: Tensor, queries: Tensor, hidden: Tensor, counts: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(n,) items and (n, D) embeddings of ascending rows, and (G, n) s/τ plus the log of each item's count, -inf
+        for what is not seen."""
         items = self._items_at(rows)
+        embeddings = self._embeddings_at(rows, queries)
         log_counts = _counts_of(items, counts).to(queries).log()
-        logits = torch.addmm(log_counts, queries, self._embeddings_at(rows, queries).T)
+        logits = torch.addmm(log_counts, queries, embeddings.T)
         column = self._rows_of(hidden)  # (G, K)
         if not self._are_all(rows):
             column = torch.searchsorted(rows, column)
@@ -305,7 +304,7 @@ class EmbeddingMemory(nn.Module):
         is_hidden = (items[column] == hidden) & (hidden != PADDING)
         # Added, not written: a column may be that of a hidden item and of padding at once.
         penalty = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(is_hidden, -torch.inf)
-        return items, logits.scatter_add_(1, column, penalty)
+        return items, embeddings, logits.scatter_add_(1, column, penalty)
 
     def _draw_in_block(
         self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor, counts: Tensor | None
@@ -336,7 +335,10 @@ class EmbeddingMemory(nn.Module):
         """(…, D) the embeddings in rows (…) of this rank."""
         if self._are_all(rows):
             return self.embeddings.to(like)
-        return self.embeddings[rows.to(self.embeddings.device)].to(like)
+        rows = rows.to(self.embeddings.device)
+        # Several times as fast as indexing with them.
+        chosen = self.embeddings.index_select(0, rows.flatten())
+        return chosen.view(*rows.shape, -1).to(like)
 
     def _are_all(self, rows: Tensor) -> bool:
         """Whether ascending rows are all of this rank: there is nothing to select, then."""
@@ -413,7 +415,7 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
         uniform: (1,) a draw in [0, 1), the same on every rank.
     """
     items = attention.items
-    cumulative = attention.shares.double().cumsum(dim=0)
+    cumulative = attention.shares.cumsum(dim=0, dtype=torch.float64)
     if not len(items):
         # A rank that looked at nothing has an interval of length 0.
         items = items.new_zeros(1)
@@ -421,7 +423,7 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
     rank_sums = _by_rank(cumulative[-1])
     start, end = _rank_bounds(rank_sums)
     steps = torch.arange(num_draws, device=items.device) + uniform.double()
-    target = steps / max(num_draws, 1) * rank_sums.cumsum(dim=0)[-1]
+    target = steps * (rank_sums.sum() / max(num_draws, 1))
     is_own = (target >= start) & (target < end)
     column = torch.searchsorted(cumulative, target - start, right=True)
     drawn = items[column.clamp(max=len(items) - 1)]
@@ -463,12 +465,20 @@ def _counts_of(items: Tensor, counts: Tensor | None) -> Tensor:
 
 def _hardest(items: Tensor, logits: Tensor, number: int) -> Tensor:
     """(G, k, 2) those of items (n,) with the largest logits (G, n), and these; exact in double precision."""
+    if not number:
+        return logits.new_zeros(len(logits), 0, 2, dtype=torch.float64)
     best, column = logits.topk(min(number, logits.shape[1]), dim=1)
     best_items = items[column].masked_fill(best == -torch.inf, PADDING)
     return torch.stack([best_items.double(), best.double()], dim=-1)
 
 
-def _topk(scored: Tensor, number: int) -> Tensor:
-    """(G, k, 2) those of items and scores (G, n, 2) with the largest scores."""
-    column = scored[..., 1].topk(number, dim=1).indices
-    return scored.gather(1, column[..., None].expand(-1, -1, 2))
+def _hardest_of_all(own: Tensor, number: int) -> Tensor:
+    """(G, k) of items and logits (G, n, 2) of this rank and others, the items with the largest logits; -1 for none."""
+    if not number:
+        return own[..., 0].long()
+    # No item at all, as often as there may be too few.
+    own = torch.nn.functional.pad(own, (0, 0, 0, number), value=-torch.inf)
+    best = own.gather(1, own[..., 1:].topk(number, dim=1).indices.expand(-1, -1, 2))
+    of_ranks = _by_rank(best).transpose(0, 1).flatten(1, 2)  # (G, ranks·k, 2)
+    items, logits = of_ranks.gather(1, of_ranks[..., 1:].topk(number, dim=1).indices.expand(-1, -1, 2)).unbind(dim=-1)
+    return items.masked_fill(logits == -torch.inf, PADDING).long()

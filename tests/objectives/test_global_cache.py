@@ -305,7 +305,7 @@ def test_what_lies_outside_a_pool_may_be_nearer_than_all_inside_it() -> None:
     far, near = torch.eye(4)[0], torch.eye(4)[1]
     nobody, items = torch.tensor([[-1]]), torch.arange(2)
     given = (near[None] / 0.005, nobody, torch.zeros(1), items, torch.stack([far, near]))
-    pool = Pool(slots=items[:1], log_weights=torch.zeros(1), log_chance=math.log(0.1))
+    pool = Pool(items[:1], torch.zeros(1), is_looked_at=items < 1, log_chance=math.log(0.1))
     shares = mean_shares(*(tensor[None] for tensor in given), pools=[pool])
     assert shares.tolist() == [pytest.approx([1.0, 0.1], rel=1e-5)]
     corpus = Corpus.make(0, 1000)
