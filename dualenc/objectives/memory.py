@@ -338,7 +338,7 @@ class EmbeddingMemory(nn.Module):
         rows = rows.to(self.embeddings.device)
         # Several times as fast as indexing with them.
         chosen = self.embeddings.index_select(0, rows.flatten())
-        return chosen.view(*rows.shape, -1).to(like)
+        return chosen.view(*rows.shape, self.embeddings.shape[1]).to(like)
 
     def _are_all(self, rows: Tensor) -> bool:
         """Whether ascending rows are all of this rank: there is nothing to select, then."""
