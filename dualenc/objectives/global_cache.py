@@ -292,7 +292,7 @@ class GlobalCache(MemoryObjective):
         """
         memory = self.memory_of(anchors.directions[x])
         kept = torch.cat([self.kept[rows].flatten(), self._kept_by_neighbors(anchors, x).flatten()])
-        # One more than there are slots: what is padding, and where the last block ends, is written there.
+        # One more than the blocks have slots, which padding, -1, is written to.
         is_kept = torch.zeros(memory.num_blocks * memory.block_size + 1, dtype=torch.bool, device=rows.device)
         is_kept[kept] = True
         is_looked_at = is_kept.clone()
