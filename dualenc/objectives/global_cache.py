@@ -6,6 +6,7 @@ Shapes: X directions, A anchors of this rank, G of all ranks, C candidates, R dr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,24 +25,20 @@ NUM_KEPT = 8
 """Hardest items that each anchor keeps in mind, where a step looks at a part of the memory only."""
 
 
-class Compared(NamedTuple):
-    """What the memory says of batch and draws; of one direction without X, and with all G anchors for A.
+class Looked(NamedTuple):
+    """What the anchors of one direction see in the memory, and what was drawn of it.
 
     Attributes:
-        items: (X, C + R) the candidates of the batch, then the draws; -1 for a draw that is listed before.
-        remembered: (X, C + R, D) their remembered embeddings; 0 for none.
-        is_known: (X, C + R) whether there is one.
-        log_weights: (X, C + R) log of how often an item is here over how often that was to be expected; -inf for never.
-        seen_mean: (X, A, D) what each anchor sees of the memory.
-        log_partition: (X, A) log Z.
+        drawn: (R,) items, with repetitions.
+        log_sum: (G,) log of the sum of exp(s/τ) over what is remembered; -inf for nothing.
+        mean: (G, D) each anchor's mean of what it sees.
+        pool: the part that was looked at; None for all.
     """
 
-    items: Tensor
-    remembered: Tensor
-    is_known: Tensor
-    log_weights: Tensor
-    seen_mean: Tensor
-    log_partition: Tensor
+    drawn: Tensor
+    log_sum: Tensor
+    mean: Tensor
+    pool: Pool | None
 
 
 class Plan(NamedTuple):
@@ -50,12 +47,22 @@ class Plan(NamedTuple):
     Attributes:
         outside: (X, r) this rank's share of the draws that are not in the batch; -1 elsewhere.
         sizes: shares of all ranks.
-        compared: of all directions, and of this rank's anchors.
+        items: (X, C + R) the candidates of the batch, then the draws; -1 for a draw that is listed before.
+        remembered: (X, C + R, D) their remembered embeddings; 0 for none.
+        is_known: (X, C + R) whether there is one.
+        log_weights: (X, C + R) log of how often an item is here over how often that was to be expected; -inf for never.
+        seen_mean: (X, A, D) what each anchor sees of the memory.
+        log_partition: (X, A) log Z.
     """
 
     outside: Tensor
     sizes: list[int]
-    compared: Compared
+    items: Tensor
+    remembered: Tensor
+    is_known: Tensor
+    log_weights: Tensor
+    seen_mean: Tensor
+    log_partition: Tensor
 
 
 class Pool(NamedTuple):
@@ -64,11 +71,13 @@ class Pool(NamedTuple):
     Attributes:
         slots: (n,) ascending.
         log_weights: (n,) log of how many slots each stands for.
+        is_looked_at: (N,) whether a slot is one of them.
         log_chance: log π, of the chance of a slot to be looked at by chance.
     """
 
     slots: Tensor
     log_weights: Tensor
+    is_looked_at: Tensor
     log_chance: float
 
 
@@ -151,42 +160,59 @@ class GlobalCache(MemoryObjective):
 
     @torch.no_grad()
     def plan(self, anchors: Anchors) -> Plan:
-        hidden = anchors.gather_lists(anchors.hidden_items)
-        by_direction = [self._compare(anchors, x, hidden[x]) for x in range(len(anchors.directions))]
-        stacked = Compared(*(torch.stack(values) for values in zip(*by_direction, strict=True)))
-        compared = stacked._replace(
-            seen_mean=stacked.seen_mean[:, anchors.batch_rows],
-            log_partition=stacked.log_partition[:, anchors.batch_rows],
-        )
+        queries = anchors.all_embeddings / anchors.temperature  # (X, G, D)
+        hidden = anchors.gather_lists(anchors.hidden_items)  # (X, G, K)
+        looked = [self._look(anchors, x, queries[x], hidden[x]) for x in range(len(anchors.directions))]
+        log_sum = torch.stack([found.log_sum for found in looked])  # (X, G)
+        seen_mean = torch.stack([found.mean for found in looked])  # (X, G, D)
+        drawn = torch.stack([found.drawn for found in looked])  # (X, R)
+        items, number = with_draws(anchors.candidate_items, drawn, anchors.num_batch)
+
+        memories = [self.memory_of(direction) for direction in anchors.directions]
+        recalled = [memory.recall(items[x], queries) for x, memory in enumerate(memories)]
+        remembered = torch.stack([embeddings for embeddings, _ in recalled])  # (X, C + R, D)
+        is_known = torch.stack([is_known for _, is_known in recalled])  # (X, C + R)
+        pools = [found.pool for found in looked]
+        shares = mean_shares(queries, hidden, log_sum, items, remembered, pools)
+        # (B − 1)/(M − 1) + R·q/c: shares are those of a copy, so divided by c already.
+        in_batch = [self._expected_in_batch(anchors, direction) for direction in anchors.directions]
+        expected = queries.new_tensor(in_batch)[:, None] + drawn.shape[1] * shares.where(is_known, 0.0)
+        log_expected = expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
+        log_missing = torch.stack([self.log_missing(direction) for direction in anchors.directions])
+        log_partition = log_sum + log_missing[:, None].to(queries)
         # All ranks made the same draws; each encodes a part of them.
-        draws = compared.items[:, anchors.candidates.shape[1] :]
-        own, sizes = distributed.share(draws.T)
-        return Plan(own.T, sizes, compared)
+        own, sizes = distributed.share(items[:, anchors.candidates.shape[1] :].T)
+        return Plan(
+            outside=own.T,
+            sizes=sizes,
+            items=items,
+            remembered=remembered,
+            is_known=is_known,
+            log_weights=number.to(queries).log() - log_expected,
+            seen_mean=seen_mean[:, anchors.batch_rows],
+            log_partition=log_partition[:, anchors.batch_rows],
+        )
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None
-        compared: Compared = plan.compared
         own = outside.transpose(0, 1).contiguous()
         drawn = distributed.gather_with_grad(own, plan.sizes).transpose(0, 1)  # (X, R, D)
+        candidates = torch.cat([anchors.candidates, drawn], dim=1)  # (X, C + R, D)
         if self.updates_state:
-            self.remember_batch(anchors)
-            for x, direction in enumerate(anchors.directions):
-                items = compared.items[x, anchors.candidates.shape[1] :]
-                is_drawn = items != PADDING
-                self.memory_of(direction).write(items[is_drawn], drawn[x][is_drawn])
-        self.watch(log_mean_exp=compared.log_partition - self.corpus.log_num_negatives(anchors))
+            self.remember(anchors, plan.items, candidates)
+        self.watch(log_mean_exp=plan.log_partition - self.corpus.log_num_negatives(anchors))
 
         def weigh(block: Anchors, seen_mean: Tensor, log_partition: Tensor) -> Tensor:
             scores = block.scores  # (X, a, C + R)
             positive = block.positive_scores  # (X, a)
             with torch.no_grad():
-                log_weights = compared.log_weights[:, None].masked_fill(block.not_negative, -torch.inf)
+                log_weights = plan.log_weights[:, None].masked_fill(block.not_negative, -torch.inf)
                 p = torch.softmax(scores + log_weights, dim=-1).nan_to_num(0.0)  # (X, a, C + R)
                 # The same comparison with remembered embeddings, and what it misses of all that is remembered.
-                old_scores = block.embeddings @ compared.remembered.mT / block.temperature
-                old_logits = (old_scores + log_weights).masked_fill(~compared.is_known[:, None], -torch.inf)
+                old_scores = block.embeddings @ plan.remembered.mT / block.temperature
+                old_logits = (old_scores + log_weights).masked_fill(~plan.is_known[:, None], -torch.inf)
                 old_p = torch.softmax(old_logits, dim=-1).nan_to_num(0.0)
-                missed = seen_mean - old_p @ compared.remembered  # (X, a, D)
+                missed = seen_mean - old_p @ plan.remembered  # (X, a, D)
                 pull = torch.full_like(positive, -1.0)[..., None]
                 all_weights = torch.cat([p, self.control * missed, pull], dim=-1)
             # The anchor's own coordinates are scores too: what was missed is their gradient.
@@ -194,10 +220,10 @@ class GlobalCache(MemoryObjective):
             value = log_partition.nan_to_num(neginf=0.0) - positive
             return Estimate.apply(value.detach(), all_scores, all_weights)
 
-        candidates = torch.cat([anchors.candidates, drawn], dim=1)
-        against_all = anchors.with_candidates(candidates, compared.items // self.num_views)
+        against_all = anchors.with_candidates(candidates, plan.items // self.num_views)
         width = 4 * candidates.shape[1]
-        return against_all.by_blocks(weigh, compared.seen_mean, compared.log_partition, width=width)
+        losses: Tensor = against_all.by_blocks(weigh, plan.seen_mean, plan.log_partition, width=width)
+        return losses
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Those of `MemoryObjective`; and over how many items q is spread, 1/Σ q²: far fewer than R, and draws
@@ -209,38 +235,24 @@ class GlobalCache(MemoryObjective):
         mean = torch.stack(effective).mean() if effective else torch.zeros(())
         return super().diagnostics() | {"effective_items": mean}
 
-    def _compare(self, anchors: Anchors, x: int, hidden: Tensor) -> Compared:
-        """Draw for one direction, whose anchors do not see hidden (G, K), and weigh batch and draws."""
+    def _look(self, anchors: Anchors, x: int, queries: Tensor, hidden: Tensor) -> Looked:
+        """Draw for one direction, whose anchors over τ (G, D) do not see hidden (G, K)."""
         direction = anchors.directions[x]
         memory = self.memory_of(direction)
         counts = self.corpus.item_counts(direction)
-        queries = anchors.all_embeddings[x] / anchors.temperature  # (G, D)
-        rows = self._rows_of_kept(anchors)[x]
-        pool = self._pool(anchors, x, rows)
-        if pool is None:
+        num_blocks = self._num_blocks(direction)
+        pool = None
+        if num_blocks is None:
             seen = memory.attend(queries, hidden, counts)
         else:
+            rows = self._rows_of_kept(anchors)[x]
+            pool = self._pool(anchors, x, rows, num_blocks)
             seen = memory.attend(queries, hidden, counts, pool.slots, pool.log_weights, self.kept.shape[1])
             if self.updates_state:
                 self.kept[rows] = seen.hardest[first_occurrence(rows)]
         self.watch(shares=seen.shares)
-        num_draws = self._num_draws(anchors)
-        drawn = sample(seen, num_draws, self.draws.uniform(1, like=queries))
-        items, number = _with_draws(anchors.candidate_items[x], drawn, anchors.num_batch)
-
-        remembered, is_known = memory.recall(items, queries)
-        looked_at = is_known
-        log_pool = 0.0
-        if pool is not None:
-            looked_at = is_known & torch.isin(items, pool.slots)
-            log_pool = pool.log_chance
-        shares = mean_shares(queries, hidden, seen.log_sum, items, remembered, looked_at, log_pool)
-        # (B − 1)/(M − 1) + R·q/c: shares are those of a copy, so divided by c already.
-        expected = self._expected_in_batch(anchors, direction) + num_draws * shares.where(is_known, 0.0)
-        log_expected = expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
-        log_partition = seen.log_sum + self.log_missing(direction).to(queries)
-        log_weights = number.to(queries).log() - log_expected
-        return Compared(items, remembered, is_known, log_weights, seen.mean, log_partition)
+        drawn = sample(seen, self._num_draws(anchors), self.draws.uniform(1, like=queries))
+        return Looked(drawn, seen.log_sum, seen.mean, pool)
 
     def _num_draws(self, anchors: Anchors) -> int:
         """R."""
@@ -271,28 +283,27 @@ class GlobalCache(MemoryObjective):
         is_right_view = torch.arange(anchors.num_batch, device=rows.device) >= anchors.num_batch // 2
         return 2 * rows + is_right_view
 
-    def _pool(self, anchors: Anchors, x: int, rows: Tensor) -> Pool | None:
-        """Random blocks, whose items stand for all that is not kept, and what anchors keep; None to look at all.
+    def _pool(self, anchors: Anchors, x: int, rows: Tensor, num_blocks: int) -> Pool:
+        """Random blocks, whose items stand for all that is not kept, and what anchors keep.
 
         Args:
             rows: (G,) rows of the anchors in the table of kept items.
+            num_blocks: how many.
         """
-        direction = anchors.directions[x]
-        num_blocks = self._num_blocks(direction)
-        if num_blocks is None:
-            return None
-        memory = self.memory_of(direction)
+        memory = self.memory_of(anchors.directions[x])
+        kept = torch.cat([self.kept[rows].flatten(), self._kept_by_neighbors(anchors, x).flatten()])
+        # One more than the blocks have slots, which padding, -1, is written to.
+        is_kept = torch.zeros(memory.num_blocks * memory.block_size + 1, dtype=torch.bool, device=rows.device)
+        is_kept[kept] = True
+        is_looked_at = is_kept.clone()
         shuffled = self.draws.permutation(memory.num_blocks, torch.device("cpu"))
-        starts = shuffled[:num_blocks].sort().values * memory.block_size
-        random_slots = (starts[:, None] + torch.arange(memory.block_size)).flatten()
-        # The last block may go beyond the last slot.
-        random_slots = random_slots[random_slots < memory.num_slots].to(rows.device)
-        kept = torch.cat([self.kept[rows].flatten(), self._kept_by_neighbors(anchors, x).flatten()]).unique()
-        slots = torch.cat([random_slots, kept[kept != PADDING]]).unique()
-        log_weights = torch.zeros(len(slots), device=slots.device)
+        blocks = shuffled[:num_blocks].to(rows.device)
+        is_looked_at[:-1].view(memory.num_blocks, -1)[blocks] = True
+        is_looked_at = is_looked_at[: memory.num_slots]
+        slots = is_looked_at.nonzero()[:, 0]
         log_chance = math.log(num_blocks / memory.num_blocks)
-        log_weights.masked_fill_(~torch.isin(slots, kept), -log_chance)
-        return Pool(slots, log_weights, log_chance)
+        log_weights = torch.full(slots.shape, -log_chance, device=slots.device).masked_fill_(is_kept[slots], 0.0)
+        return Pool(slots, log_weights, is_looked_at, log_chance)
 
     def _kept_by_neighbors(self, anchors: Anchors, x: int) -> Tensor:
         """(G, k, k) what those anchors keep that the anchors' positives keep; -1 for none."""
@@ -311,19 +322,20 @@ class GlobalCache(MemoryObjective):
         return kept.masked_fill(near[..., None] == PADDING, PADDING)
 
 
-def _with_draws(batch_items: Tensor, drawn: Tensor, num_batch: int) -> tuple[Tensor, Tensor]:
-    """(C + R,) items of batch (C,) and draws (R,), repeated ones -1; (C + R,) n_z of each.
+def with_draws(batch_items: Tensor, drawn: Tensor, num_batch: int) -> tuple[Tensor, Tensor]:
+    """(X, C + R) items of batch (X, C) and draws (X, R), repeated ones -1; (X, C + R) n_z of each.
 
     Mined negatives, the candidates from `num_batch` on, count nothing of their own.
     """
-    items = torch.cat([batch_items, drawn])
+    num_candidates = batch_items.shape[1]
+    items = torch.cat([batch_items, drawn], dim=1)
     # All draws of an item count in its first place.
-    place = find(items[None], drawn[None])[1][0]
+    place = find(items, drawn)[1]
     number = torch.zeros_like(items)
-    number[:num_batch] = 1
-    number.index_add_(0, place, (drawn != PADDING).long())
-    is_repeated = place != torch.arange(len(batch_items), len(items), device=place.device)
-    items[len(batch_items) :] = drawn.masked_fill(is_repeated, PADDING)
+    number[:, :num_batch] = 1
+    number.scatter_add_(1, place, (drawn != PADDING).long())
+    is_repeated = place != torch.arange(num_candidates, items.shape[1], device=place.device)
+    items[:, num_candidates:].masked_fill_(is_repeated, PADDING)
     return items, number
 
 
@@ -333,26 +345,26 @@ def mean_shares(
     log_sum: Tensor,
     items: Tensor,
     remembered: Tensor,
-    looked_at: Tensor,
-    log_pool: float,
+    pools: Sequence[Pool | None],
 ) -> Tensor:
-    """(n,) q of items: the mean over anchors that see anything of their share of the softmax.
+    """(X, n) q of items: the mean over anchors that see anything of their share of the softmax.
 
     An item that was not looked at has the share that it would have had: of e^s/(Z + e^s/π), with π the chance of the
     pool to hold it.
 
     Args:
-        queries: (G, D) anchors over τ.
-        hidden: (G, K) ascending items that an anchor does not see, padded with -1.
-        log_sum: (G,) log Z of each anchor, -inf for nothing.
-        items, remembered: (n,) and (n, D).
-        looked_at: (n,) whether an item was looked at.
-        log_pool: log π.
+        queries: (X, G, D) anchors over τ.
+        hidden: (X, G, K) ascending items that an anchor does not see, padded with -1.
+        log_sum: (X, G) log Z of each anchor, -inf for nothing.
+        items, remembered: (X, n) and (X, n, D).
+        pools: of each direction, what was looked at; None for all.
     """
     sees = log_sum.isfinite()
-    log_shares = queries @ remembered.T - log_sum.where(sees, torch.inf)[:, None]
-    if log_pool:
-        unseen = log_shares - torch.nn.functional.softplus(log_shares - log_pool)
-        log_shares = torch.where(looked_at, log_shares, unseen)
+    log_shares = queries @ remembered.mT - log_sum.where(sees, torch.inf)[..., None]  # (X, G, n)
+    for x, pool in enumerate(pools):
+        if pool is not None:
+            unseen = log_shares[x] - torch.nn.functional.softplus(log_shares[x] - pool.log_chance)
+            # Whatever is said of padding: it is in no share.
+            log_shares[x] = torch.where(pool.is_looked_at[items[x]], log_shares[x], unseen)
     shares = log_shares.exp().clamp(max=1.0).masked_fill(is_listed(items, hidden), 0.0)
-    return shares.sum(dim=0) / sees.sum().clamp(min=1)
+    return shares.sum(dim=1) / sees.sum(dim=1, keepdim=True).clamp(min=1)

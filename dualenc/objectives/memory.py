@@ -56,26 +56,29 @@ class Run(NamedTuple):
     """A part of this rank's rows, small enough for a (G, n) matrix.
 
     Attributes:
-        rows, items: (n,).
-        weights: (G, n) exp(s/τ − peak), times how many slots each stands for.
-        peak: (G,) the largest exponent, so that exp stays in range.
+        items: (n,).
+        embeddings: (n, D).
+        shares: (G, n) each anchor's softmax over these rows; 0 where it sees nothing.
+        log_sum: (G,) of these rows, see `Draws`.
         hardest: (G, k, 2) the items most similar to each anchor, and their s/τ.
     """
 
-    rows: Tensor
     items: Tensor
-    weights: Tensor
-    peak: Tensor
+    embeddings: Tensor
+    shares: Tensor
+    log_sum: Tensor
     hardest: Tensor
 
 
 class EmbeddingMemory(nn.Module):
-    """The latest embedding of each item, in half precision, divided among ranks; empty slots are never seen.
+    """The latest embedding of each item, divided among ranks; empty slots are never seen.
 
     Item k has slot k mod `num_slots`: with fewer slots than items, each holds the latest of its class. A rank's *rows*
     are its slots, counted from its first. A *key* names an item, and where wanted the pair that it came with: item =
-    key // keys_per_item. Rounding turns an embedding by 2e-4 rad, less than a step of training does. Double precision
-    is kept.
+    key // keys_per_item.
+
+    Embeddings are in half precision, which turns them by 2e-4 rad, less than a step of training does; in single
+    precision beside an objective on the CPU, which multiplies it without a copy; in double precision if they come so.
 
     The state dict holds all slots, whatever the number of ranks: `state_dict()` is collective.
 
@@ -141,7 +144,7 @@ class EmbeddingMemory(nn.Module):
         device = self.embeddings.device
         keys = keys[first].to(device)
         embeddings = embeddings.detach()[first].to(device)
-        rows = self._rows_of(keys // self.keys_per_item)
+        rows = slots[first].to(device) - self._own_slots.start
         # A single process holds all rows, and selecting them would wait for the device.
         if distributed.is_initialized():
             is_own = (rows >= 0) & (rows < len(self.keys))
@@ -175,7 +178,7 @@ class EmbeddingMemory(nn.Module):
     def num_remembered(self, counts: Tensor | None = None) -> Tensor:
         """Scalar: items that have an embedding, each as often as counts (N,) say; all ranks ask together."""
         number = _counts_of(self.keys // self.keys_per_item, counts)
-        return distributed.all_reduce(number.sum())
+        return distributed.all_reduce(number.sum().double())
 
     @torch.no_grad()
     def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor, counts: Tensor | None = None) -> Draws:
@@ -189,7 +192,7 @@ class EmbeddingMemory(nn.Module):
         """
         block_sums = [queries.new_full((len(queries), 0), -torch.inf)]
         for rows in self._split_rows(queries):
-            _, logits = self._logits(rows, queries, hidden, counts)
+            _, _, logits = self._logits(rows, queries, hidden, counts)
             by_block = logits.unflatten(1, (-1, self.block_size))
             block_sums.append(by_block.logsumexp(dim=2))
         own_sums = torch.cat(block_sums, dim=1).double()  # (G, blocks of this rank)
@@ -235,34 +238,29 @@ class EmbeddingMemory(nn.Module):
         """
 
         def weigh(rows: Tensor) -> Run:
-            items, logits = self._logits(rows, queries, hidden, counts)
-            hardest = no_items
-            if num_hardest:
-                # Before weights come in: an item is no harder for standing for others.
-                hardest = _hardest(items, logits, num_hardest)
+            items, embeddings, logits = self._logits(rows, queries, hidden, counts)
+            # Before weights come in: an item is no harder for standing for others.
+            hardest = _hardest(items, logits, num_hardest)
             if slots is not None and log_weights is not None:
-                place = torch.searchsorted(slots, rows + self._own_slots.start)
-                logits += log_weights[place]
-            peak = logits.amax(dim=1).nan_to_num(neginf=0.0)
-            # In place: this matrix is the largest of a step.
-            weights = logits.sub_(peak[:, None]).exp_()
-            return Run(rows, items, weights, peak, hardest)
+                # Rows of this rank are neighbours in `slots`, which are ascending.
+                first = torch.searchsorted(slots, rows[:1] + self._own_slots.start)
+                logits += log_weights[first + torch.arange(len(rows), device=rows.device)]
+            # NaN for an anchor that sees nothing.
+            shares = torch.softmax(logits, dim=1).nan_to_num_(0.0)
+            # The largest share is 1/Σ exp(s/τ − peak): no second pass over all exponents.
+            log_sum = logits.amax(dim=1) - shares.amax(dim=1).log()
+            return Run(items, embeddings, shares, log_sum.nan_to_num(nan=-torch.inf, posinf=-torch.inf), hardest)
 
-        no_items = queries.new_zeros(len(queries), num_hardest, 2, dtype=torch.float64) + PADDING
-        no_items[..., 1] = -torch.inf
         parts = self._split_rows(queries, slots)
         # A single run is kept for the second pass; several would not fit, and are computed again.
         kept = [weigh(rows) for rows in parts] if len(parts) == 1 else None
 
         log_sum = queries.new_full((len(queries),), -torch.inf)
-        hardest = no_items
+        hardest = [queries.new_zeros(len(queries), 0, 2, dtype=torch.float64)]
         for run in kept or map(weigh, parts):
-            log_sum = torch.logaddexp(log_sum, run.weights.sum(dim=1).log() + run.peak)
-            hardest = _topk(torch.cat([hardest, run.hardest], dim=1), num_hardest)
+            log_sum = torch.logaddexp(log_sum, run.log_sum)
+            hardest.append(run.hardest)
         log_sum = _by_rank(log_sum).logsumexp(dim=0)
-        if num_hardest:
-            of_ranks = _by_rank(hardest).transpose(0, 1)  # (G, ranks, k, 2)
-            hardest = _topk(of_ranks.flatten(1, 2), num_hardest)
 
         sees = log_sum.isfinite()
         num_seeing = sees.sum().clamp(min=1)
@@ -270,12 +268,13 @@ class EmbeddingMemory(nn.Module):
         shares = [queries.new_zeros(0)]
         mean = torch.zeros_like(queries)
         for run in kept or map(weigh, parts):
-            scale = torch.exp(run.peak - log_sum).masked_fill(~sees, 0.0)  # (G,) makes shares of weights
+            share_of_run = torch.exp(run.log_sum - log_sum).masked_fill(~sees, 0.0)  # (G,)
             items.append(run.items)
-            shares.append(scale @ run.weights / num_seeing)
-            mean += scale[:, None] * (run.weights @ self._embeddings_at(run.rows, queries))
+            shares.append(share_of_run / num_seeing @ run.shares)
+            mean += share_of_run[:, None] * (run.shares @ run.embeddings)
         mean = distributed.all_reduce(mean)
-        return Attention(torch.cat(items), torch.cat(shares), mean, log_sum, hardest[..., 0].long())
+        hardest_items = _hardest_of_all(torch.cat(hardest, dim=1), num_hardest)
+        return Attention(torch.cat(items), torch.cat(shares), mean, log_sum, hardest_items)
 
     def _split_rows(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
         """(n,) ascending rows of this rank in parts of whole blocks; of slots, or all."""
@@ -289,17 +288,23 @@ class EmbeddingMemory(nn.Module):
         num_blocks = max(1, RUN_ENTRIES // entries_per_block)
         return rows.split(num_blocks * self.block_size)
 
-    def _logits(self, rows: Tensor, queries: Tensor, hidden: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(n,) items of ascending rows, and (G, n) s/τ plus the log of each item's count, -inf for what is not
-        seen."""
+    def _logits(
+        self, rows: Tensor, queries: Tensor, hidden: Tensor, counts: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(n,) items and (n, D) embeddings of ascending rows, and (G, n) s/τ plus the log of each item's count, -inf
+        for what is not seen."""
         items = self._items_at(rows)
-        logits = queries @ self._embeddings_at(rows, queries).T
-        logits += _counts_of(items, counts).log().to(logits)
-        column = torch.searchsorted(rows, self._rows_of(hidden)).clamp(max=len(rows) - 1)  # (G, K)
+        embeddings = self._embeddings_at(rows, queries)
+        log_counts = _counts_of(items, counts).to(queries).log()
+        logits = torch.addmm(log_counts, queries, embeddings.T)
+        column = self._rows_of(hidden)  # (G, K)
+        if not self._are_all(rows):
+            column = torch.searchsorted(rows, column)
+        column = column.clamp(0, len(rows) - 1)
         is_hidden = (items[column] == hidden) & (hidden != PADDING)
         # Added, not written: a column may be that of a hidden item and of padding at once.
         penalty = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(is_hidden, -torch.inf)
-        return items, logits.scatter_add_(1, column, penalty)
+        return items, embeddings, logits.scatter_add_(1, column, penalty)
 
     def _draw_in_block(
         self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor, counts: Tensor | None
@@ -323,15 +328,21 @@ class EmbeddingMemory(nn.Module):
 
     def _items_at(self, rows: Tensor) -> Tensor:
         """(…) the items in rows (…) of this rank; -1 for an empty one, which floor division keeps."""
-        keys = self.keys[rows.to(self.keys.device)]
+        keys = self.keys if self._are_all(rows) else self.keys[rows.to(self.keys.device)]
         return (keys // self.keys_per_item).to(rows.device)
 
     def _embeddings_at(self, rows: Tensor, like: Tensor) -> Tensor:
         """(…, D) the embeddings in rows (…) of this rank."""
-        is_all = rows.dim() == 1 and len(rows) == len(self.keys)
-        if is_all:
+        if self._are_all(rows):
             return self.embeddings.to(like)
-        return self.embeddings[rows.to(self.embeddings.device)].to(like)
+        rows = rows.to(self.embeddings.device)
+        # Several times as fast as indexing with them.
+        chosen = self.embeddings.index_select(0, rows.flatten())
+        return chosen.view(*rows.shape, self.embeddings.shape[1]).to(like)
+
+    def _are_all(self, rows: Tensor) -> bool:
+        """Whether ascending rows are all of this rank: there is nothing to select, then."""
+        return rows.dim() == 1 and len(rows) == len(self.keys)
 
     def _rows_of(self, items: Tensor) -> Tensor:
         """(…) where this rank holds items (…); outside [0, rows) for those that other ranks hold."""
@@ -346,16 +357,23 @@ class EmbeddingMemory(nn.Module):
     def _allocate(self, like: Tensor) -> None:
         """Empty rows for this rank's slots, of embeddings such as `like` (n, D)."""
         num_rows = len(self._own_slots)
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float16
         device = torch.device("cpu") if self.on_cpu else like.device
+        dtype = self._precision(like.dtype, device)
         self.keys = torch.full((num_rows,), PADDING, device=device)
         self.embeddings = torch.zeros(num_rows, like.shape[1], dtype=dtype, device=device)
 
+    def _precision(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """The precision in which embeddings of type `dtype` are kept on a device."""
+        if dtype == torch.float64:
+            return dtype
+        beside_the_objective = device.type == "cpu" and not self.on_cpu
+        return torch.float32 if beside_the_objective else torch.float16
+
     def _apply(self, fn: Any, recurse: bool = True) -> EmbeddingMemory:
-        """Move, but keep the precision; on the CPU, stay there."""
+        """Move, but convert only between single and half precision; on the CPU, stay there."""
         device = torch.device("cpu") if self.on_cpu else fn(self.embeddings[:0]).device
         self.keys = self.keys.to(device)
-        self.embeddings = self.embeddings.to(device)
+        self.embeddings = self.embeddings.to(device, self._precision(self.embeddings.dtype, device))
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -397,7 +415,7 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
         uniform: (1,) a draw in [0, 1), the same on every rank.
     """
     items = attention.items
-    cumulative = attention.shares.double().cumsum(dim=0)
+    cumulative = attention.shares.cumsum(dim=0, dtype=torch.float64)
     if not len(items):
         # A rank that looked at nothing has an interval of length 0.
         items = items.new_zeros(1)
@@ -405,7 +423,7 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
     rank_sums = _by_rank(cumulative[-1])
     start, end = _rank_bounds(rank_sums)
     steps = torch.arange(num_draws, device=items.device) + uniform.double()
-    target = steps / max(num_draws, 1) * rank_sums.cumsum(dim=0)[-1]
+    target = steps * (rank_sums.sum() / max(num_draws, 1))
     is_own = (target >= start) & (target < end)
     column = torch.searchsorted(cumulative, target - start, right=True)
     drawn = items[column.clamp(max=len(items) - 1)]
@@ -439,20 +457,28 @@ def _by_rank(value: Tensor) -> Tensor:
 
 def _counts_of(items: Tensor, counts: Tensor | None) -> Tensor:
     """(…) how often items (…) count, by counts (N,) or once; 0 for -1, an empty slot."""
-    number = (items != PADDING).double()
-    if counts is not None:
-        number *= counts.to(number)[items.clamp(min=0)]
-    return number
+    is_item = items != PADDING
+    if counts is None:
+        return is_item
+    return is_item * counts.double()[items.clamp(min=0)]
 
 
 def _hardest(items: Tensor, logits: Tensor, number: int) -> Tensor:
     """(G, k, 2) those of items (n,) with the largest logits (G, n), and these; exact in double precision."""
+    if not number:
+        return logits.new_zeros(len(logits), 0, 2, dtype=torch.float64)
     best, column = logits.topk(min(number, logits.shape[1]), dim=1)
     best_items = items[column].masked_fill(best == -torch.inf, PADDING)
     return torch.stack([best_items.double(), best.double()], dim=-1)
 
 
-def _topk(scored: Tensor, number: int) -> Tensor:
-    """(G, k, 2) those of items and scores (G, n, 2) with the largest scores."""
-    column = scored[..., 1].topk(number, dim=1).indices
-    return scored.gather(1, column[..., None].expand(-1, -1, 2))
+def _hardest_of_all(own: Tensor, number: int) -> Tensor:
+    """(G, k) of items and logits (G, n, 2) of this rank and others, the items with the largest logits; -1 for none."""
+    if not number:
+        return own[..., 0].long()
+    # No item at all, as often as there may be too few.
+    own = torch.nn.functional.pad(own, (0, 0, 0, number), value=-torch.inf)
+    best = own.gather(1, own[..., 1:].topk(number, dim=1).indices.expand(-1, -1, 2))
+    of_ranks = _by_rank(best).transpose(0, 1).flatten(1, 2)  # (G, ranks·k, 2)
+    items, logits = of_ranks.gather(1, of_ranks[..., 1:].topk(number, dim=1).indices.expand(-1, -1, 2)).unbind(dim=-1)
+    return items.masked_fill(logits == -torch.inf, PADDING).long()

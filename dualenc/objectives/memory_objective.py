@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.base import Objective
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.memory import EmbeddingMemory
@@ -48,12 +48,13 @@ class MemoryObjective(Objective):
         assert isinstance(memory, EmbeddingMemory)
         return memory
 
-    def remember_batch(self, anchors: Anchors) -> None:
-        """Write the candidates of the batch and mined negatives."""
+    def remember(self, anchors: Anchors, items: Tensor, embeddings: Tensor) -> None:
+        """Write items (X, n) and their embeddings (X, n, D), those of the batch first; -1 for none."""
+        is_item = items != PADDING
         for x, direction in enumerate(anchors.directions):
             memory = self.memory_of(direction)
-            memory.write(anchors.candidate_items[x], anchors.candidates[x])
-            # Mined negatives do not count: batches alone pass through the corpus.
+            memory.write(items[x][is_item[x]], embeddings[x][is_item[x]])
+            # The rest does not count: batches alone pass through the corpus.
             memory.count(anchors.num_batch)
 
     def log_missing(self, direction: int) -> Tensor:

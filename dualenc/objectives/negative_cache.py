@@ -66,7 +66,7 @@ class NegativeCache(MemoryObjective):
         if self.updates_state:
             with torch.no_grad():
                 self._encode_oldest(anchors, encoder)
-                self.remember_batch(anchors)
+                self.remember(anchors, anchors.candidate_items, anchors.candidates)
         return super().anchor_losses(anchors, encoder)
 
     def plan(self, anchors: Anchors) -> Plan:

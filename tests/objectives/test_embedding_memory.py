@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,7 +41,7 @@ def test_draws_follow_the_softmax_over_the_filled_slots(counted: bool) -> None:
     found, vectors = filled_memory()
     counts = torch.arange(N) % 4 + 1 if counted else None
     query = normalize(torch.ones(1, D), dim=1) / TAU
-    logits = (vectors.half().float() @ query[0]).double() + (0 if counts is None else counts.double().log())
+    logits = (vectors @ query[0]).double() + (0 if counts is None else counts.double().log())
     logits[EMPTY] = -torch.inf
     logits[[4, 7, 290]] = -torch.inf
     expected = torch.softmax(logits, dim=0) * 20_000
@@ -53,7 +55,7 @@ def test_draws_follow_the_softmax_over_the_filled_slots(counted: bool) -> None:
     assert chisquare(both[0].numpy(), both[1].numpy()).pvalue > 0.001
     torch.testing.assert_close(draws.log_sum.double(), logits.logsumexp(0).expand(20_000), atol=1e-5, rtol=0)
     torch.testing.assert_close(
-        draws.scores.double(), (vectors.half().double() @ query[0].double())[draws.keys], atol=1e-4, rtol=0
+        draws.scores.double(), (vectors.double() @ query[0].double())[draws.keys], atol=1e-4, rtol=0
     )
 
 
@@ -84,7 +86,8 @@ def test_attention_is_the_softmax_over_the_slots_looked_at(weighed: bool) -> Non
     if not weighed:
         remembered, is_known = found.recall(torch.arange(N), queries)
         assert torch.equal(is_known, ~EMPTY)
-        alike = mean_shares(queries, hidden, seen.log_sum, torch.arange(N), remembered, is_known, 0.0) * is_known
+        known = (queries, hidden, seen.log_sum, torch.arange(N), remembered)
+        alike = mean_shares(*(tensor[None] for tensor in known), pools=[None])[0] * is_known
         torch.testing.assert_close(alike * counts, softmax.mean(dim=0))
 
 
@@ -143,15 +146,29 @@ def test_inverse_cdf_never_gives_a_column_of_weight_zero(dtype: torch.dtype) -> 
         assert bool((weights.gather(1, inverse_cdf(weights, ends)[:, None]) > 0).all())
 
 
-def test_embeddings_are_remembered_in_half_precision_but_for_double() -> None:
-    for dtype, kept in ((torch.float32, torch.float16), (torch.float64, torch.float64)):
-        found, vectors = EmbeddingMemory(10), normalize(torch.randn(10, 64), dim=1).to(dtype)
-        found.write(torch.arange(10), vectors)
-        assert found.embeddings.dtype == kept
-        remembered, is_known = found.recall(torch.arange(10), vectors)
-        assert remembered.dtype == dtype
-        assert is_known.all()
-        assert ((remembered - vectors).double().norm(dim=1) <= (0 if dtype == kept else 5e-4)).all()
+@pytest.mark.parametrize(
+    ("dtype", "device", "kept"),
+    [
+        (torch.float32, "auto", torch.float32),
+        (torch.float32, "cpu", torch.float16),
+        (torch.float64, "auto", torch.float64),
+        (torch.float64, "cpu", torch.float64),
+    ],
+)
+def test_embeddings_are_remembered_as_the_cpu_multiplies_them_or_in_half_precision(
+    dtype: torch.dtype, device: Literal["auto", "cpu"], kept: torch.dtype
+) -> None:
+    found, vectors = EmbeddingMemory(10, device=device), normalize(torch.randn(10, 64), dim=1).to(dtype)
+    found.write(torch.arange(10), vectors)
+    assert found.embeddings.dtype == kept
+    resumed = EmbeddingMemory(10, device=device)
+    resumed.load_state_dict(found.state_dict())
+    assert resumed.embeddings.dtype == kept
+    assert torch.equal(resumed.embeddings, found.embeddings)
+    remembered, is_known = resumed.recall(torch.arange(10), vectors)
+    assert remembered.dtype == dtype
+    assert is_known.all()
+    assert ((remembered - vectors).double().norm(dim=1) <= (0 if dtype == kept else 5e-4)).all()
 
 
 def test_of_an_items_copies_in_one_write_the_first_counts() -> None:

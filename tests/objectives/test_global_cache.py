@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.objectives import ExactGlobal, GlobalCache, global_cache
-from dualenc.objectives.global_cache import mean_shares
+from dualenc.objectives.global_cache import Pool, mean_shares
 from dualenc.objectives.memory import Attention, EmbeddingMemory, sample
 from tests.objectives.slow import (
     Case,
@@ -143,7 +143,7 @@ def mean_of_sum(left: Tensor, right: Tensor, batch_size: int, num_draws: int, ta
         rows = torch.tensor(batch)
         queries, hidden = left[rows] / tau, rows[:, None]
         seen = memory.attend(queries, hidden)
-        shares = mean_shares(queries, hidden, seen.log_sum, items, right, items >= 0, 0.0)
+        shares = mean_shares(queries[None], hidden[None], seen.log_sum[None], items[None], right[None], [None])[0]
         expected = (batch_size - 1) / (num_items - 1) + num_draws * shares
         # One number u places all draws, at (k + u)/R along the cumulative shares: what is drawn changes at these u.
         cuts = sorted({0.0, 1.0, *(num_draws * shares.cumsum(dim=0) % 1).tolist()})
@@ -187,7 +187,8 @@ def test_sums_over_batch_and_draws_are_unbiased_whatever_is_remembered() -> None
         queries, hidden = now.left[ids].detach() / tau, ids[:, None]
         seen = memory.attend(queries, hidden)
         drawn = sample(seen, num_draws, torch.rand(1, generator=draw, dtype=torch.float64))
-        shares = mean_shares(queries, hidden, seen.log_sum, items, remembered, is_known, 0.0) * is_known
+        given = (queries, hidden, seen.log_sum, items, remembered)
+        shares = mean_shares(*(tensor[None] for tensor in given), pools=[None])[0] * is_known
         number = torch.bincount(torch.cat([ids, drawn]), minlength=size)
         weights = number / ((num_batch - 1) / (size - 1) + num_draws * shares)
         for anchor, value in zip(ids.tolist(), (contributions[ids] @ weights).tolist()):
@@ -303,10 +304,10 @@ def test_what_lies_outside_a_pool_may_be_nearer_than_all_inside_it() -> None:
     """At small τ by more than float32 can hold; an item counts as expected at most once per draw."""
     far, near = torch.eye(4)[0], torch.eye(4)[1]
     nobody, items = torch.tensor([[-1]]), torch.arange(2)
-    shares = mean_shares(
-        near[None] / 0.005, nobody, torch.zeros(1), items, torch.stack([far, near]), items < 1, math.log(0.1)
-    )
-    assert shares.tolist() == pytest.approx([1.0, 0.1], rel=1e-5)
+    given = (near[None] / 0.005, nobody, torch.zeros(1), items, torch.stack([far, near]))
+    pool = Pool(items[:1], torch.zeros(1), is_looked_at=items < 1, log_chance=math.log(0.1))
+    shares = mean_shares(*(tensor[None] for tensor in given), pools=[pool])
+    assert shares.tolist() == [pytest.approx([1.0, 0.1], rel=1e-5)]
     corpus = Corpus.make(0, 1000)
     criterion, draw = GlobalCache(num_left=1000, temperature=0.005, pool=64), torch.Generator().manual_seed(0)
     for _ in range(5):
