@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> None:
     """Look up a command in the table and its sub-tables; print help, or run its function."""
-    prog, table = "dualenc", COMMANDS
+    prog = "dualenc"
+    table = COMMANDS
     while True:
         word = arguments.pop(0) if arguments else "--help"
         if word == "--version":
@@ -103,7 +104,8 @@ def _dispatch(arguments: list[str]) -> None:
             return None
         if word not in table:
             raise DualencError(f"{prog} has no command '{word}'{nearest(word, table)}; see {prog} --help")
-        entry, prog = table[word], f"{prog} {word}"
+        entry = table[word]
+        prog = f"{prog} {word}"
         if isinstance(entry, Command):
             return run_function(_load(entry), prog, arguments)
         table = entry

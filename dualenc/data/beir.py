@@ -78,7 +78,9 @@ class BeirPairs(PairDataset):
         file, self.corpus, queries = _open(Path(path), split, titles, (), skips)
         query_row = {name: row for row, name in enumerate(queries.ids)}
         document_row = {name: row for row, name in enumerate(self.corpus.ids)}
-        query_rows, right_id, grades = [], [], []
+        query_rows = []
+        right_id = []
+        grades = []
         # Grades below the minimum are judged, but no positives: they are not counted as bad.
         for line, query, document, grade in read_judgements(file, skips):
             if grade < min_grade:

@@ -53,7 +53,9 @@ class ColumnPairs(PairDataset):
             negatives = _Negatives(table, negative_column, right, right_vectors, rows, max_negatives)
         # Only items that a pair uses get a number: ids have no gaps.
         left_first, left_number = _number(left.items, left.keys, np.unique(rows), deduplicate)
-        items, keys, places = right.items, right.keys, right_places
+        items = right.items
+        keys = right.keys
+        places = right_places
         if negatives is not None:
             items, keys, places = negatives.behind(right, right_places)
         right_first, right_number = _number(items, keys, places, deduplicate)

@@ -135,7 +135,8 @@ class FirstComponents:
     """The first `dim` components of a matrix (N, D), taken when its rows are; scaled to length one if `are_unit`."""
 
     def __init__(self, vectors: Array, dim: int, are_unit: bool) -> None:
-        self.vectors, self.are_unit = vectors, are_unit
+        self.vectors = vectors
+        self.are_unit = are_unit
         self.dtype = vectors.dtype
         self.shape = (len(vectors), dim)
 

@@ -30,9 +30,11 @@ MAX_IMAGES = 1 << 16
 SAMPLED_TEXTS = 1 << 18
 SAMPLED_IMAGES = 1 << 12
 
-_TEXT_BLOCK, _IMAGE_BLOCK = 1 << 14, 1 << 8  # items whose contents are in memory together
+_TEXT_BLOCK = 1 << 14
+_IMAGE_BLOCK = 1 << 8  # items whose contents are in memory together
 _MAX_BYTES = 1 << 26  # larger files than that are sampled
-_PIECE, _PIECES = 1 << 16, 64
+_PIECE = 1 << 16
+_PIECES = 64
 _MODULUS = 1 << 128
 
 
@@ -49,9 +51,13 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
         modality: of the items.
     """
     if modality == "image":
-        max_read, sampled, block = MAX_IMAGES, SAMPLED_IMAGES, _IMAGE_BLOCK
+        max_read = MAX_IMAGES
+        sampled = SAMPLED_IMAGES
+        block = _IMAGE_BLOCK
     else:
-        max_read, sampled, block = MAX_TEXTS, SAMPLED_TEXTS, _TEXT_BLOCK
+        max_read = MAX_TEXTS
+        sampled = SAMPLED_TEXTS
+        block = _TEXT_BLOCK
     passes = [(np.arange(len(items)), True)]
     if len(items) > max_read and modality != "vector":
         # The seed is fixed: every process and every run looks at the same sample.
@@ -92,7 +98,8 @@ def file_identity(path: Path | RemoteFile, read: bool = True) -> bytes:
     try:
         with open_regular(path) as stream:
             status = path.stat()
-            size, changed = status.st_size, status.st_mtime_ns
+            size = status.st_size
+            changed = status.st_mtime_ns
             if not read:
                 return f"{size} {changed}".encode()
             digest = hashlib.blake2b(digest_size=16)

@@ -21,7 +21,8 @@ class ImageFiles:
     """Items that are image files: `root / name` for each name."""
 
     def __init__(self, root: str | os.PathLike[str], names: Sequence[str]) -> None:
-        self.root, self.names = Path(root), list(names)
+        self.root = Path(root)
+        self.names = list(names)
 
     def __len__(self) -> int:
         return len(self.names)

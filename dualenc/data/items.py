@@ -234,7 +234,8 @@ def write_items(
 
     def batches() -> Iterator[pa.RecordBatch]:
         nonlocal count
-        names, shown = iter(ids), None if texts is None else iter(texts)
+        names = iter(ids)
+        shown = None if texts is None else iter(texts)
         while block := list(itertools.islice(names, BATCH_ROWS)):
             own = None if shown is None else list(itertools.islice(shown, len(block)))
             yield item_batch(block, own, None if columns is None else columns.slice(count, len(block)))

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 ColumnKind = Literal["value", "list", "vector", "vectors"]
 Reshape = Callable[[dict[str, Any]], dict[str, Any]]
-FILE, LINE = "__file__", "__line__"
+FILE = "__file__"
+LINE = "__line__"
 """Columns that hold the place of each row."""
 
 _BATCH_ROWS = 2000

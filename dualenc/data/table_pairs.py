@@ -258,7 +258,8 @@ class ImageFolderPairs(ColumnPairs):
         names = find_images(path)
         file = _usual_captions(folder) if captions is None else Path(captions)
         if file is None:
-            image_column, caption_column = "image", "captions"
+            image_column = "image"
+            caption_column = "captions"
             table = _table_of_text_files(folder, names, Skips(path, on_error))
         else:
             known = peek_columns(file)

@@ -65,7 +65,8 @@ def expand_braces(url: str) -> list[str]:
     """
     urls = [url]
     while match := _BRACES.search(urls[0]):
-        first, last = int(match[1]), int(match[2])
+        first = int(match[1])
+        last = int(match[2])
         count = last - first + 1
         if not 0 < count * len(urls) <= MAX_FILES:
             raise DualencError(f"{display_name(url)}: {match[0]} means no file, or more than {MAX_FILES:,} together")

@@ -214,7 +214,8 @@ class VectorColumn:
         if dim is None:
             dim = max(1, int(np.bincount(lengths[lengths > 0], minlength=2).argmax()))  # 1 if there is no vector at all
         fits = lengths == dim
-        shards, start = [np.zeros((0, dim), np.float32)], 0
+        shards = [np.zeros((0, dim), np.float32)]
+        start = 0
         for chunk in array.chunks:
             good = fits[start : start + len(chunk)]
             start += len(chunk)

@@ -71,7 +71,8 @@ class WebDatasetPairs(PairDataset):
         good[good] = right_files.usable("right", skips, among=good)
         rows = np.flatnonzero(good)
         skips.demand(len(rows), "pair")
-        first, right_id = rows, np.arange(len(rows))
+        first = rows
+        right_id = np.arange(len(rows))
         # Equal texts are found by reading all of them once; images are not compared.
         if deduplicate and right_files.modality == "text":
             rows = _readable(right_files, rows, skips)
@@ -87,7 +88,8 @@ class WebDatasetPairs(PairDataset):
 
     def samples(self) -> Iterator[tuple[int, str]]:
         """Of each pair the number of its tar, in the order of `path` and of sorted names, and the name in the tar."""
-        files, rows = self.left_items.items, self.left_items.positions  # type: ignore[attr-defined]
+        files = self.left_items.items  # type: ignore[attr-defined]
+        rows = self.left_items.positions  # type: ignore[attr-defined]
         for row in rows.tolist():
             yield int(files.tar[row]), files.samples[row].as_py()
 

@@ -76,7 +76,8 @@ class BatchStatistics:
                 mean, variance = self._latest[layer].statistics()
                 stack.callback(_set, layer, running_mean=layer.running_mean, running_var=layer.running_var)
                 # Outside training a layer takes its running statistics for constants; the hook adds their gradient.
-                layer.running_mean, layer.running_var = mean.detach(), variance.detach()
+                layer.running_mean = mean.detach()
+                layer.running_var = variance.detach()
                 if mean.requires_grad:
                     hook = functools.partial(_connect, mean=mean, variance=variance)
                     stack.callback(layer.register_forward_pre_hook(hook).remove)
@@ -143,7 +144,8 @@ class _Synchroniser:
         """Hook: the layer has its running statistics back."""
         if self._running is not None:
             self.layer.running_mean, self.layer.running_var = self._running
-            self.layer.training, self._running = True, None
+            self.layer.training = True
+            self._running = None
 
 
 def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -205,10 +207,13 @@ def _recording(layer: _BatchNorm, latest: dict[_BatchNorm, _Recorded]) -> Iterat
     """Has one layer write its batch's statistics: for a forward, its running ones are blank and their momentum is 1."""
     names = ("running_mean", "running_var", "momentum", "track_running_stats", "num_batches_tracked")
     kept = {name: getattr(layer, name) for name in names}
-    own_mean, own_variance, batches = kept["running_mean"], kept["running_var"], kept["num_batches_tracked"]
+    own_mean = kept["running_mean"]
+    own_variance = kept["running_var"]
+    batches = kept["num_batches_tracked"]
 
     def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        channels, device = inputs[0].shape[1], inputs[0].device
+        channels = inputs[0].shape[1]
+        device = inputs[0].device
         like = layer.weight if own_mean is None else own_mean
         blank = torch.zeros(2, channels, dtype=inputs[0].dtype if like is None else like.dtype, device=device)
         counter = torch.zeros((), dtype=torch.long, device=device) if batches is None else batches
@@ -216,7 +221,8 @@ def _recording(layer: _BatchNorm, latest: dict[_BatchNorm, _Recorded]) -> Iterat
         _set(layer, momentum=1.0, track_running_stats=True)
 
     def after(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        mean, variance = layer.running_mean, layer.running_var
+        mean = layer.running_mean
+        variance = layer.running_var
         assert mean is not None
         assert variance is not None
         _set(layer, **kept)

@@ -136,7 +136,8 @@ def with_repository(readme: str, repo: str) -> str:
         return readme
     head, use, examples = readme.rpartition("\n## Use\n")
     head = re.sub(r"^# .*", lambda _: f"# {_inline(repo)}", head, count=1, flags=re.MULTILINE)
-    old, new = re.escape(name[1]), json.dumps(repo)[1:-1]
+    old = re.escape(name[1])
+    new = json.dumps(repo)[1:-1]
     examples = re.sub(f'"(?:local-dir:|hf-hub:){old}"', lambda _: f'"hf-hub:{new}"', examples)
     examples = examples.replace(f'"{name[1]}"', f'"{new}"')
     # A folder or file in the repository, which these libraries do not load by name

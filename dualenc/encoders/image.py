@@ -111,7 +111,8 @@ class ImageEncoder(DualEncoder):
         prepare = ImagePrepare(evaluate, training, grey=config["input_size"][0] == 1)
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
         super().__init__(tower, tower, kind="image", views=True)
-        self.backbone_args, self.small_image_stem = args, has_small_stem
+        self.backbone_args = args
+        self.small_image_stem = has_small_stem
         if not is_registered(backbone):
             self.base = base_metadata(backbone, model_folder(backbone))
         elif pretrained:
@@ -120,7 +121,8 @@ class ImageEncoder(DualEncoder):
                 "license": model.pretrained_cfg.get("license"),
             }
             self.base = {key: value for key, value in known.items() if value}
-        self.data_config, self.projector_sizes = config, sizes
+        self.data_config = config
+        self.projector_sizes = sizes
 
     @classmethod
     def from_folder(cls, folder: Path) -> ImageEncoder:
@@ -191,9 +193,11 @@ class ProjectedTower(Tower):
 
     def __init__(self, backbone: nn.Module, head: nn.Module, prepare: ImagePrepare, feature_dim: int, dim: int) -> None:
         super().__init__()
-        self.backbone, self.projector = backbone, head
+        self.backbone = backbone
+        self.projector = head
         self.prepare: ImagePrepare = prepare
-        self.feature_dim, self.dim = feature_dim, dim
+        self.feature_dim = feature_dim
+        self.dim = dim
 
     def features(self, inputs: Inputs) -> Tensor:
         """The backbone's pooled features (B, feature_dim) of pixels (B, C, H, W), in float32."""
@@ -254,7 +258,9 @@ def load_backbone(
     import timm
     from timm.models import get_pretrained_cfg
 
-    folder, source, saved = None, name, {}
+    folder = None
+    source = name
+    saved = {}
     if is_registered(name):
         known = get_pretrained_cfg(name, allow_unregistered=True)
         fixed_size = known and known.fixed_input_size
@@ -265,13 +271,15 @@ def load_backbone(
         config = read_json_object(folder / "config.json")
         if "architecture" not in config:
             raise DualencError(f"{folder / 'config.json'}: names no timm architecture; give another folder")
-        source, saved = f"local-dir:{folder}", config.get("model_args", {})
+        source = f"local-dir:{folder}"
+        saved = config.get("model_args", {})
         fixed_size = config.get("pretrained_cfg", config).get("fixed_input_size")
         path = folder / DUALENC_FILE
         has_stem = path.is_file() and bool(read_json_object(path).get("small_image_stem"))
         if small_stem not in (None, has_stem):
             raise DualencError(f"{folder}: small_image_stem is {has_stem} in this folder; leave it out")
-        small_stem, pretrained = has_stem, not has_stem
+        small_stem = has_stem
+        pretrained = not has_stem
     # What timm takes besides an architecture's arguments: other weights, other configurations, compilation.
     others = inspect.signature(timm.create_model).parameters
     for key in (*saved, *args):

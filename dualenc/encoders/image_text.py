@@ -431,7 +431,8 @@ def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -
     missing = [section for section in SECTIONS if section not in config]
     if missing:
         raise DualencError(f"{where}: {', '.join(missing)} missing; an open_clip model needs {', '.join(SECTIONS)}")
-    text, vision = config["text_cfg"], config["vision_cfg"]
+    text = config["text_cfg"]
+    vision = config["vision_cfg"]
     if not isinstance(text, dict) or not isinstance(vision, dict):
         raise DualencError(f"{where}: text_cfg or vision_cfg does not hold keys; restore it")
     for key in text.get("tokenizer_kwargs") or {}:

@@ -28,7 +28,8 @@ class _ByPosition(nn.Module):
 
     def __init__(self, tower: Tower, names: Sequence[str]) -> None:
         super().__init__()
-        self.tower, self.names = tower, names
+        self.tower = tower
+        self.names = names
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.tower(dict(zip(self.names, inputs, strict=True)))

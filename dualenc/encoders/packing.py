@@ -83,7 +83,8 @@ def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
     their_lengths = [lengths[text] for text in waiting]
     rows = []
     while waiting:
-        row, left = [], room
+        row = []
+        left = room
         while number := bisect_right(their_lengths, left):
             row.append(waiting.pop(number - 1))
             left -= their_lengths.pop(number - 1)
@@ -93,7 +94,8 @@ def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 def run_packed(backbone: Any, inputs: Inputs) -> Tensor:
     """(n, T, H) last hidden states of packed texts, each of whose tokens attend to those of their own text."""
-    of_rows, texts = dict(inputs), inputs["texts"]
+    of_rows = dict(inputs)
+    texts = inputs["texts"]
     place = of_rows.pop("place")
     del of_rows["texts"]
     of_rows["attention_mask"] = (texts[:, :, None] == texts[:, None])[:, None]

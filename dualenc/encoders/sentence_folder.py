@@ -29,7 +29,8 @@ OTHER_FLAGS = (
 POOLING_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 MODULES = ("Transformer", "Pooling", "Normalize")
 SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize")
-QUERY_NAMES, DOCUMENT_NAMES = ("query",), ("document", "passage", "corpus")
+QUERY_NAMES = ("query",)
+DOCUMENT_NAMES = ("document", "passage", "corpus")
 """Names of prompts that sentence-transformers itself looks for, first ones first."""
 
 
@@ -82,7 +83,8 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     if not (folder / "modules.json").is_file():
         return SentenceFolder(folder)
     modules = _read_modules(folder)
-    transformer, pooling = modules[0][1], modules[1][1]
+    transformer = modules[0][1]
+    pooling = modules[1][1]
     settings = _optional_json(transformer / "sentence_bert_config.json")
     task = settings.get("transformer_task", "feature-extraction")
     if task != "feature-extraction":
@@ -125,7 +127,8 @@ def whole_module(folder: Path) -> Path | None:
 
 def _read_modules(folder: Path) -> list[tuple[str, Path]]:
     """Kind and folder of each module: Transformer, Pooling, then any of Dense and Normalize."""
-    file, found = folder / "modules.json", list_modules(folder, SUPPORTED)
+    file = folder / "modules.json"
+    found = list_modules(folder, SUPPORTED)
     names = [name for name, _ in found]
     for position, name in enumerate(MODULES[:2]):
         if name not in names:

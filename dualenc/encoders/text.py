@@ -112,7 +112,8 @@ class TextEncoder(DualEncoder):
                 base.backbone = add_lora(base.backbone, lora_rank, lora_alpha, lora_dropout, lora_targets)
             if gradient_checkpointing:
                 _enable_checkpointing(base.backbone)
-        left, right = bases[0], bases[-1]
+        left = bases[0]
+        right = bases[-1]
         left_prompt = _choose_prompt("query", query_prompt, query_prompt_name, left.says, left.says.query_prompt)
         right_prompt = _choose_prompt(
             "document", document_prompt, document_prompt_name, right.says, right.says.document_prompt
@@ -557,7 +558,8 @@ def quiet_transformers() -> Iterator[None]:
     """Without transformers' progress bars and reports: what matters of them is checked here."""
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

@@ -67,7 +67,8 @@ class VectorEncoder(DualEncoder):
     ) -> None:
         if input_dim is None:  # what recipes fill in of texts and images
             raise DualencError("the data holds no vectors to adapt; give embeddings, or choose another model")
-        right_tower, right_input_dim = right_tower or tower, right_input_dim or input_dim
+        right_tower = right_tower or tower
+        right_input_dim = right_input_dim or input_dim
         alike = (tower, input_dim) == (right_tower, right_input_dim)
         if shared and not alike:
             raise DualencError(
@@ -142,7 +143,8 @@ class VectorEncoder(DualEncoder):
             raise DualencError(f"the {side} tower is {tower.config['tower']}; only linear ones have a Dense module")
         if Path(folder).exists():
             raise DualencError(f"{folder}: exists; choose a new folder")
-        source, on_hub = model_folder(base), hub_name(base)
+        source = model_folder(base)
+        on_hub = hub_name(base)
         metadata = base_metadata(base, source)
         adapter = tower.describe()
         usage = "query-document"
@@ -232,7 +234,8 @@ class Residual(nn.Module):
         self.skip = nn.Identity() if input_dim == dim else _near_identity(input_dim, dim, bias=False)
         self.scale = math.sqrt(input_dim)
         self.norm = nn.LayerNorm(input_dim)
-        self.up, self.down = nn.Linear(input_dim, hidden), nn.Linear(hidden, dim)
+        self.up = nn.Linear(input_dim, hidden)
+        self.down = nn.Linear(hidden, dim)
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 

@@ -143,7 +143,8 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
 
     encoder = load_model(model, device=str(device))
     if encoder.kind not in kinds:
-        needed, other = " or ".join(kinds), _COMMAND_OF[encoder.kind]
+        needed = " or ".join(kinds)
+        other = _COMMAND_OF[encoder.kind]
         raise DualencError(f"{model}: is of kind {encoder.kind}, but this task needs kind {needed}; use {other}")
     return encoder
 

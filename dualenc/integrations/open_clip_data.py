@@ -34,7 +34,8 @@ class IndexedData:
         self.info = info
         self.pairs = pairs
         self.prepare: dict[Side, Callable[..., Any]] = {"left": image, "right": text}
-        self.num_batches, self.num_samples = info.dataloader.num_batches, info.dataloader.num_samples
+        self.num_batches = info.dataloader.num_batches
+        self.num_samples = info.dataloader.num_samples
         self._loader = loader
         self._rows: list[Tensor] = []
 
@@ -62,7 +63,8 @@ class IndexedData:
 
     def take_rows(self) -> list[Tensor]:
         """The rows of the batches handed on since the last call, one (b,) for each batch."""
-        rows, self._rows = self._rows, []
+        rows = self._rows
+        self._rows = []
         return rows
 
     def encoder(self, model: nn.Module) -> Encode:

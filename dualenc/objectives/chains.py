@@ -315,7 +315,9 @@ class ChainObjective(Objective):
 
         queries = anchors.all_embeddings / anchors.temperature  # (X, G, D)
         hidden = anchors.gather_lists(anchors.hidden_items)
-        keys, scores, log_sums = [], [], []
+        keys = []
+        scores = []
+        log_sums = []
         for x, (direction, memory) in enumerate(zip(anchors.directions, self._memories, strict=True)):
             counts = self.corpus.item_counts(direction)
             draws = memory.draw(queries[x], hidden[x], uniform[:, x], counts)

@@ -74,7 +74,8 @@ def check_shapes(
         weights: (b,) of the pairs.
         views: whether the objective trains on two views.
     """
-    left, right = embeddings["left"], embeddings["right"]
+    left = embeddings["left"]
+    right = embeddings["right"]
     for name, tensor in embeddings.items():
         if tensor.dim() != 2 or not tensor.is_floating_point():
             fail(owner, name, f"has shape {tuple(tensor.shape)} ({tensor.dtype}); it must be a float (b, D) tensor")

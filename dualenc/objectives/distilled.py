@@ -96,7 +96,8 @@ class Distilled(Wrapper):
         self._check(len(left), num_negatives, teacher_scores, teacher_rows)
         precision = output.loss.dtype
         with torch.autocast(left.device.type, enabled=False):
-            left, right = left.to(precision), right.to(precision)
+            left = left.to(precision)
+            right = right.to(precision)
             own = (left * right).sum(dim=1, keepdim=True)  # (b, 1), then (b, 1 + K)
             if teacher_rows.shape[1] and negatives is not None and num_negatives:
                 of_pairs = negatives.to(precision)[teacher_rows.clamp(min=0)]  # (b, K, D)

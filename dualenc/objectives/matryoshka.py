@@ -153,7 +153,8 @@ class PrefixEncode:
     """`encode(side, ids)` that gives the first d components."""
 
     def __init__(self, encode: Encode, dim: int) -> None:
-        self.encode, self.dim = encode, dim
+        self.encode = encode
+        self.dim = dim
 
     def __call__(self, side: Side, ids: Tensor) -> Tensor:
         return prefix(self.encode(side, ids), self.dim)

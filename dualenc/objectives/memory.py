@@ -310,7 +310,8 @@ class EmbeddingMemory(nn.Module):
         self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor, counts: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(G,) keys and (G,) scores of an item drawn from each anchor's block (G,) of this rank."""
-        drawn_rows, drawn_scores = [], []
+        drawn_rows = []
+        drawn_scores = []
         in_block = torch.arange(self.block_size, device=block.device)
         anchors_per_chunk = max(1, RUN_ENTRIES // (self.block_size * queries.shape[1]))
         for chunk in torch.arange(len(queries), device=queries.device).split(anchors_per_chunk):

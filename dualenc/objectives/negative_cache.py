@@ -73,7 +73,8 @@ class NegativeCache(MemoryObjective):
         queries = anchors.all_embeddings / anchors.temperature
         hidden = anchors.gather_lists(anchors.hidden_items)
         uniform = self.draws.uniform(2, len(self.directions), anchors.num_batch, like=queries)
-        keys, log_sums = [], []
+        keys = []
+        log_sums = []
         for x, direction in enumerate(anchors.directions):
             draws = self.memory_of(direction).draw(queries[x], hidden[x], uniform[:, direction])
             keys.append(draws.keys)

@@ -24,7 +24,8 @@ from dualenc.search.index import Index, rows_in
 
 FOLDER = "bm25"
 FORMAT = "dualenc bm25"
-K1, B = 1.5, 0.75
+K1 = 1.5
+B = 0.75
 """Saturation of the term frequency, strength of the length normalisation; as in `evaluate retrieval --bm25`."""
 AGAIN = "run dualenc index INDEX --bm25"
 

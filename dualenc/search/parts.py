@@ -377,7 +377,8 @@ def with_codes(base: Any, like: Any, codes: Iterable[np.ndarray], path: Path) ->
     if filled.ntotal != count or filled.codes.size() != size:
         raise DualencError(f"{path}: this version of FAISS writes it differently; leave out Refine")
     refined = faiss.IndexRefine(base, filled)
-    refined.k_factor, refined.ntotal = like.k_factor, base.ntotal
+    refined.k_factor = like.k_factor
+    refined.ntotal = base.ntotal
     return refined
 
 
@@ -386,5 +387,6 @@ def _without_codes(refine: Any) -> Any:
     if isinstance(refine, faiss.IndexFlat):
         return faiss.IndexFlat(refine.d, refine.metric_type)
     empty = faiss.IndexScalarQuantizer(refine.d, refine.sq.qtype, refine.metric_type)
-    empty.sq, empty.is_trained = refine.sq, True
+    empty.sq = refine.sq
+    empty.is_trained = True
     return empty

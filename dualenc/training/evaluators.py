@@ -216,7 +216,8 @@ def _read_folders(
 
 def _limited(whole: RetrievalSet, max_queries: int | None, max_documents: int | None) -> tuple[RetrievalSet, str]:
     """A collection of at most that size, and what to add to its name."""
-    collection, limits = whole, []
+    collection = whole
+    limits = []
     if max_queries is not None:
         collection = collection.first_queries(max_queries)
         limits.append(f"first {max_queries} queries")
