@@ -70,8 +70,10 @@ class SimCLR:
         self, size: int = 32, strength: float | None = None, blur: float | None = None, min_area: float = 0.08
     ) -> None:
         self.size = size
-        self.strength = (0.5 if size <= 64 else 1.0) if strength is None else strength
-        self.blur = (0.0 if size <= 32 else 0.5) if blur is None else blur
+        usual_strength = 0.5 if size <= 64 else 1.0
+        usual_blur = 0.0 if size <= 32 else 0.5
+        self.strength = usual_strength if strength is None else strength
+        self.blur = usual_blur if blur is None else blur
         self.min_area = min_area
         if size < 8 or not 0 <= self.strength <= 2.5 or not 0 <= self.blur <= 1 or not 0 < min_area <= 1:
             raise DualencError(

@@ -256,11 +256,14 @@ def _galleries(source: CorruptedImages, rows: list[int], found: np.ndarray, seve
     order = np.argsort(-share, kind="stable")
     count = min(GALLERY_IMAGES, len(order) // 2 or 1)
 
+    # The last, -1, stands for a tie.
+    names = [*source.corruptions, "several"]
+
     def entry(place: int) -> Entry:
         row = rows[place]
         items = [
             Item(
-                "" if got == number else f"took it for {source.corruptions[got] if got >= 0 else 'several'}",
+                "" if got == number else f"took it for {names[got]}",
                 image=source.image(row, name, severity),
                 note=name,
                 relevant=got == number,
