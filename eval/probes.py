@@ -45,10 +45,17 @@ class PredictedPartition(SogCLR):
         )
         parameters = [p for predictor in self.predictors for p in predictor.parameters()]
         self.optimizer = torch.optim.Adam(parameters, lr=rate)
+        self.has_begun = False
 
     def update_averages(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
         """(X, A) predicted log mean of exp(s/τ) of each anchor, after a step towards this batch's (X, A)."""
         embeddings = anchors.embeddings.detach().float()
+        if self.updates_state and not self.has_begun:
+            # From zero the first weights, exp(s/τ), would be enormous.
+            for predictor in self.predictors:
+                nn.init.zeros_(predictor[-1].weight)
+                nn.init.constant_(predictor[-1].bias, float(log_mean.mean() * anchors.temperature))
+            self.has_begun = True
         if self.updates_state:
             with torch.enable_grad():
                 for _ in range(self.updates):
@@ -61,7 +68,9 @@ class PredictedPartition(SogCLR):
 
     def _predict(self, embeddings: Tensor, anchors: Anchors) -> Tensor:
         rows = zip(anchors.directions, embeddings, strict=True)
-        return torch.stack([self.predictors[direction](row).squeeze(-1) for direction, row in rows])
+        # In units of similarities, which are alike for every τ.
+        predicted = [self.predictors[direction](row).squeeze(-1) for direction, row in rows]
+        return torch.stack(predicted) / anchors.temperature.detach()
 
 
 class TeacherBatches(BatchSelector):

@@ -42,6 +42,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from probes import PredictedPartition, TeacherBatches
 from quality import COMPARED, new_encoder, open_parts
 
 from dualenc.data import BeirPairs, ImageViews, PairDataset, TablePairs
@@ -88,9 +89,20 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 MINED = {
     "InfoNCE, mined each epoch": {"mine_every": 1},
     "InfoNCE, 4 mined each epoch": {"mine_every": 1, "mine_negatives": 4},
+    "GlobalCache, mined each epoch": {"mine_every": 1},
 }
 """Settings of the trainer for objectives that train on mined negatives."""
-OBJECTIVES |= dict.fromkeys(MINED, OBJECTIVES["InfoNCE"])
+OBJECTIVES |= {name: OBJECTIVES[name.partition(",")[0]] for name in MINED}
+
+PROBES: dict[str, Callable[..., Objective]] = {
+    "SogCLR+, cosine": lambda **common: SogCLR(gamma=0.2, gamma_schedule="cosine", positive_in_softmax=True, **common),
+    "predicted log-normaliser+": lambda **common: PredictedPartition(positive_in_softmax=True, **common),
+    "XBM, 256": lambda **common: XBM(queue_size=256, **common),
+    "InfoNCE, teacher's batches": OBJECTIVES["InfoNCE"],
+}
+"""Methods that are tried: FastCLIP's schedule of γ (Wei et al. 2024, arXiv:2407.01445), those of `probes.py`, and short
+queues of both sides (ContAccum, Kim et al. 2024, arXiv:2406.12356, without accumulation)."""
+OBJECTIVES |= PROBES
 
 RATES = (1.0, 0.5, 2.0)
 """Factors of a task's learning rate; the first one while τ is chosen."""
@@ -267,7 +279,12 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
             deterministic=False,
             **MINED.get(objective, {}),
         )
-        trainer.fit(model, pairs, criterion, evaluator=curve)
+        batching = None
+        if objective == "InfoNCE, teacher's batches":
+            # The features themselves are the teacher.
+            sides = np.asarray(pairs.left_items)[pairs.left_id], np.asarray(pairs.right_items)[pairs.right_id]
+            batching = TeacherBatches(*sides, batch_size, seed=seed)
+        trainer.fit(model, pairs, criterion, batching, evaluator=curve)
     measured = task.test(model.eval())
     scores = np.round(255 * np.array(task.test.per_query)).astype(np.uint8)
     outcome = {
