@@ -16,7 +16,8 @@ from dualenc.types import Side
 
 Encode = Callable[[Side, Tensor], Tensor]
 """`encode(side, ids)` embeds n items, whose ids are on the CPU, as (n, D). With several processes all make the same
-calls in the same order, even for no items: a pass through a sharded model is collective."""
+calls in the same order, even for no items: a pass through a sharded model is collective. It may have a method
+`encode.sides([(side, ids), …]) -> [(n, D), …]`, which embeds items of both sides at once."""
 
 CANDIDATE_SIDES: tuple[Side, Side] = ("right", "left")
 """The candidates' side of directions 0 and 1."""
@@ -51,40 +52,48 @@ class ItemEncoder:
         Raises:
             DualencError: `encode` gives another shape, or vectors that are neither of norm 1 nor zero.
         """
-        embeddings = []
         # One transfer for both directions: each stalls the queue of an accelerator.
-        for direction, ids in zip(directions, items.cpu(), strict=True):
-            if self.views:
-                embeddings.append(self._embed_views(ids))
-            else:
-                embeddings.append(self._embed(CANDIDATE_SIDES[direction], ids))
-        stacked = torch.stack(embeddings)
-        check_encoded(stacked)
-        return stacked
+        ids = items.cpu()
+        if self.views:
+            embeddings = torch.stack([self._embed_views(row) for row in ids])
+        else:
+            sides = [CANDIDATE_SIDES[direction] for direction in directions]
+            embeddings = torch.stack(self._embed(list(zip(sides, ids, strict=True))))
+        check_encoded(embeddings)
+        return embeddings
 
     def _embed_views(self, items: Tensor) -> Tensor:
         is_left = items % 2 == 0
         ids = items // 2  # floor division keeps -1
-        left = self._embed("left", ids.where(is_left, PADDING))
-        right = self._embed("right", ids.where(~is_left, PADDING))
+        left, right = self._embed([("left", ids.where(is_left, PADDING)), ("right", ids.where(~is_left, PADDING))])
         return left + right
 
-    def _embed(self, side: Side, ids: Tensor) -> Tensor:
-        """(n, D) embeddings of ids (n,) on the CPU; zeros for -1."""
-        dimension = self.like.shape[-1]
-        distinct, inverse = ids.unique(return_inverse=True)
-        inverse = inverse.to(self.like.device)
-        present = distinct[distinct >= 0]
-        padding = self.like.new_zeros(len(distinct) - len(present), dimension)
-        # A single process has no collective pass to join.
-        if not len(present) and not distributed.is_initialized():
-            return padding[inverse]
+    def _embed(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
+        """(n, D) embeddings of each part, a side and ids (n,) on the CPU; zeros for -1."""
+        distinct = [ids.unique(return_inverse=True) for _, ids in parts]
+        present = [(side, unique[unique >= 0]) for (side, _), (unique, _) in zip(parts, distinct)]
+        embeddings = []
+        for (unique, inverse), encoded in zip(distinct, self._encode(present)):
+            padding = encoded.new_zeros(len(unique) - len(encoded), encoded.shape[1])
+            # -1 sorts first, so its row of zeros does too.
+            embeddings.append(torch.cat([padding, encoded])[inverse.to(self.like.device)])
+        return embeddings
 
+    def _encode(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
+        """(n, D) embeddings of each part, a side and distinct ids (n,)."""
+        nothing = self.like.new_zeros(0, self.like.shape[-1])
+        # A single process has no collective pass to join.
+        wanted = [part for part in parts if len(part[1]) or distributed.is_initialized()]
+        encode_sides = getattr(self.encode, "sides", None)
         with self._autocast:
-            embeddings = self.encode(side, present)
-        expected = (len(present), dimension)
-        if embeddings.shape != expected:
-            shape = tuple(embeddings.shape)
-            raise DualencError(f"encode gave shape {shape} for {len(present)} ids; it must be {expected}")
-        # -1 sorts first, so its row of zeros does too.
-        return torch.cat([padding, embeddings.to(self.like)])[inverse]
+            if encode_sides is not None and len(wanted) > 1:
+                encoded = encode_sides(wanted)
+            else:
+                encoded = [self.encode(side, ids) for side, ids in wanted]
+        for (_, ids), embeddings in zip(wanted, encoded, strict=True):
+            expected = (len(ids), self.like.shape[-1])
+            if embeddings.shape != expected:
+                shape = tuple(embeddings.shape)
+                raise DualencError(f"encode gave shape {shape} for {len(ids)} ids; it must be {expected}")
+        by_side = {side: embeddings.to(self.like) for (side, _), embeddings in zip(wanted, encoded)}
+        return [by_side.get(side, nothing) for side, _ in parts]

@@ -86,8 +86,8 @@ class PlainEncoding:
             encoded = torch.cat([self._forward(side, take(inputs, rows)) for rows in groups])
         return encoded[torch.cat(groups).argsort().to(encoded.device)]
 
-    def encode_batch(self, *parts: tuple[Side, Inputs]) -> list[Tensor]:
-        """Encode the parts of a training batch, (n, D) each: through shared weights all at once.
+    def encode_parts(self, *parts: tuple[Side, Inputs], out_of_batch: bool = False) -> list[Tensor]:
+        """Encode several parts of a step, (n, D) each: through shared weights all at once.
 
         That makes fewer passes, and texts of like length on both sides are encoded together. BatchNorm layers see one
         part at a time.
@@ -97,8 +97,9 @@ class PlainEncoding:
         if self.model.shares_weights and not uses_batch_statistics(self.model):
             joined = self.model.left.prepare.join([inputs for _, inputs in parts if inputs])
         if joined is not None:
-            return list(self.encode("left", joined).split([num_rows(inputs) for _, inputs in parts]))
-        return [self.encode(side, inputs) for side, inputs in parts]
+            encoded = self.encode("left", joined, out_of_batch)
+            return list(encoded.split([num_rows(inputs) for _, inputs in parts]))
+        return [self.encode(side, inputs, out_of_batch) for side, inputs in parts]
 
     @distributed.explain_lost_process()
     def backward(self, loss: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -411,27 +411,19 @@ class ItemEncoder:
         self.num_encoded = 0
         self.bad: dict[tuple[str, int], str] = {}
 
-    def bind(self, encoding: PlainEncoding, number: int) -> Callable[[Side, Tensor], Tensor]:
+    def bind(self, encoding: PlainEncoding, number: int) -> BoundEncoder:
         """The `encode(side, ids)` of one batch, by its encoding and with seeds of its number."""
+        return BoundEncoder(self, encoding, number)
 
-        def encode(side: Side, ids: Tensor) -> Tensor:
-            item_ids = ids.reshape(-1).tolist()
-            self._check_ids(side, item_ids)
-            items, places = self._fetch(side, item_ids)
-            self.num_encoded += len(items)
-            inputs: Inputs = {}
-            if items:
-                fetched = [item_ids[place] for place in places]
-                seeds = augmentation_seeds(self.seed, number, fetched, side, "item")
-                inputs = dict(self.model.tower(side).prepare(items, seeds))
-            # Even without any item: all ranks make this pass together.
-            embeddings = encoding.encode(side, inputs, out_of_batch=True)
-            if len(places) == len(item_ids):
-                return embeddings
-            rows = torch.tensor(places, dtype=torch.int64, device=embeddings.device)
-            return embeddings.new_zeros(len(item_ids), embeddings.shape[1]).index_copy(0, rows, embeddings)
-
-        return encode
+    def prepare(self, side: Side, ids: list[int], number: int) -> tuple[Inputs, list[int]]:
+        """The inputs of the items of `ids` that can be read, {} for none, and the places of these in `ids`."""
+        self._check_ids(side, ids)
+        items, places = self._fetch(side, ids)
+        self.num_encoded += len(items)
+        if not items:
+            return {}, places
+        seeds = augmentation_seeds(self.seed, number, [ids[place] for place in places], side, "item")
+        return dict(self.model.tower(side).prepare(items, seeds)), places
 
     def _check_ids(self, side: Side, ids: list[int]) -> None:
         limit = self.pairs.num_left if side == "left" else self.pairs.num_right
@@ -452,3 +444,42 @@ class ItemEncoder:
                     raise
                 self.bad[side, item_id] = str(error)
         return items, places
+
+
+class BoundEncoder:
+    """The `encode(side, ids)` of one batch; `sides` embeds items of both sides, in one pass where weights are shared.
+
+    Args:
+        items: prepares items.
+        encoding: of the batch.
+        number: of the batch, for the seeds of the augmentation.
+    """
+
+    def __init__(self, items: ItemEncoder, encoding: PlainEncoding, number: int) -> None:
+        self.items = items
+        self.encoding = encoding
+        self.number = number
+
+    def __call__(self, side: Side, ids: Tensor) -> Tensor:
+        """(n, D) embeddings of items (n,) of a side; zeros for those that cannot be read."""
+        return self.sides([(side, ids)])[0]
+
+    def sides(self, parts: Sequence[tuple[Side, Tensor]]) -> list[Tensor]:
+        """(n, D) embeddings of the items (n,) of each part, a side and ids."""
+        wanted = [(side, ids.reshape(-1).tolist()) for side, ids in parts]
+        prepared = [self.items.prepare(side, ids, self.number) for side, ids in wanted]
+        inputs = [(side, inputs) for (side, _), (inputs, _) in zip(wanted, prepared)]
+        # Even without any item: all ranks make this pass together.
+        encoded = self.encoding.encode_parts(*inputs, out_of_batch=True)
+        return [
+            _at_places(embeddings, places, len(ids))
+            for embeddings, (_, places), (_, ids) in zip(encoded, prepared, wanted)
+        ]
+
+
+def _at_places(embeddings: Tensor, places: list[int], count: int) -> Tensor:
+    """(count, D) with embeddings (n, D) at n places, and zeros elsewhere."""
+    if len(places) == count:
+        return embeddings
+    rows = torch.tensor(places, dtype=torch.int64, device=embeddings.device)
+    return embeddings.new_zeros(count, embeddings.shape[1]).index_copy(0, rows, embeddings)

@@ -472,7 +472,7 @@ class Loop:
         parts: list[tuple[Side, Inputs]] = [("left", batch.left), ("right", batch.right)]
         if batch.negatives is not None or (encoding.in_step and self.pairs.negatives is not None):
             parts.append(("right", batch.negatives or {}))
-        left, right, *mined = encoding.encode_batch(*parts)
+        left, right, *mined = encoding.encode_parts(*parts)
         output = self.objective(
             left,
             right,
@@ -502,7 +502,7 @@ class Loop:
         if self.momentum_encoder is None:
             return {}
         with torch.no_grad(), self.momentum_encoder.applied():
-            left, right = self._encoding().encode_batch(("left", batch.left), ("right", batch.right))
+            left, right = self._encoding().encode_parts(("left", batch.left), ("right", batch.right))
         return {"keys_left": left, "keys_right": right}
 
     def _encoding(self) -> PlainEncoding:

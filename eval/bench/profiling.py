@@ -115,7 +115,7 @@ def step_flops(model: DualEncoder, pairs: PairDataset, batch_size: int) -> float
         for rows in plan:
             batch = loader.build(rows, epoch=0)
             encoding = PlainEncoding(model, device(), keep_statistics=False)
-            left, right = encoding.encode_batch(("left", batch.left), ("right", batch.right))
+            left, right = encoding.encode_parts(("left", batch.left), ("right", batch.right))
             encoding.backward((left + right).sum())
     return counter.get_total_flops() / len(plan)
 

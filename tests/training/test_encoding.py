@@ -318,7 +318,7 @@ def encoded_by(model, parts, make, together):
     hooks = [tower.register_forward_pre_hook(lambda *_: passes.append(1)) for tower in {model.left, model.right}]
     model.zero_grad()
     encoding = make(model, CPU)
-    encoded = encoding.encode_batch(*parts) if together else [encoding.encode(*part) for part in parts]
+    encoded = encoding.encode_parts(*parts) if together else [encoding.encode(*part) for part in parts]
     directions = [torch.randn(one.shape, generator=draw, dtype=one.dtype) for one in encoded]
     encoding.backward(sum((one * direction).sum() for one, direction in zip(encoded, directions, strict=True)))
     for hook in hooks:
