@@ -258,7 +258,7 @@ def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
     [
         ("data.wieghts={}", r"unknown key data\.init_args\.wieghts \(did you mean weights\?\)"),
         ("data.weights.third=1", "data: Mixture: weights names 'third', which is no source; there are first, second"),
-        ("data.weights.first=0", "data: Mixture: the weight of first is 0; it must be a number above 0"),
+        ("data.weights.first=0", "data: Mixture: the weight of first is 0.0; it must be a number above 0"),
         ("data.weights.first=x", "data.weights.first is 'x'; it must be float"),
         ("data.sources={}", "data: Mixture: sources is empty; name at least one"),
         ("data.sources=[]", r"data.sources is \[\]; it must be Mapping"),

@@ -69,7 +69,7 @@ class Mixture(PairDataset):
         _check_names("weights", self.source_weights, self.sources)
         for name, weight in self.source_weights.items():
             if not 0 < weight < sys.float_info.max:
-                raise DualencError(f"Mixture: the weight of {name} is {weight:g}; it must be a number above 0")
+                raise DualencError(f"Mixture: the weight of {name} is {weight}; it must be a number above 0")
         _check_sources(self.sources)
         _check_prompts("left", left, self.sources)
         _check_prompts("right", right, self.sources)
