@@ -616,7 +616,7 @@ class Row:
     def _longest(self, runs: Runs, cell: dict[str, Any]) -> list[dict[str, Any]]:
         """The runs of equal seconds: those of the length that has most seeds, for others were only tried.
 
-        Where no longer training was better, they are the runs of equal pairs.
+        Where longer trainings were tried and none was better, they are the runs of equal pairs.
         """
         wanted = {**cell, "equal": "seconds"}
         del wanted["pairs_seen"]
@@ -624,8 +624,8 @@ class Row:
         for one in runs.found.values():
             if wanted.items() <= one["settings"].items():
                 lengths.setdefault(one["settings"]["pairs_seen"], []).append(one)
-        longest = max(lengths.values(), key=len, default=self.seeds)
-        return longest if len(longest) > 1 else self.seeds
+        longest = max(lengths.values(), key=len, default=[])
+        return self.seeds if len(longest) == 1 else longest
 
     @staticmethod
     def _fewer_pairs(runs: Runs, one: dict[str, Any]) -> dict[str, Any] | None:
