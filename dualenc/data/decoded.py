@@ -93,6 +93,5 @@ def decode_images(pairs: PairDataset, sides: Collection[Side], workers: int = 1,
         if side == "right" and pairs.right_items is pairs.left_items:
             decoded.right_items = decoded.left_items
         elif side in sides:
-            items = pairs.left_items if side == "left" else pairs.right_items
-            setattr(decoded, f"{side}_items", DecodedImages(items, workers, progress))
+            setattr(decoded, f"{side}_items", DecodedImages(pairs.items(side), workers, progress))
     return decoded

@@ -39,7 +39,7 @@ from dualenc.search.build import new_index
 from dualenc.search.exact import exact_search
 from dualenc.search.index import Index, is_index
 from dualenc.search.rerank import Rescore, finite_scores, rerank
-from dualenc.types import Metric
+from dualenc.types import Metric, Vectors
 
 Form = Literal["flagembedding", "tevatron", "sentence-transformers"]
 Search = Callable[[np.ndarray, int], np.ndarray]
@@ -231,6 +231,23 @@ def _check_modalities(left: Corpus, right: Corpus, rescore: Rescore | None, form
     if needs_texts and modalities != ("text", "text"):
         reader = "a cross-encoder reads" if rescore is not None else "the form sentence-transformers is for"
         raise DualencError(f"{reader} texts, and the data holds vectors; leave it out")
+
+
+def paired_scores(
+    queries: Vectors, query_rows: np.ndarray, documents: Vectors, document_rows: np.ndarray
+) -> np.ndarray:
+    """(n,) float32 scores of n pairs: the products of rows (n,) of queries and of documents.
+
+    Raises:
+        DualencError: scores that are not finite.
+    """
+    scores = np.empty(len(query_rows), np.float32)
+    for start in range(0, len(scores), PAIRS_PER_BLOCK):
+        block = slice(start, start + PAIRS_PER_BLOCK)
+        left = np.asarray(queries[query_rows[block]], np.float32)
+        right = np.asarray(documents[document_rows[block]], np.float32)
+        scores[block] = finite_scores(np.einsum("nd,nd->n", left, right))
+    return scores
 
 
 class Exclusions:
@@ -473,9 +490,9 @@ class _Miner:
         scores = np.full(len(left), np.nan, np.float32)
         both = np.flatnonzero((left_rows >= 0) & (right_rows >= 0))
         if self.rescore is None:
-            queries = np.asarray(self.queries.vectors[left_rows[both]], np.float32)
-            documents = np.asarray(self.documents.vectors[right_rows[both]], np.float32)
-            scores[both] = finite_scores(np.einsum("nd,nd->n", queries, documents))
+            scores[both] = paired_scores(
+                self.queries.vectors, left_rows[both], self.documents.vectors, right_rows[both]
+            )
         elif len(both):
             texts = [(self.left[q], self.right[d]) for q, d in zip(left[both], right[both])]
             scores[both] = finite_scores(self.rescore(texts))

@@ -56,6 +56,7 @@ class PlainEncoding:
         self.device = device
         self.autocast = autocast
         self.statistics = BatchStatistics(keep=keep_statistics)
+        self.has_batch_norm = uses_batch_statistics(model)
         self.in_step = any(distributed.is_sharded(parameter) for parameter in model.parameters())
         self._encoded: list[tuple[Tensor, Tensor]] = []
 
@@ -94,7 +95,7 @@ class PlainEncoding:
         """
         # BatchNorm would normalise both sides together.
         joined = None
-        if self.model.shares_weights and not uses_batch_statistics(self.model):
+        if self.model.shares_weights and not self.has_batch_norm:
             joined = self.model.left.prepare.join([inputs for _, inputs in parts if inputs])
         if joined is not None:
             encoded = self.encode("left", joined, out_of_batch)
@@ -127,7 +128,7 @@ class PlainEncoding:
         count = num_rows(inputs)
         if not self.fixed_shapes:
             inputs = self.model.tower(side).pack(inputs)
-        elif not uses_batch_statistics(self.model):
+        elif not self.has_batch_norm:
             inputs = fill_up(inputs, FIXED_ROWS)
         on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
         with self.autocast():

@@ -225,15 +225,13 @@ class Loop:
     def _described(self) -> dict[str, Any]:
         """The settings that must be the same for a resumed run to be the same run."""
         settings = asdict(self.settings)
+        # What "auto" means depends on the machine.
+        settings["mixed_precision"] = self.accelerator.mixed_precision
+        settings["data_on_device"] = self.decodes_once
         # The evaluator may change between two parts of a run: it does not change what is trained.
         free = {*FREE_SETTINGS, *(name for name, default in LATER_SETTINGS.items() if settings[name] == default)}
         described = {name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")}
         described["trainer"] = {name: value for name, value in settings.items() if name not in free}
-        # What "auto" means depends on the machine.
-        described["trainer"]["mixed_precision"] = self.accelerator.mixed_precision
-        described["trainer"].pop("data_on_device", None)
-        if self.decodes_once:
-            described["trainer"]["data_on_device"] = True
         return described
 
     def run(self, resume: bool) -> dict[str, float]:

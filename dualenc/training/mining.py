@@ -25,7 +25,7 @@ from dualenc.hard_negatives import Rule
 from dualenc.objectives.base import Objective
 from dualenc.search.embed import embed
 from dualenc.search.exact import MAX_QUERY_BLOCKS, QUERY_BLOCK, exact_search
-from dualenc.search.mining import PAIRS_PER_BLOCK, Exclusions
+from dualenc.search.mining import Exclusions, paired_scores
 from dualenc.seeds import derive_seed, random_state_kept
 from dualenc.types import Side, Vectors
 
@@ -216,12 +216,7 @@ class NegativeMiner:
         has_vectors = (left_row[left_id] >= 0) & (right_row[right_id] >= 0)
         positives = Ragged.from_pairs(left_id[has_vectors], right_id[has_vectors], len(self.left))
         left_rows = np.repeat(left_row, positives.lengths)
-        right_rows = right_row[positives.values]
-        scores = np.empty(len(left_rows), np.float32)
-        for start in range(0, len(scores), PAIRS_PER_BLOCK):
-            block = slice(start, start + PAIRS_PER_BLOCK)
-            scores[block] = np.einsum("nd,nd->n", queries[left_rows[block]], documents[right_rows[block]])
-        return positives, scores
+        return positives, paired_scores(queries, left_rows, documents, right_row[positives.values])
 
     def _known_positives(self) -> Exclusions:
         """What cannot be a negative, which mining does not change."""

@@ -27,7 +27,7 @@ FREE_SETTINGS = (
 """Settings that the weights do not depend on: a run may be resumed with others."""
 LATER_SETTINGS: dict[str, Any] = {
     "shard_model": False,
-    "data_on_device": "auto",
+    "data_on_device": False,
     "layer_decay": 1.0,
     "freeze": (),
     "weight_average": None,
@@ -83,7 +83,7 @@ class TrainerSettings:
             batches, which wait for launches.
         data_on_device: decode all images once, keep their pixels in memory, and augment whole batches on the device;
             for images of one size and augmentations that do so, such as `SimCLR`. "auto" does so on a GPU where it can.
-            Pixels then differ from those of single images by rounding. (Texts are tokenised once in any case.)
+            Pixels then differ from those of single images by rounding. (A text is tokenised once per process.)
         evaluate_every: steps between evaluations; null evaluates before and after training only.
         patience: stop after so many evaluations in a row without a better one; null trains to the end.
         keep_best: the model folder gets the weights with the best evaluation, otherwise the last ones.
