@@ -60,8 +60,8 @@ def with_negatives(pairs: PairDataset, mined: Path) -> PairDataset:
         negatives=[[document for document, _ in own] for own in of_pairs],
         scores=[score.get(pair, float("nan")) for pair in judged],
         negative_scores=[value for own in of_pairs for _, value in own],
-        left_modality="vector",
-        right_modality="vector",
+        left_modality=pairs.left_modality,
+        right_modality=pairs.right_modality,
     )
 
 

@@ -1,0 +1,245 @@
+"""Which objective should fine-tune a published encoder? Each for the same seconds of one core, on beginnings of texts.
+
+    python eval/finetuning.py run FOLDER --pairs 1536 --seconds 100
+    python eval/finetuning.py run FOLDER --pairs 1536 --seconds 100 --lora_rank 16 --rows "[InfoNCE,SogCLR+]"
+    python eval/finetuning.py report
+
+FOLDER is in BEIR's form. A row is an objective, a batch size, and what comes with it: "InfoNCE 512" caches gradients in
+chunks of 32; "guide" leaves out what the published encoder itself takes for a likely positive (GISTEmbed, Solatorio
+2024, arXiv:2402.16829); "mined" gives each query the first negative that the published encoder ranks behind its
+positive, with at most 0.95 of its score. Embedding for the two counts as training time.
+
+Every row is tuned alike: with the first seed and a third of the seconds τ at the first learning rate, then the learning
+rate, by nDCG@10 on held-out queries, the rate on past an edge. Steps are as many as fit into the seconds at the speed
+of the run before. Documents are those that a held-out or a test query is about. One line per run is added to
+--results, and a run that is there already is not made again.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hard_negatives import with_negatives
+from small_batch import OBJECTIVES, Retrieval, beginnings, some_of
+
+from dualenc.data import PairDataset
+from dualenc.data.corpus import Corpus, RetrievalSet, corpora
+from dualenc.encoders import DualEncoder, TextEncoder
+from dualenc.evaluation.report import Table, print_table
+from dualenc.hard_negatives import Rule
+from dualenc.search.embed import embed
+from dualenc.search.mining import mine
+from dualenc.training import Trainer
+
+RESULTS = Path("eval/results/finetuning.jsonl")
+TOKENS = 32
+CHUNK = 32
+TEMPERATURES = (0.03, 0.05)
+RATES = (2e-5, 4e-5)
+"""At a batch of 32; they grow with the square root of the batch."""
+BEYOND_EDGE = 2
+FIRST_STEPS = 2
+"""Of the run that measures how long a step takes."""
+TUNING = 1 / 3
+"""Of the seconds, while tuning."""
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    objective: str
+    batch_size: int = 32
+    guide: bool = False
+    mined: bool = False
+
+
+ROWS = {
+    "InfoNCE": Row("InfoNCE"),
+    "InfoNCE 128": Row("InfoNCE", 128),
+    "InfoNCE 512": Row("InfoNCE", 512),
+    "InfoNCE, guide": Row("InfoNCE", guide=True),
+    "InfoNCE, mined": Row("InfoNCE", mined=True),
+    "SogCLR+": Row("SogCLR+"),
+    "GlobalCache+": Row("GlobalCache+"),
+}
+
+
+class Task(NamedTuple):
+    """Training pairs, queries to tune by and queries to report, and a new model."""
+
+    pairs: PairDataset
+    validation: Retrieval
+    test: Retrieval
+    new_model: Callable[[], DualEncoder]
+
+
+def open_task(path: Path, num_pairs: int | None, model: str, lora_rank: int) -> Task:
+    """The beginnings of a BEIR folder's texts, and a random part of its pairs."""
+    pairs, validation, test = beginnings(path, words=TOKENS)
+    judged = {document for part in (validation, test) for of_query in part.qrels.values() for document in of_query}
+    kept = [row for row, own in enumerate(test.corpus.ids) if own in judged]
+    documents = Corpus([test.corpus.ids[row] for row in kept], [test.corpus.items[row] for row in kept])
+
+    def retrieval(part: RetrievalSet) -> Retrieval:
+        return Retrieval(part._replace(corpus=documents))
+
+    def new_model() -> DualEncoder:
+        return TextEncoder(model, max_length=TOKENS, lora_rank=lora_rank)
+
+    if num_pairs is not None and num_pairs < len(pairs):
+        pairs = some_of(pairs, num_pairs)
+    return Task(pairs, retrieval(validation), retrieval(test), new_model)
+
+
+def train(task: Task, row: Row, settings: dict[str, Any], steps: int) -> tuple[DualEncoder, float]:
+    """Train for so many steps; the model, and the seconds of one core that it took."""
+    torch.manual_seed(settings["seed"])
+    model = task.new_model()
+    pairs = task.pairs
+    criterion = OBJECTIVES[row.objective](
+        temperature=settings["temperature"], seed=settings["seed"], num_left=pairs.num_left, num_right=pairs.num_right
+    )
+    begun = time.process_time()
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        guides = {}
+        if row.guide or row.mined:
+            embedded = [
+                embed(tower, corpus, work / side, autocast="bfloat16", progress=False)
+                for side, tower, corpus in zip(("left", "right"), (model.left, model.right), corpora(pairs))
+            ]
+            if row.guide:
+                guides = {"guide_left": str(work / "left"), "guide_right": str(work / "right")}
+            if row.mined:
+                rule = Rule(num_negatives=1, relative=0.95)
+                mine(*embedded, pairs, work / "mined.jsonl", rule=rule, progress=False)
+                pairs = with_negatives(pairs, work / "mined.jsonl")
+        trainer = Trainer(
+            output=work / "run",
+            batch_size=row.batch_size,
+            chunk_size=CHUNK if row.batch_size > CHUNK else None,
+            max_steps=steps,
+            learning_rate=settings["rate"] * (row.batch_size / 32) ** 0.5,
+            mixed_precision="auto",
+            save_every=None,
+            seed=settings["seed"],
+            progress=False,
+            **guides,
+        )
+        trainer.fit(model, pairs, criterion)
+    return model, time.process_time() - begun
+
+
+class Results:
+    """Finished runs, one JSON object per line, found by their settings."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.runs: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def find(self, settings: dict[str, Any]) -> dict[str, Any] | None:
+        return next((run for run in self.runs if settings.items() <= run.items()), None)
+
+    def add(self, run: dict[str, Any]) -> None:
+        self.runs.append(run)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(run) + "\n")
+
+
+def run(
+    path: Path,
+    pairs: int | None = None,
+    seconds: float = 100.0,
+    rows: Sequence[str] = tuple(ROWS),
+    seeds: int = 3,
+    lora_rank: int = 0,
+    model: str = "sentence-transformers/all-MiniLM-L6-v2",
+    results: Path = RESULTS,
+) -> None:
+    """Tune and train rows on one folder.
+
+    Args:
+        path: BEIR folder.
+        pairs: train on a random part of so many pairs.
+        seconds: of one core that every run may take; a third of them while tuning.
+        rows: names of rows.
+        seeds: of each row.
+        lora_rank: rank of adapters; 0 trains all weights.
+        model: folder or hub name of the published encoder.
+        results: where finished runs are kept.
+    """
+    torch.set_num_threads(1)
+    task = open_task(path, pairs, model, lora_rank)
+    kept = Results(results)
+    common = {"task": path.name, "pairs": len(task.pairs), "lora_rank": lora_rank}
+    start = kept.find({**common, "row": "before"})
+    if start is None:
+        published = task.new_model().eval()
+        measured = {"validation": task.validation(published)["ndcg@10"], "test": task.test(published)["ndcg@10"]}
+        kept.add({**common, "row": "before", **measured})
+    for name in rows:
+        row = ROWS[name]
+        step_seconds: list[float] = []
+
+        def measure(budget: float, temperature: float, rate: float, seed: int, tuning: bool) -> dict[str, Any]:
+            """One run with these settings: an earlier one, or a new one."""
+            settings = {**common, "row": name, "budget": budget, "temperature": temperature, "rate": rate, "seed": seed}
+            found = kept.find(settings)
+            if found is None:
+                if not step_seconds:
+                    spent = [train(task, row, settings, steps)[1] for steps in (1, 1 + FIRST_STEPS)]
+                    step_seconds.append((spent[1] - spent[0]) / FIRST_STEPS)
+                steps = max(1, round(budget / step_seconds[-1]))
+                trained, spent_seconds = train(task, row, settings, steps)
+                step_seconds.append(spent_seconds / steps)
+                by = task.validation if tuning else task.test
+                found = {**settings, "steps": steps, "seconds": round(spent_seconds, 1)}
+                found["validation" if tuning else "test"] = by(trained.eval())["ndcg@10"]
+                kept.add(found)
+            step_seconds.append(found["seconds"] / found["steps"])
+            return found
+
+        def quality(temperature: float, rate: float) -> float:
+            return measure(seconds * TUNING, temperature, rate, 0, tuning=True)["validation"]
+
+        temperature = max(TEMPERATURES, key=lambda value: quality(value, RATES[0]))
+        tried = list(RATES)
+        best = max(tried, key=lambda rate: quality(temperature, rate))
+        while best == tried[-1] and len(tried) < len(RATES) + BEYOND_EDGE:
+            tried.append(2 * best)
+            best = max(tried, key=lambda rate: quality(temperature, rate))
+        found = [measure(seconds, temperature, best, seed, tuning=False) for seed in range(seeds)]
+        print(f"{path.name} {name}: {[round(one['test'], 4) for one in found]} τ {temperature} rate {best}", flush=True)
+
+
+def report(results: Path = RESULTS) -> None:
+    """Print a table for each task."""
+    kept = Results(results)
+    tasks = dict.fromkeys((run["task"], run["pairs"], run["lora_rank"]) for run in kept.runs)
+    for task, pairs, lora_rank in tasks:
+        common = {"task": task, "pairs": pairs, "lora_rank": lora_rank}
+        table = []
+        for name in dict.fromkeys(run["row"] for run in kept.runs if common.items() <= run.items()):
+            own = [run for run in kept.runs if {**common, "row": name}.items() <= run.items() and "test" in run]
+            values = [run["test"] for run in own]
+            cells: dict[str, Any] = {"row": name, "ndcg@10": statistics.mean(values)}
+            if len(own) > 1:
+                cells |= {"deviation": statistics.stdev(values), "seconds": statistics.mean(r["seconds"] for r in own)}
+                cells |= {"steps": own[0]["steps"], "τ": own[0]["temperature"], "rate": own[0]["rate"]}
+            table.append(cells)
+        title = f"{task}, {pairs:,} pairs, " + (f"LoRA of rank {lora_rank}" if lora_rank else "all weights")
+        print_table(Table(title, table))
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    auto_cli([run, report])
