@@ -177,38 +177,41 @@ def run(
         results: where finished runs are kept.
     """
     torch.set_num_threads(1)
-    task = open_task(path, pairs, model, lora_rank)
-    kept = Results(results)
+    task, kept = open_task(path, pairs, model, lora_rank), Results(results)
     common = {"task": path.name, "pairs": len(task.pairs), "lora_rank": lora_rank}
-    start = kept.find({**common, "row": "before"})
-    if start is None:
+    if kept.find({**common, "row": "before"}) is None:
         published = task.new_model().eval()
         measured = {"validation": task.validation(published)["ndcg@10"], "test": task.test(published)["ndcg@10"]}
         kept.add({**common, "row": "before", **measured})
     for name in rows:
-        row = ROWS[name]
-        step_seconds: list[float] = []
+        trainings = Trainings(task, ROWS[name], {**common, "row": name}, kept)
+        temperature, rate = trainings.tune(seconds * TUNING)
+        found = [trainings.measure(seconds, temperature, rate, seed, tuning=False)["test"] for seed in range(seeds)]
+        print(f"{path.name} {name}: {[round(one, 4) for one in found]} τ {temperature} rate {rate}", flush=True)
 
-        def measure(budget: float, temperature: float, rate: float, seed: int, tuning: bool) -> dict[str, Any]:
-            """One run with these settings: an earlier one, or a new one."""
-            settings = {**common, "row": name, "budget": budget, "temperature": temperature, "rate": rate, "seed": seed}
-            found = kept.find(settings)
-            if found is None:
-                if not step_seconds:
-                    spent = [train(task, row, settings, steps)[1] for steps in (1, 1 + FIRST_STEPS)]
-                    step_seconds.append((spent[1] - spent[0]) / FIRST_STEPS)
-                steps = max(1, round(budget / step_seconds[-1]))
-                trained, spent_seconds = train(task, row, settings, steps)
-                step_seconds.append(spent_seconds / steps)
-                by = task.validation if tuning else task.test
-                found = {**settings, "steps": steps, "seconds": round(spent_seconds, 1)}
-                found["validation" if tuning else "test"] = by(trained.eval())["ndcg@10"]
-                kept.add(found)
-            step_seconds.append(found["seconds"] / found["steps"])
-            return found
+
+class Trainings:
+    """The trainings of one row of a task.
+
+    Args:
+        task: data and model.
+        row: the row.
+        common: what the settings of all of them have in common.
+        kept: earlier runs, to which new ones are added.
+    """
+
+    def __init__(self, task: Task, row: Row, common: dict[str, Any], kept: Results) -> None:
+        self.task = task
+        self.row = row
+        self.common = common
+        self.kept = kept
+        self.step_seconds = 0.0
+
+    def tune(self, seconds: float) -> tuple[float, float]:
+        """The best τ at the first rate, and the best rate at that τ."""
 
         def quality(temperature: float, rate: float) -> float:
-            return measure(seconds * TUNING, temperature, rate, 0, tuning=True)["validation"]
+            return self.measure(seconds, temperature, rate, 0, tuning=True)["validation"]
 
         temperature = max(TEMPERATURES, key=lambda value: quality(value, RATES[0]))
         tried = list(RATES)
@@ -216,8 +219,24 @@ def run(
         while best == tried[-1] and len(tried) < len(RATES) + BEYOND_EDGE:
             tried.append(2 * best)
             best = max(tried, key=lambda rate: quality(temperature, rate))
-        found = [measure(seconds, temperature, best, seed, tuning=False) for seed in range(seeds)]
-        print(f"{path.name} {name}: {[round(one['test'], 4) for one in found]} τ {temperature} rate {best}", flush=True)
+        return temperature, best
+
+    def measure(self, seconds: float, temperature: float, rate: float, seed: int, tuning: bool) -> dict[str, Any]:
+        """One run with these settings: an earlier one, or a new one."""
+        settings = {**self.common, "budget": seconds, "temperature": temperature, "rate": rate, "seed": seed}
+        found = self.kept.find(settings)
+        if found is None:
+            if self.step_seconds == 0:
+                spent = [train(self.task, self.row, settings, steps)[1] for steps in (1, 1 + FIRST_STEPS)]
+                self.step_seconds = (spent[1] - spent[0]) / FIRST_STEPS
+            steps = max(1, round(seconds / self.step_seconds))
+            model, spent_seconds = train(self.task, self.row, settings, steps)
+            measured = (self.task.validation if tuning else self.task.test)(model.eval())["ndcg@10"]
+            found = {**settings, "steps": steps, "seconds": round(spent_seconds, 1)}
+            found["validation" if tuning else "test"] = measured
+            self.kept.add(found)
+        self.step_seconds = found["seconds"] / found["steps"]
+        return found
 
 
 def report(results: Path = RESULTS) -> None:
@@ -230,10 +249,12 @@ def report(results: Path = RESULTS) -> None:
         for name in dict.fromkeys(run["row"] for run in kept.runs if common.items() <= run.items()):
             own = [run for run in kept.runs if {**common, "row": name}.items() <= run.items() and "test" in run]
             values = [run["test"] for run in own]
+            if not values:
+                continue
             cells: dict[str, Any] = {"row": name, "ndcg@10": statistics.mean(values)}
             if len(own) > 1:
                 cells |= {"deviation": statistics.stdev(values), "seconds": statistics.mean(r["seconds"] for r in own)}
-                cells |= {"steps": own[0]["steps"], "τ": own[0]["temperature"], "rate": own[0]["rate"]}
+                cells |= {"steps": own[0]["steps"], "τ": own[0]["temperature"], "rate": f"{own[0]['rate']:.0e}"}
             table.append(cells)
         title = f"{task}, {pairs:,} pairs, " + (f"LoRA of rank {lora_rank}" if lora_rank else "all weights")
         print_table(Table(title, table))

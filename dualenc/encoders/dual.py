@@ -74,8 +74,13 @@ class Tower(nn.Module):
         """Whether `pack` leaves no padding worth mentioning."""
         return False
 
-    def pack(self, inputs: Inputs) -> Inputs:
-        """B prepared items, on the CPU, in the form that takes least to encode; it has no row per item."""
+    def pack(self, inputs: Inputs, one_by_one: bool = False) -> Inputs:
+        """B prepared items, on the CPU, in the form that takes least to encode; it has no row per item.
+
+        Args:
+            inputs: B prepared items.
+            one_by_one: the tower is not compiled and computes on a CPU, where a loop over items costs little.
+        """
         return inputs
 
     def forward(self, inputs: Inputs) -> Tensor:

@@ -1,14 +1,20 @@
-"""Short texts one behind the other in a row, so that no layer of a transformer computes for padding."""
+"""Texts one behind the other in a row, so that no layer of a transformer computes for padding.
+
+Short texts share a few rows, and a mask says which tokens attend to which. Long texts on a CPU stand in a single row,
+and attention goes through them one by one: scores of one text stay in the processor's cache, and there is no mask.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from dualenc.types import Inputs
 
@@ -17,6 +23,11 @@ COUNT_FROM_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
 """How architectures number the positions of a text, of those that take positions and a mask of who attends to whom."""
 WORTH_IT = 0.9
 """Texts stay as they are where more of their tokens and padding would be left."""
+NOT_OF_THE_ROWS = ("place", "texts", "lengths", "attention_mask")
+LONG = 48
+"""Mean number of tokens from which attention goes through the texts one by one on a CPU."""
+ONE_BY_ONE = "dualenc_one_by_one"
+"""The name of that attention in transformers."""
 
 
 def first_position(config: Any) -> int | None:
@@ -28,39 +39,47 @@ def first_position(config: Any) -> int | None:
     return int(config.pad_token_id) + 1 if config.model_type in COUNT_FROM_BEHIND_PADDING else None
 
 
-def pack(inputs: Inputs, first: int) -> Inputs:
-    """Texts (n, T) in fewer rows, each as long as the longest text.
+def pack(inputs: Inputs, first: int, one_by_one: bool = False) -> Inputs:
+    """Texts (n, T) in fewer rows.
 
     Args:
         inputs: tokenized texts on the CPU: "attention_mask" and others (n, T), padded on either side.
         first: position of a text's first token; the padding token of architectures that begin behind it is one less.
+        one_by_one: attention may go through long texts one by one.
 
     Returns:
-        The inputs (R, L) of R rows with L tokens, and their "position_ids"; "texts" (R, L), which text a token is of,
-        -1 for padding; "place" (n, T), where each token stands among the R·L, any place for padding; "attention_mask"
-        (n, T) as it was. The inputs themselves where packing would save little.
+        The inputs (R, L) of R rows with L tokens, and their "position_ids"; "place" (n, T), where each token stands
+        among the R·L, any place for padding; "attention_mask" (n, T) as it was; and either "texts" (R, L), which text a
+        token is of, -1 for padding, or, of a single row, "lengths" (n,) of its texts. The inputs themselves where
+        packing would save little.
     """
     mask = inputs["attention_mask"].bool()
     lengths: list[int] = mask.sum(dim=1).tolist()
-    longest = max(1, *lengths)
-    rows = fill_rows(lengths, longest)
-    if len(rows) * longest > WORTH_IT * mask.numel():
-        return inputs
+    if one_by_one and sum(lengths) >= LONG * len(lengths):
+        rows, width = [list(range(len(lengths)))], sum(lengths)
+    else:
+        one_by_one, width = False, max(1, *lengths)
+        rows = fill_rows(lengths, width)
+        if len(rows) * width > WORTH_IT * mask.numel():
+            return inputs
     start = torch.zeros(len(mask), 1, dtype=torch.long)
     for number, row in enumerate(rows):
-        start[row, 0] = number * longest + torch.tensor([0, *accumulate(lengths[text] for text in row[:-1])])
+        start[row, 0] = number * width + torch.tensor([0, *accumulate(lengths[text] for text in row[:-1])])
     position = (mask.cumsum(dim=1) - 1).clamp(min=0)
     # A text without a token would stand behind the end.
-    place = (start + position).clamp(max=len(rows) * longest - 1)
+    place = (start + position).clamp(max=len(rows) * width - 1)
 
     def packed(values: Tensor, padding: int = 0) -> Tensor:
-        flat = values.new_full((len(rows) * longest,), padding)
+        flat = values.new_full((len(rows) * width,), padding)
         flat[place[mask]] = values[mask]
-        return flat.view(len(rows), longest)
+        return flat.view(len(rows), width)
 
     found = {name: packed(values) for name, values in inputs.items() if name != "attention_mask"}
     found["position_ids"] = packed(token_positions(inputs, first))
-    found["texts"] = packed(torch.arange(len(mask))[:, None].expand_as(mask), -1)
+    if one_by_one:
+        found["lengths"] = torch.tensor(lengths)
+    else:
+        found["texts"] = packed(torch.arange(len(mask))[:, None].expand_as(mask), -1)
     return found | {"place": place, "attention_mask": inputs["attention_mask"]}
 
 
@@ -94,9 +113,76 @@ def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 def run_packed(backbone: Any, inputs: Inputs) -> Tensor:
     """(n, T, H) last hidden states of packed texts, each of whose tokens attend to those of their own text."""
-    of_rows = dict(inputs)
-    texts = inputs["texts"]
-    place = of_rows.pop("place")
-    del of_rows["texts"]
-    of_rows["attention_mask"] = (texts[:, :, None] == texts[:, None])[:, None]
-    return backbone(**of_rows).last_hidden_state.flatten(0, 1)[place]
+    tokens = {name: of_rows for name, of_rows in inputs.items() if name not in NOT_OF_THE_ROWS}
+    if "lengths" in inputs:
+        with one_by_one_attention(backbone.config):
+            hidden = backbone(**tokens, text_lengths=inputs["lengths"].tolist()).last_hidden_state
+    else:
+        texts = inputs["texts"]
+        same_text = (texts[:, :, None] == texts[:, None])[:, None]
+        hidden = backbone(**tokens, attention_mask=same_text).last_hidden_state
+    return hidden.flatten(0, 1)[inputs["place"]]
+
+
+@contextmanager
+def one_by_one_attention(config: Any) -> Iterator[None]:
+    """Have a transformer attend by `attend_one_by_one`, in a forward pass that is not repeated later."""
+    # Takes seconds to import.
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ONE_BY_ONE, attend_one_by_one)
+    usual = config._attn_implementation
+    config._attn_implementation = ONE_BY_ONE
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+
+
+def attend_one_by_one(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    text_lengths: list[int],
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of texts that stand one behind the other in one row.
+
+    Args:
+        module: the layer; transformers passes it, the mask, and others.
+        query: (1, heads, L, D) with L tokens of all texts.
+        key: likewise.
+        value: likewise.
+        attention_mask: None.
+        dropout: share of the attention weights that is dropped.
+        scaling: of the scores.
+        text_lengths: tokens of each text; their sum is L.
+
+    Returns:
+        (1, L, heads, D), and no weights.
+    """
+    parts = [tensor.split(text_lengths, dim=2) for tensor in (query, key, value)]
+    attended = [attend(q, k, v, dropout, scaling) for q, k, v in zip(*parts)]
+    return torch.cat(attended, dim=2).transpose(1, 2), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:
+    """Scaled dot product attention, with a dropout that a CPU draws in a third of the time."""
+    if dropout == 0:
+        return scaled_dot_product_attention(query, key, value, scale=scaling)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    weights = (query * scaling @ key.mT).softmax(dim=-1)
+    return weights * dropout_factors(weights, dropout) @ value
+
+
+def dropout_factors(weights: Tensor, dropout: float) -> Tensor:
+    """0 with probability `dropout`, rounded to 2⁻¹⁶, else 1 / (1 − dropout): four elements of one random number."""
+    count = weights.numel()
+    numbers = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
+    uniform = numbers.view(torch.int16)[:count].view(weights.shape)
+    return (uniform >= round((dropout - 0.5) * 2**16)).to(weights.dtype) / (1 - dropout)

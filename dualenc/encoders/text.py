@@ -286,10 +286,12 @@ class TextTower(Tower):
         """Whether the transformer takes several texts in a row."""
         return first_position(self.backbone.config) is not None
 
-    def pack(self, inputs: Inputs) -> Inputs:
+    def pack(self, inputs: Inputs, one_by_one: bool = False) -> Inputs:
         """Several texts in a row, where the transformer takes them so."""
         first = first_position(self.backbone.config)
-        return inputs if first is None else pack(inputs, first)
+        # Gradient checkpointing repeats layers, by then with the usual attention.
+        one_by_one = one_by_one and not self.backbone.is_gradient_checkpointing
+        return inputs if first is None else pack(inputs, first, one_by_one)
 
     def layers(self) -> list[str]:
         """What stands between pooling and normalisation, in words."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class PlainEncoding:
         device: of the towers.
         autocast: a new mixed precision context per call.
         keep_statistics: the objective will ask for out-of-batch items.
-        fixed_shapes: the towers are compiled to CUDA graphs, one for each shape of their inputs.
+        compiled: the setting `compile`; with "graphs" each shape of the inputs has a CUDA graph of its own.
     """
 
     def __init__(
@@ -46,11 +46,12 @@ class PlainEncoding:
         device: torch.device,
         autocast: Autocast = nullcontext,
         keep_statistics: bool = True,
-        fixed_shapes: bool = False,
+        compiled: bool | Literal["graphs"] = False,
     ) -> None:
         self.model = model
-        self.fixed_shapes = fixed_shapes
-        if fixed_shapes:
+        self.fixed_shapes = compiled == "graphs"
+        self.one_by_one = device.type == "cpu" and not compiled
+        if self.fixed_shapes:
             # What the graphs of the last step gave may be overwritten now.
             torch.compiler.cudagraph_mark_step_begin()
         self.device = device
@@ -127,7 +128,7 @@ class PlainEncoding:
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
         count = num_rows(inputs)
         if not self.fixed_shapes:
-            inputs = self.model.tower(side).pack(inputs)
+            inputs = self.model.tower(side).pack(inputs, self.one_by_one)
         elif not self.has_batch_norm:
             inputs = fill_up(inputs, FIXED_ROWS)
         on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
@@ -206,6 +207,7 @@ class CachedEncoding(PlainEncoding):
         device: of the towers.
         autocast: a new mixed precision context per call.
         keep_statistics: the objective will ask for out-of-batch items.
+        compiled: the setting `compile`, without "graphs".
         chunk_size: items encoded at once.
 
     Raises:
@@ -218,13 +220,14 @@ class CachedEncoding(PlainEncoding):
         device: torch.device,
         autocast: Autocast = nullcontext,
         keep_statistics: bool = True,
+        compiled: bool = False,
         chunk_size: int = 32,
     ) -> None:
         if chunk_size < 1:
             raise DualencError(f"chunk_size is {chunk_size}; it must be at least 1, or null for no gradient caching")
         if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
             raise DualencError("chunk_size does not go with SyncBatchNorm; leave chunk_size out or use plain BatchNorm")
-        super().__init__(model, device, autocast, keep_statistics)
+        super().__init__(model, device, autocast, keep_statistics, compiled)
         self.chunk_size = chunk_size
         self._recorded: list[_Recorded] = []
 

@@ -506,8 +506,8 @@ class Loop:
     def _encoding(self) -> PlainEncoding:
         common = (self.model, self.device, self.accelerator.autocast, self.objective.needs_encode)
         if self.settings.chunk_size is None:
-            return PlainEncoding(*common, fixed_shapes=self.settings.compile == "graphs")
-        return CachedEncoding(*common, self.settings.chunk_size)
+            return PlainEncoding(*common, self.settings.compile)
+        return CachedEncoding(*common, bool(self.settings.compile), self.settings.chunk_size)
 
     def _update(self) -> Tensor | None:
         """Average, clip and apply the gradients. Returns their norm if they are clipped."""

@@ -14,8 +14,15 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import TextEncoder
-from dualenc.encoders.packing import COUNT_FROM_BEHIND_PADDING, COUNT_FROM_ZERO, fill_rows, pack
+from dualenc.encoders import TextEncoder, packing
+from dualenc.encoders.packing import (
+    COUNT_FROM_BEHIND_PADDING,
+    COUNT_FROM_ZERO,
+    attend,
+    dropout_factors,
+    fill_rows,
+    pack,
+)
 from dualenc.encoders.text import POOLINGS
 from dualenc.types import Inputs, Pooling
 
@@ -46,11 +53,16 @@ def vectors_and_gradients(model: TextEncoder, inputs: Inputs) -> list[Tensor]:
     return [vectors.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("model_type", [*COUNT_FROM_ZERO, *COUNT_FROM_BEHIND_PADDING])
-def test_the_same_vectors_and_gradients_for_less_work(model_type: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_same_vectors_and_gradients_for_less_work(
+    model_type: str, one_by_one: bool, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "LONG", 10)
     model = small_model(model_type, tokenizer)
     padded = model.left.prepare(TEXTS)
-    packed = model.left.pack(padded)
+    packed = model.left.pack(padded, one_by_one)
+    assert ("lengths" in packed) == one_by_one
     assert packed["input_ids"].numel() < 0.6 * padded["input_ids"].numel()
     found, expected = (vectors_and_gradients(model, inputs) for inputs in (packed, padded))
     assert len(found) == len(expected) > 20
@@ -127,6 +139,37 @@ def test_only_with_an_attention_that_takes_such_a_mask(tokenizer: PreTrainedToke
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     other = TextEncoder(config={**sizes, "model_type": "modernbert"}, tokenizer=tokenizer)
     assert not other.left.packs
+
+
+def test_long_texts_go_through_attention_one_by_one_unless_layers_are_repeated(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    model = small_model("bert", tokenizer)
+    padded = model.left.prepare(["words " * 60] * 5)
+    assert "lengths" in model.left.pack(padded, one_by_one=True)
+    assert model.left.pack(padded) is padded
+    assert model.left.pack(model.left.prepare(["words"] * 5), one_by_one=True)["input_ids"].shape[0] == 5
+    model.left.backbone.gradient_checkpointing_enable()
+    assert model.left.pack(padded, one_by_one=True) is padded
+
+
+def test_dropout_keeps_the_mean_and_drops_its_share() -> None:
+    torch.manual_seed(0)
+    factors = dropout_factors(torch.zeros(3, 7, 50_001), 0.1)
+    assert factors.unique().tolist() == pytest.approx([0, 1 / 0.9])
+    assert (factors == 0).float().mean().item() == pytest.approx(0.1, abs=0.001)
+    # Four elements of one random number are independent.
+    dropped = (factors == 0).flatten()[:1_050_020].view(-1, 4).float()
+    assert torch.corrcoef(dropped.T).fill_diagonal_(0).abs().max() < 0.01
+
+
+def test_attention_drops_weights_and_only_in_training(tokenizer: PreTrainedTokenizerBase) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 60, 8)
+    weights = (query @ key.mT * 8**-0.5).softmax(dim=-1)
+    torch.testing.assert_close(attend(query, key, value, 0.0, None), weights @ value)
+    mean = torch.stack([attend(query, key, value, 0.5, None) for _ in range(2000)]).mean(dim=0)
+    torch.testing.assert_close(mean, weights @ value, rtol=0, atol=0.05)
 
 
 def test_texts_of_one_length_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
