@@ -361,35 +361,51 @@ def softmax_shares(frozen: FrozenPairs, temperature: float, batches: Iterable[Te
     return torch.cat(shares)
 
 
+def found_first(frozen: FrozenPairs, batches: Iterable[Tensor]) -> float:
+    """The share of the left anchors of the batches (B,) whose positive is nearer than every negative of the corpus."""
+    found = []
+    for rows in batches:
+        positive = (frozen.left[frozen.left_id[rows]] * frozen.right[frozen.right_id[rows]]).sum(dim=1).detach()
+        hardest = _negative_logits(frozen, 1.0, rows.to(frozen.left_id.device), "left").amax(dim=1)
+        found.append(positive > hardest)
+    return float(torch.cat(found).float().mean())
+
+
 def _shares_of_side(frozen: FrozenPairs, temperature: float, rows: Tensor, side: Side) -> Tensor:
     """(B,) shares of the anchors on one side of the pairs `rows`."""
     other: Side = "right" if side == "left" else "left"
     rows = rows.to(frozen.left_id.device)
-    partners = getattr(frozen, f"{other}_id")
-    listed = getattr(frozen, f"{side}_positives")
-    anchors = getattr(frozen, side).detach()
-    items = getattr(frozen, other).detach()
     corpus_counts = frozen.counts(other)
-    excluded = partners[rows, None]
-    if listed is not None:
-        excluded = torch.cat([excluded, listed[rows]], dim=1)
-    batch_counts = torch.bincount(partners[rows], minlength=len(items))
+    batch_counts = torch.bincount(getattr(frozen, f"{other}_id")[rows], minlength=len(getattr(frozen, other)))
     if frozen.views:
-        # An image's own side brings negatives, too: the same views of other images.
-        items = torch.cat([items, anchors])
         corpus_counts = corpus_counts.repeat(2)
         batch_counts = batch_counts.repeat(2)
-        excluded = torch.cat([excluded, torch.where(excluded < 0, excluded, excluded + len(anchors))], dim=1)
-    logits = anchors[getattr(frozen, f"{side}_id")[rows]] @ items.T / temperature
-    # Padding is scattered into one more column, which is dropped.
-    padded = torch.cat([logits, logits[:, :1]], dim=1)
-    padded.scatter_(1, torch.where(excluded < 0, len(items), excluded), -torch.inf)
-    logits = padded[:, :-1]
+    logits = _negative_logits(frozen, temperature, rows, side)
     total = torch.logsumexp(logits + corpus_counts.to(logits).log(), dim=1)
     if bool(torch.isneginf(total).any()):
         row = int(rows[torch.isneginf(total)][0])
         raise DualencError(f"pair {row} has no negative here: all others are its positives; give more pairs")
     return torch.exp(torch.logsumexp(logits + batch_counts.to(logits).log(), dim=1) - total)
+
+
+def _negative_logits(frozen: FrozenPairs, temperature: float, rows: Tensor, side: Side) -> Tensor:
+    """(B, N) s/τ of the anchors of pairs (B,) with all items of the other side, −∞ for positives; 2·N with views."""
+    other: Side = "right" if side == "left" else "left"
+    listed = getattr(frozen, f"{side}_positives")
+    anchors = getattr(frozen, side).detach()
+    items = getattr(frozen, other).detach()
+    excluded = getattr(frozen, f"{other}_id")[rows, None]
+    if listed is not None:
+        excluded = torch.cat([excluded, listed[rows]], dim=1)
+    if frozen.views:
+        # An image's own side brings negatives, too: the same views of other images.
+        items = torch.cat([items, anchors])
+        excluded = torch.cat([excluded, torch.where(excluded < 0, excluded, excluded + len(anchors))], dim=1)
+    logits = anchors[getattr(frozen, f"{side}_id")[rows]] @ items.T / temperature
+    # Padding is scattered into one more column, which is dropped.
+    padded = torch.cat([logits, logits[:, :1]], dim=1)
+    padded.scatter_(1, torch.where(excluded < 0, len(items), excluded), -torch.inf)
+    return padded[:, :-1]
 
 
 def advice(found: dict[str, Measured], batch_size: int) -> str:

@@ -19,7 +19,7 @@ from dualenc.encoders.packing import (
     COUNT_FROM_BEHIND_PADDING,
     COUNT_FROM_ZERO,
     attend,
-    dropout_factors,
+    kept_weights,
     fill_rows,
     pack,
 )
@@ -153,14 +153,14 @@ def test_long_texts_go_through_attention_one_by_one_unless_layers_are_repeated(
     assert model.left.pack(padded, one_by_one=True) is padded
 
 
-def test_dropout_keeps_the_mean_and_drops_its_share() -> None:
+def test_dropout_drops_its_share_independently() -> None:
     torch.manual_seed(0)
-    factors = dropout_factors(torch.zeros(3, 7, 50_001), 0.1)
-    assert factors.unique().tolist() == pytest.approx([0, 1 / 0.9])
-    assert (factors == 0).float().mean().item() == pytest.approx(0.1, abs=0.001)
+    kept = kept_weights(torch.zeros(3, 7, 50_001), 0.1)
+    assert kept.unique().tolist() == [0, 1]
+    assert kept.mean().item() == pytest.approx(0.9, abs=0.001)
     # Four elements of one random number are independent.
-    dropped = (factors == 0).flatten()[:1_050_020].view(-1, 4).float()
-    assert torch.corrcoef(dropped.T).fill_diagonal_(0).abs().max() < 0.01
+    together = kept.flatten()[:1_050_020].view(-1, 4)
+    assert torch.corrcoef(together.T).fill_diagonal_(0).abs().max() < 0.01
 
 
 def test_attention_drops_weights_and_only_in_training(tokenizer: PreTrainedTokenizerBase) -> None:
