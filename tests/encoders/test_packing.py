@@ -19,8 +19,8 @@ from dualenc.encoders.packing import (
     COUNT_FROM_BEHIND_PADDING,
     COUNT_FROM_ZERO,
     attend,
-    kept_weights,
     fill_rows,
+    kept_weights,
     pack,
 )
 from dualenc.encoders.text import POOLINGS
