@@ -67,6 +67,7 @@ ROWS = {
     "InfoNCE, guide": Row("InfoNCE", guide=True),
     "InfoNCE, mined": Row("InfoNCE", mined=True),
     "SogCLR+": Row("SogCLR+"),
+    "SogCLR+ 128": Row("SogCLR+", 128),
     "GlobalCache+": Row("GlobalCache+"),
 }
 

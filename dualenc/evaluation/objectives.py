@@ -55,6 +55,8 @@ OTHER_LOSSES = ("HCL", "SACLR", "SigLIP")
 """Objectives that do not estimate the global loss: their bias is the distance between the two losses."""
 
 MAX_COMPARED_STEPS = 64
+MOST = 0.5
+"""A model that finds a larger share of the positives first has been trained for the task."""
 
 
 @dataclass
@@ -364,10 +366,10 @@ def softmax_shares(frozen: FrozenPairs, temperature: float, batches: Iterable[Te
 def found_first(frozen: FrozenPairs, batches: Iterable[Tensor]) -> float:
     """The share of the left anchors of the batches (B,) whose positive is nearer than every negative of the corpus."""
     found = []
-    for rows in batches:
-        positive = (frozen.left[frozen.left_id[rows]] * frozen.right[frozen.right_id[rows]]).sum(dim=1).detach()
-        hardest = _negative_logits(frozen, 1.0, rows.to(frozen.left_id.device), "left").amax(dim=1)
-        found.append(positive > hardest)
+    for batch in batches:
+        rows = batch.to(frozen.left_id.device)
+        positive = (frozen.left[frozen.left_id[rows]] * frozen.right[frozen.right_id[rows]]).sum(dim=1)
+        found.append(positive > _negative_logits(frozen, 1.0, rows, "left").amax(dim=1))
     return float(torch.cat(found).float().mean())
 
 
@@ -408,10 +410,16 @@ def _negative_logits(frozen: FrozenPairs, temperature: float, rows: Tensor, side
     return padded[:, :-1]
 
 
-def advice(found: dict[str, Measured], batch_size: int) -> str:
-    """One line: the gradient that in-batch losses miss at this batch size, and the estimators nearest to it.
+def advice(found: dict[str, Measured], batch_size: int, first: float) -> str:
+    """The gradient that in-batch losses miss at this batch size, the estimators nearest to it, and what to train with.
 
-    Estimators without a significant bias are level, and the smaller error of a step decides between them.
+    Estimators without a significant bias are level, and the smaller error of a step decides between them. A model that
+    finds most positives is fine-tuned, where more negatives in the batch, or mined ones, gained more than an estimator.
+
+    Args:
+        found: what was measured of each objective.
+        batch_size: B.
+        first: share of the anchors whose positive is nearer than every negative; see `found_first`.
     """
     measured = {name: results for name, results in found.items() if name not in OTHER_LOSSES}
     if not measured:
@@ -435,4 +443,10 @@ def advice(found: dict[str, Measured], batch_size: int) -> str:
         encodes = measured[name].encodes
         cost = f"for {encodes:.1f} extra encodes per pair" if encodes else "without extra encodes"
         parts.append(f"{name} {missed(name, 'below')} {cost}")
-    return f"at B={batch_size} " + "; ".join(parts)
+    gradients = f"at B={batch_size} " + "; ".join(parts)
+    if first <= MOST:
+        return gradients
+    return (
+        f"{gradients}. The model finds {first:.0%} of the positives first: to fine-tune such a model take InfoNCE with "
+        "trainer.batch_size 128 or more and trainer.chunk_size 32, or mined negatives, before another objective"
+    )
