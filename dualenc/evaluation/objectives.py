@@ -447,6 +447,6 @@ def advice(found: dict[str, Measured], batch_size: int, first: float) -> str:
     if first <= MOST:
         return gradients
     return (
-        f"{gradients}. The model finds {first:.0%} of the positives first: to fine-tune such a model take InfoNCE with "
-        "trainer.batch_size 128 or more and trainer.chunk_size 32, or mined negatives, before another objective"
+        f"{gradients}. The model finds {first:.0%} of the positives first: to fine-tune such a model a larger batch "
+        "(trainer.batch_size=128 or more, trainer.chunk_size=32) or mined negatives gained more than another objective"
     )
