@@ -414,7 +414,7 @@ def advice(found: dict[str, Measured], batch_size: int, first: float) -> str:
     """The gradient that in-batch losses miss at this batch size, the estimators nearest to it, and what to train with.
 
     Estimators without a significant bias are level, and the smaller error of a step decides between them. A model that
-    finds most positives is fine-tuned, where more negatives in the batch, or mined ones, gained more than an estimator.
+    finds most positives is fine-tuned, and a loss without the positive in its softmax would keep pushing there.
 
     Args:
         found: what was measured of each objective.
@@ -447,6 +447,6 @@ def advice(found: dict[str, Measured], batch_size: int, first: float) -> str:
     if first <= MOST:
         return gradients
     return (
-        f"{gradients}. The model finds {first:.0%} of the positives first: to fine-tune such a model a larger batch "
-        "(trainer.batch_size=128 or more, trainer.chunk_size=32) or mined negatives gained more than another objective"
+        f"{gradients}. The model finds {first:.0%} of the positives first: to fine-tune such a model, keep the positive "
+        "in the softmax (positive_in_softmax=true, or InfoNCE)"
     )

@@ -197,7 +197,7 @@ def test_advice_names_what_is_missed_and_what_is_nearest() -> None:
     )
     assert advice({"InfoNCE": measured(0.62)}, 8, first=0.5) == "at B=8 InfoNCE misses 62% of the gradient"
     tuned = advice({"InfoNCE": measured(0.62)}, 8, first=0.93)
-    assert "finds 93% of the positives first: to fine-tune such a model a larger batch (trainer.batch_size=128" in tuned
+    assert "finds 93% of the positives first: to fine-tune such a model, keep the positive in the softmax" in tuned
     assert advice({"SACLR": measured(0.62)}, 8, first=0.9).startswith("at B=8: none of these estimates the global loss")
 
 
