@@ -447,6 +447,6 @@ def advice(found: dict[str, Measured], batch_size: int, first: float) -> str:
     if first <= MOST:
         return gradients
     return (
-        f"{gradients}. The model finds {first:.0%} of the positives first: to fine-tune such a model, keep the positive "
-        "in the softmax (positive_in_softmax=true, or InfoNCE)"
+        f"{gradients}. The model finds {first:.0%} of the positives first: to fine-tune such a model, keep the "
+        "positive in the softmax (positive_in_softmax=true, or InfoNCE)"
     )
