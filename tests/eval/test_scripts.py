@@ -170,3 +170,33 @@ def test_filtered_searches_are_exact_where_everything_is_compared(capsys: pytest
     flat, hnsw = capsys.readouterr().out.split("HNSW8")
     assert flat.count("recall@10 1.000") == 2
     assert "5.0% kept: recall@10 1.000" in hnsw
+
+
+def test_finetuning_tunes_past_the_edge_and_fills_its_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take two seconds; quality is best at τ = 0.05 and four times the first rate."""
+    script = load_script("finetuning.py")
+    trained: list[int] = []
+
+    class Model:
+        def __init__(self, settings: dict[str, float]) -> None:
+            self.distance = abs(settings["temperature"] - 0.05) + abs(settings["rate"] - 4 * script.RATES[0])
+
+        def eval(self) -> dict[str, float]:
+            return {"ndcg@10": -self.distance}
+
+    def train(task: object, row: object, settings: dict[str, float], steps: int) -> tuple[Model, float]:
+        trained.append(steps)
+        return Model(settings), 2.0 * steps
+
+    monkeypatch.setattr(script, "train", train)
+    task = script.Task(None, lambda quality: quality, lambda quality: quality, None)
+    kept = script.Results(tmp_path / "runs.jsonl")
+    trainings = script.Trainings(task, script.Row("InfoNCE"), {"row": "InfoNCE"}, kept)
+    assert trainings.tune(20) == (0.05, 4 * script.RATES[0])
+    assert set(trained[2:]) == {10}
+    found = trainings.measure(60, 0.05, script.RATES[0], 1, tuning=False)
+    assert (found["steps"], found["seconds"]) == (30, 60)
+    before = len(trained)
+    assert script.Results(tmp_path / "runs.jsonl").find({"budget": 60})["steps"] == 30
+    assert trainings.measure(60, 0.05, script.RATES[0], 1, tuning=False) == found
+    assert len(trained) == before
