@@ -55,13 +55,11 @@ def pack(inputs: Inputs, first: int, one_by_one: bool = False) -> Inputs:
     """
     mask = inputs["attention_mask"].bool()
     lengths: list[int] = mask.sum(dim=1).tolist()
-    if one_by_one and sum(lengths) >= LONG * len(lengths):
-        rows, width = [list(range(len(lengths)))], sum(lengths)
-    else:
-        one_by_one, width = False, max(1, *lengths)
-        rows = fill_rows(lengths, width)
-        if len(rows) * width > WORTH_IT * mask.numel():
-            return inputs
+    one_by_one = one_by_one and sum(lengths) >= LONG * len(lengths)
+    width = sum(lengths) if one_by_one else max(1, *lengths)
+    rows = [list(range(len(lengths)))] if one_by_one else fill_rows(lengths, width)
+    if not one_by_one and len(rows) * width > WORTH_IT * mask.numel():
+        return inputs
     start = torch.zeros(len(mask), 1, dtype=torch.long)
     for number, row in enumerate(rows):
         start[row, 0] = number * width + torch.tensor([0, *accumulate(lengths[text] for text in row[:-1])])
