@@ -107,9 +107,8 @@ class Recipe:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The resolved recipe as nested values of YAML, without what links fill in."""
-        from jsonargparse import strip_meta
-
-        settings: dict[str, Any] = json.loads(json.dumps(strip_meta(self.config).as_dict(), default=os.fspath))
+        plain = self.config.clone(with_meta=False).as_dict()
+        settings: dict[str, Any] = json.loads(json.dumps(plain, default=os.fspath))
         for name, section in SECTIONS.items():
             arguments_of_section = [(settings[name] or {}).get("init_args", {})]
             if name == "objective":

@@ -111,7 +111,7 @@ class TextEncoder(DualEncoder):
                 base.backbone.to(getattr(torch, dtype))
                 base.backbone = add_lora(base.backbone, lora_rank, lora_alpha, lora_dropout, lora_targets)
             if gradient_checkpointing:
-                _enable_checkpointing(base.backbone)
+                enable_checkpointing(base.backbone)
         left = bases[0]
         right = bases[-1]
         left_prompt = _choose_prompt("query", query_prompt, query_prompt_name, left.says, left.says.query_prompt)
@@ -290,8 +290,8 @@ class TextTower(Tower):
         """Several texts in a row, where the transformer takes them so."""
         first = first_position(self.backbone.config)
         # Gradient checkpointing repeats layers, by then with the usual attention.
-        one_by_one = one_by_one and not self.backbone.is_gradient_checkpointing
-        return inputs if first is None else pack(inputs, first, one_by_one)
+        checkpoints = any(getattr(layer, "gradient_checkpointing", False) for layer in self.backbone.modules())
+        return inputs if first is None else pack(inputs, first, one_by_one and not checkpoints)
 
     def layers(self) -> list[str]:
         """What stands between pooling and normalisation, in words."""
@@ -349,10 +349,17 @@ def _check_inputs(base: _Base, name: str | None) -> None:
     base.tokenizer.model_input_names = [key for key in base.tokenizer.model_input_names if key in accepted]
 
 
-def _enable_checkpointing(backbone: Any) -> None:
-    if not getattr(backbone, "supports_gradient_checkpointing", True):
-        raise DualencError(f"{type(backbone).__name__} has no gradient checkpointing: leave gradient_checkpointing out")
-    backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def enable_checkpointing(model: Any) -> None:
+    """Have a transformer recompute activations in the backward pass.
+
+    Raises:
+        DualencError: its architecture cannot.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        raise DualencError(f"{type(model).__name__} has no gradient checkpointing: leave gradient_checkpointing out")
+    # The second is what older versions of transformers call the first.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _choose_prompt(role: str, prompt: str | None, name: str | None, says: SentenceFolder, default: str) -> str:

@@ -19,7 +19,7 @@ from dualenc.encoders.hub import base_metadata, first_line, model_folder
 from dualenc.encoders.image import checked_crop_scale, seeded
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.sentence_folder import whole_module
-from dualenc.encoders.text import quiet_transformers
+from dualenc.encoders.text import enable_checkpointing, quiet_transformers
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
 from dualenc.errors import DualencError
 from dualenc.reading import read_json_object
@@ -88,7 +88,7 @@ class VisionTextEncoder(DualEncoder):
         accepted = inspect.signature(model.text_model.forward).parameters
         tokenizer.model_input_names = [n for n in tokenizer.model_input_names if n in accepted]
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable_checkpointing(model)
         if lora_rank:
             adapt(model, lora_rank, lora_alpha, targets=lora_targets)
         super().__init__(
