@@ -59,25 +59,31 @@ class Rule:
                 allowed = f"{lowest:g} up" if highest == math.inf else f"{lowest:g} to {highest:g}"
                 raise DualencError(f"{name} is {value}; give a number from {allowed}")
 
-    def ceiling(self, positives: np.ndarray, all_positives: np.ndarray | None = None) -> float:
+    def ceiling_of_all(self, positives: np.ndarray) -> float:
+        """The maximum score of all negatives, whatever their query.
+
+        Args:
+            positives: (M,) scores of all known pairs.
+        """
+        limits = [math.inf if self.max_score is None else self.max_score]
+        if self.percentile is not None and len(positives) > 0:
+            limits.append(float(np.percentile(positives, self.percentile)))
+        return min(limits)
+
+    def ceiling(self, positives: np.ndarray, ceiling_of_all: float = math.inf) -> float:
         """The maximum score of a query's negatives.
 
         Args:
             positives: (P,) scores of the query's positives, at least one.
-            all_positives: (M,) scores of all known pairs; required for `percentile`.
+            ceiling_of_all: what no negative of any query may exceed.
         """
         scores = {"lowest": positives.min(), "mean": positives.mean(), "highest": positives.max()}
         positive = float(scores[self.against])
-        limits = [math.inf]
+        limits = [ceiling_of_all]
         if self.relative is not None:
             limits.append(positive - (1 - self.relative) * abs(positive))
         if self.margin is not None:
             limits.append(positive - self.margin)
-        if self.max_score is not None:
-            limits.append(self.max_score)
-        if self.percentile is not None:
-            assert all_positives is not None
-            limits.append(float(np.percentile(all_positives, self.percentile)))
         return min(limits)
 
     def window(self, excluded: np.ndarray) -> np.ndarray:

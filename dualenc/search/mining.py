@@ -333,6 +333,7 @@ class _Miner:
         is_scored = np.isfinite(self.pair_scores)
         self.asked = np.unique(pairs.left_id[is_scored])
         self._scores = self.pair_scores[is_scored]
+        self.ceiling_of_all = self.rule.ceiling_of_all(self._scores)
         self._pairs_of = Ragged.from_pairs(pairs.left_id, np.arange(len(pairs)), len(self.left))
 
     def searcher(self, factory: str, metric: Metric) -> Search:
@@ -395,7 +396,7 @@ class _Miner:
             pairs = pairs[np.sort(np.unique(self.pairs.right_id[pairs], return_index=True)[1])]
             pairs = pairs[np.isfinite(self.pair_scores[pairs])]
             positive_scores = self.pair_scores[pairs]
-            too_high = scores > self.rule.ceiling(positive_scores, self._scores)
+            too_high = scores > self.rule.ceiling(positive_scores, self.ceiling_of_all)
             is_copy = self.exclusions.repeats(ids)
             chosen = self.rule.choose(~too_high & ~is_copy, query)
             report.candidates += len(ids)

@@ -184,6 +184,7 @@ class NegativeMiner:
         right_id = np.flatnonzero(right_row >= 0)
         positives, positive_scores = self._scored_positives(queries.vectors, left_row, documents.vectors, right_row)
         exclusions = self._known_positives()
+        ceiling_of_all = rule.ceiling_of_all(positive_scores)
         asked = np.flatnonzero(positives.lengths)
         # The blocks of the search, so that products of matrices round alike for any number of ranks.
         blocks = [asked[start : start + QUERY_BLOCK] for start in range(0, len(asked), QUERY_BLOCK)]
@@ -202,7 +203,7 @@ class NegativeMiner:
                 found = right_id[columns[place]]
                 window = rule.window(np.isin(found, excluded[place]))
                 own_scores = positive_scores[positives.offsets[left_id] : positives.offsets[left_id + 1]]
-                too_high = scores[place, window] > rule.ceiling(own_scores, positive_scores)
+                too_high = scores[place, window] > rule.ceiling(own_scores, ceiling_of_all)
                 places = rule.choose(~too_high & ~exclusions.repeats(found[window]), left_id)
                 chosen.append(Negatives(np.full(len(places), left_id), found[window][places], rule.first_rank + places))
         return Negatives(*(np.concatenate(parts) for parts in zip(*chosen)))

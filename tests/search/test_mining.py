@@ -137,7 +137,7 @@ def test_limits_are_never_above_a_positive_and_the_lowest_counts(
         assert absolute == pytest.approx(base - margin)
         every = Rule(relative=share, margin=margin, max_score=highest, percentile=50, against=against)
         limits = [relative, absolute, highest, np.percentile(scores, 50)]
-        assert every.ceiling(scores, scores) == pytest.approx(min(limits))
+        assert every.ceiling(scores, every.ceiling_of_all(scores)) == pytest.approx(min(limits))
     assert Rule(relative=None).ceiling(scores) == math.inf
 
 
