@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dualenc.data.beir import BeirPairs, is_beir, read_corpus
 from dualenc.data.corpus import Corpus, table_corpus
@@ -116,30 +116,36 @@ def open_corpus(
         id_column = id_column or usual_ids(path, split, subset)
         corpus = open_vectors(path, vector_column, id_column=id_column, columns=columns, skips=skips, **how)
     else:
-        kinds = peek_columns(path, split, subset)
-        main, modality = _main_column(display_name(path), kinds, modality, text_column, image_column)
-        # Titles belong to texts, classes to images.
-        if modality == "image":
-            title_column = None
-            label_column = label_column or first_of(kinds, ("label",), but=main)
-        else:
-            label_column = None
-            # Next to a text column that the user chose, a title is only joined when it is named too.
-            if text_column is None:
-                title_column = title_column or first_of(kinds, ("title",), but=main)
-        id_column = id_column or first_of(kinds, ID_NAMES, but=main)
+        roles = _column_roles(
+            path,
+            peek_columns(path, split, subset),
+            modality,
+            text_column=text_column,
+            title_column=title_column,
+            image_column=image_column,
+            id_column=id_column,
+            label_column=label_column,
+        )
         # Whole remote texts are read by row groups on demand: such a corpus may exceed the disk.
         remote_parquet = is_url(path) and url_suffix(str(path)) == ".parquet"
-        if remote_parquet and modality == "text" and kinds.get(main) == "value" and is_whole(split) and not columns:
+        one_text_per_row = roles.modality == "text" and roles.kind == "value"
+        if remote_parquet and one_text_per_row and is_whole(split) and not columns:
             files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
-            corpus = remote_corpus(RemoteTexts(files, main, title_column), id_column, skips, limit)
+            corpus = remote_corpus(RemoteTexts(files, roles.main, roles.title), roles.id, skips, limit)
         else:
             # A column may have two roles, such as text and filter.
-            others = [name for name in (title_column, label_column, id_column, *columns) if name is not None]
-            to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), main: kinds.get(main, "value")}
+            others = [name for name in (roles.title, roles.label, roles.id, *columns) if name is not None]
+            to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), roles.main: roles.kind}
             table = open_table(path, to_read, skips, allow_outside=allow_outside, **how)
-            how = {"title_column": title_column, "label_column": label_column, "id_column": id_column}
-            corpus = table_corpus(table, main, modality, columns=columns, **how)
+            corpus = table_corpus(
+                table,
+                roles.main,
+                roles.modality,
+                columns=columns,
+                title_column=roles.title,
+                label_column=roles.label,
+                id_column=roles.id,
+            )
     corpus.skipped = skips.report()
     return corpus
 
@@ -202,6 +208,43 @@ def is_image_folder(path: str | Path) -> bool:
     images = any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries)
     tables = any(entry.is_file() and file_format(entry) in TABLE_FORMATS for entry in entries)
     return images or (not tables and not (folder / "data").is_dir())
+
+
+class _ColumnRoles(NamedTuple):
+    """Which columns of a table hold what; None for what it does not hold."""
+
+    main: str
+    kind: ColumnKind
+    modality: Modality
+    title: str | None
+    label: str | None
+    id: str | None
+
+
+def _column_roles(
+    path: str | Path,
+    kinds: dict[str, ColumnKind],
+    modality: Modality | None,
+    *,
+    text_column: str | None,
+    title_column: str | None,
+    image_column: str | None,
+    id_column: str | None,
+    label_column: str | None,
+) -> _ColumnRoles:
+    """The columns that the user named, and usual names for the others."""
+    main, modality = _main_column(display_name(path), kinds, modality, text_column, image_column)
+    # Titles belong to texts, classes to images.
+    if modality == "image":
+        title_column = None
+        label_column = label_column or first_of(kinds, ("label",), but=main)
+    else:
+        label_column = None
+        # Next to a text column that the user chose, a title is only joined when it is named too.
+        if text_column is None:
+            title_column = title_column or first_of(kinds, ("title",), but=main)
+    id_column = id_column or first_of(kinds, ID_NAMES, but=main)
+    return _ColumnRoles(main, kinds.get(main, "value"), modality, title_column, label_column, id_column)
 
 
 def _main_column(
