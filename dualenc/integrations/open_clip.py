@@ -68,7 +68,7 @@ class GlobalClipLoss(nn.Module):
         objective.set_counts(*map(torch.from_numpy, counts))
         clip: Any = getattr(model, "module", model)
         with torch.no_grad():
-            clip.logit_scale.fill_(-math.log(float(objective.temperature)))
+            clip.logit_scale.fill_(-math.log(objective.temperature.item()))
 
     def forward(
         self,

@@ -90,7 +90,7 @@ class GlobalLoss(nn.Module):
             raise DualencError("labels are not the ids of the columns' texts; train on what with_ids returns")
         left_id, right_id, *negative_ids = labels.T.contiguous()
         if not (self.model.training and torch.is_grad_enabled()):
-            temperature = float(self.objective.temperature)
+            temperature = self.objective.temperature.item()
             return InfoNCE(temperature=temperature).eval()(left, right, left_id, right_id).loss
         self.objective.train()
         mined: dict[str, Tensor] = {}
@@ -126,7 +126,7 @@ class GlobalLoss(nn.Module):
 
     def get_config_dict(self) -> Mapping[str, Any]:
         """What model cards say."""
-        return {"objective": self.objective.name, "temperature": float(self.objective.temperature)}
+        return {"objective": self.objective.name, "temperature": self.objective.temperature.item()}
 
 
 class CachedGlobalLoss(CachedLossMixin, GlobalLoss):

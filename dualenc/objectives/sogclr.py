@@ -143,7 +143,7 @@ class ISogCLR(SogCLR):
         self.temperature_momentum = temperature_momentum
         self.min_temperature = min_temperature
         self.max_temperature = max_temperature
-        self.register_buffer("tau", torch.full((self.corpus.num_rows,), float(self.temperature)))
+        self.register_buffer("tau", torch.full((self.corpus.num_rows,), self.temperature.item()))
         self.register_buffer("tau_momentum", torch.zeros(self.corpus.num_rows))
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:

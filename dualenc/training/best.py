@@ -172,7 +172,7 @@ class BestModel:
         whole = nullcontext(self.model) if self.skeleton is None else assembled(self.model, self.skeleton)
         with whole as model:
             if distributed.is_main():
-                model.set_temperature(float(self.objective.temperature.detach()))
+                model.set_temperature(self.objective.temperature.item())
                 model.set_dims(self.objective.dims or ())
                 model.eval()
                 try:

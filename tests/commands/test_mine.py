@@ -126,7 +126,7 @@ def test_sentence_transformers_trains_on_its_form(
     pytest.importorskip("sentence_transformers")
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     # One query has two positives.
     with open(beir / "qrels" / "train.tsv") as judged:

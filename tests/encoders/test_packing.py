@@ -23,7 +23,7 @@ from dualenc.encoders.packing import (
     kept_weights,
     pack,
 )
-from dualenc.encoders.text import POOLINGS
+from dualenc.encoders.text import POOLINGS, enable_checkpointing
 from dualenc.types import Inputs, Pooling
 
 SMALL: dict[str, Any] = {
@@ -149,7 +149,7 @@ def test_long_texts_go_through_attention_one_by_one_unless_layers_are_repeated(
     assert "lengths" in model.left.pack(padded, one_by_one=True)
     assert model.left.pack(padded) is padded
     assert model.left.pack(model.left.prepare(["words"] * 5), one_by_one=True)["input_ids"].shape[0] == 5
-    model.left.backbone.gradient_checkpointing_enable()
+    enable_checkpointing(model.left.backbone)
     assert model.left.pack(padded, one_by_one=True) is padded
 
 

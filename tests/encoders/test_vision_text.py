@@ -221,7 +221,7 @@ def test_folders_of_sentence_transformers_give_its_vectors(
         module = {"idx": 0, "name": "0", "path": "0_CLIPModel", "type": "sentence_transformers.models.CLIPModel"}
         (folder / "modules.json").write_text(json.dumps([module]))
     else:
-        from sentence_transformers.models import Normalize, Transformer
+        from sentence_transformers.sentence_transformer.modules import Normalize, Transformer
 
         behind = [Normalize()] if "Normalize" in layout else []
         SentenceTransformer(modules=[Transformer(str(made)), *behind], device="cpu").save(str(tmp_path / "new"))

@@ -505,8 +505,11 @@ def test_scaled_gradients_are_refused():
 
 
 @pytest.mark.slow
-def test_one_process_takes_the_option_too(tmp_path):
+def test_one_process_takes_the_option_too(tmp_path, monkeypatch):
     """There is nothing to divide; more processes can resume from its checkpoint."""
+    # `one_case` sets them too, and here its process goes on with other tests.
+    monkeypatch.setattr(stored, "MIN_SHARD_ROWS", 10)
+    monkeypatch.setattr(negative_cache, "REFRESH_CHUNK", 2)
     for shard in (False, True):
         one_case(tmp_path / str(shard), shard_model=shard, epochs=1, save_every=4, encoder=ADAPTED, **ADAM)
     assert torch.equal(embeddings(tmp_path / "True"), embeddings(tmp_path / "False"))

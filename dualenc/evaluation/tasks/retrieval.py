@@ -84,6 +84,8 @@ def evaluate(
             documents = embed_into(kept / "documents", encoder.right, collection.corpus, side="right", **how)
         results += systems.rank(name, collection, queries, documents)
         size_means[name] = systems.rank_compressed(collection, queries, documents, sizes(lengths))
+    if engine is not None:
+        engine.index.engine.close()
 
     if distributed.is_main():
         facts: dict[str, object] = {"model": model, "split": split, "depth": options.depth}
