@@ -160,6 +160,7 @@ def run(
     pairs: int | None = None,
     seconds: float = 100.0,
     rows: Sequence[str] = tuple(ROWS),
+    rates: Sequence[float] = RATES,
     seeds: int = 3,
     lora_rank: int = 0,
     model: str = "sentence-transformers/all-MiniLM-L6-v2",
@@ -172,6 +173,7 @@ def run(
         pairs: train on a random part of so many pairs.
         seconds: of one core that every run may take; a third of them while tuning.
         rows: names of rows.
+        rates: learning rates to choose from, at a batch of 32, and on past an edge above; a single one is taken as it is.
         seeds: of each row.
         lora_rank: rank of adapters; 0 trains all weights.
         model: folder or hub name of the published encoder.
@@ -186,7 +188,7 @@ def run(
         kept.add({**common, "row": "before", **measured})
     for name in rows:
         trainings = Trainings(task, ROWS[name], {**common, "row": name}, kept)
-        temperature, rate = trainings.tune(seconds * TUNING)
+        temperature, rate = trainings.tune(seconds * TUNING, rates)
         found = [trainings.measure(seconds, temperature, rate, seed, tuning=False)["test"] for seed in range(seeds)]
         print(f"{path.name} {name}: {[round(one, 4) for one in found]} τ {temperature} rate {rate}", flush=True)
 
@@ -208,16 +210,18 @@ class Trainings:
         self.kept = kept
         self.step_seconds = 0.0
 
-    def tune(self, seconds: float) -> tuple[float, float]:
+    def tune(self, seconds: float, rates: Sequence[float]) -> tuple[float, float]:
         """The best τ at the first rate, and the best rate at that τ."""
 
         def quality(temperature: float, rate: float) -> float:
             return self.measure(seconds, temperature, rate, 0, tuning=True)["validation"]
 
-        temperature = max(TEMPERATURES, key=lambda value: quality(value, RATES[0]))
-        tried = list(RATES)
+        temperature = max(TEMPERATURES, key=lambda value: quality(value, rates[0]))
+        if len(rates) == 1:
+            return temperature, rates[0]
+        tried = list(rates)
         best = max(tried, key=lambda rate: quality(temperature, rate))
-        while best == tried[-1] and len(tried) < len(RATES) + BEYOND_EDGE:
+        while best == tried[-1] and len(tried) < len(rates) + BEYOND_EDGE:
             tried.append(2 * best)
             best = max(tried, key=lambda rate: quality(temperature, rate))
         return temperature, best

@@ -114,7 +114,7 @@ POINTS = 4
 RESULTS = Path("eval/results/small_batch.jsonl")
 GAPS_IN, GAPS_OF = "vectors papers", ("GlobalCache", "ISIR", "SogCLR", "DCL")
 """The task and the objectives of the figure that shows where the gap to InfoNCE opens and closes."""
-DRAWN = (*GAPS_OF, "InfoNCE", "SogCLR+", "GlobalCache+", "NegativeCache")
+DRAWN = (*GAPS_OF, "InfoNCE", "SogCLR+", "GlobalCache+", "NegativeCache", "MomentumQueue")
 """The objectives of the other figures: as many as can be told apart."""
 HEADLINE = {"GlobalCache": "GlobalCache", "SogCLR+": "SogCLR(positive_in_softmax=True)", "InfoNCE": "InfoNCE"}
 """The objectives of the README's figure, and their labels."""
@@ -607,7 +607,10 @@ class Row:
             own = one["settings"]
             if {**cell, "equal": "pairs"}.items() <= own.items():
                 chosen.setdefault((own["rate"], own["temperature"]), []).append(one)
-        (self.rate, self.temperature), self.seeds = max(chosen.items(), key=lambda item: len(item[1]))
+        # Settings with all seeds; where more rates were tried later, the better ones by the seed that tunes.
+        most = max(map(len, chosen.values()))
+        complete = {setting: seeds for setting, seeds in chosen.items() if len(seeds) == most}
+        (self.rate, self.temperature), self.seeds = max(complete.items(), key=lambda item: item[1][0]["validation"])
         self.objective, self.batch_size, self.pairs_seen = (cell[k] for k in ("objective", "batch_size", "pairs_seen"))
         self.seconds = self._longest(runs, cell)
         # Of equal passes, each seed saw pairs of its own number.

@@ -192,7 +192,8 @@ def test_finetuning_tunes_past_the_edge_and_fills_its_seconds(tmp_path: Path, mo
     task = script.Task(None, lambda quality: quality, lambda quality: quality, None)
     kept = script.Results(tmp_path / "runs.jsonl")
     trainings = script.Trainings(task, script.Row("InfoNCE"), {"row": "InfoNCE"}, kept)
-    assert trainings.tune(20) == (0.05, 4 * script.RATES[0])
+    assert trainings.tune(20, script.RATES) == (0.05, 4 * script.RATES[0])
+    assert trainings.tune(20, [1e-5]) == (0.05, 1e-5), "a single rate is taken as it is"
     assert set(trained[2:]) == {10}
     found = trainings.measure(60, 0.05, script.RATES[0], 1, tuning=False)
     assert (found["steps"], found["seconds"]) == (30, 60)
