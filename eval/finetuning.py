@@ -173,7 +173,7 @@ def run(
         pairs: train on a random part of so many pairs.
         seconds: of one core that every run may take; a third of them while tuning.
         rows: names of rows.
-        rates: learning rates to choose from, at a batch of 32, and on past an edge above; a single one is taken as it is.
+        rates: learning rates to choose from, at a batch of 32, and on past an edge above; a single one is taken.
         seeds: of each row.
         lora_rank: rank of adapters; 0 trains all weights.
         model: folder or hub name of the published encoder.
@@ -251,15 +251,14 @@ def report(results: Path = RESULTS) -> None:
     for task, pairs, lora_rank in tasks:
         common = {"task": task, "pairs": pairs, "lora_rank": lora_rank}
         table = []
-        for name in dict.fromkeys(run["row"] for run in kept.runs if common.items() <= run.items()):
-            own = [run for run in kept.runs if {**common, "row": name}.items() <= run.items() and "test" in run]
+        tested = [run for run in kept.runs if common.items() <= run.items() and "test" in run]
+        for name, rate, temperature in dict.fromkeys((r["row"], r.get("rate"), r.get("temperature")) for r in tested):
+            own = [r for r in tested if (r["row"], r.get("rate"), r.get("temperature")) == (name, rate, temperature)]
             values = [run["test"] for run in own]
-            if not values:
-                continue
             cells: dict[str, Any] = {"row": name, "ndcg@10": statistics.mean(values)}
             if len(own) > 1:
                 cells |= {"deviation": statistics.stdev(values), "seconds": statistics.mean(r["seconds"] for r in own)}
-                cells |= {"steps": own[0]["steps"], "τ": own[0]["temperature"], "rate": f"{own[0]['rate']:.0e}"}
+                cells |= {"steps": own[0]["steps"], "τ": temperature, "rate": f"{rate:.0e}"}
             table.append(cells)
         title = f"{task}, {pairs:,} pairs, " + (f"LoRA of rank {lora_rank}" if lora_rank else "all weights")
         print_table(Table(title, table))
