@@ -456,7 +456,8 @@ def add_lora(
             lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]
             lora_dropout=dropout,
             target_modules=targets,
-            exclude_modules=r"(.*\.)?pooler\.dense",
+            # Named where there is none, peft warns.
+            exclude_modules=r"(.*\.)?pooler\.dense" if getattr(backbone, "pooler", None) is not None else None,
         )
         return get_peft_model(backbone, config)
     except Exception as error:
