@@ -116,36 +116,10 @@ def open_corpus(
         id_column = id_column or usual_ids(path, split, subset)
         corpus = open_vectors(path, vector_column, id_column=id_column, columns=columns, skips=skips, **how)
     else:
-        roles = _column_roles(
-            path,
-            peek_columns(path, split, subset),
-            modality,
-            text_column=text_column,
-            title_column=title_column,
-            image_column=image_column,
-            id_column=id_column,
-            label_column=label_column,
-        )
-        # Whole remote texts are read by row groups on demand: such a corpus may exceed the disk.
-        remote_parquet = is_url(path) and url_suffix(str(path)) == ".parquet"
-        one_text_per_row = roles.modality == "text" and roles.kind == "value"
-        if remote_parquet and one_text_per_row and is_whole(split) and not columns:
-            files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
-            corpus = remote_corpus(RemoteTexts(files, roles.main, roles.title), roles.id, skips, limit)
-        else:
-            # A column may have two roles, such as text and filter.
-            others = [name for name in (roles.title, roles.label, roles.id, *columns) if name is not None]
-            to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), roles.main: roles.kind}
-            table = open_table(path, to_read, skips, allow_outside=allow_outside, **how)
-            corpus = table_corpus(
-                table,
-                roles.main,
-                roles.modality,
-                columns=columns,
-                title_column=roles.title,
-                label_column=roles.label,
-                id_column=roles.id,
-            )
+        named = {"text_column": text_column, "title_column": title_column, "image_column": image_column}
+        named |= {"id_column": id_column, "label_column": label_column}
+        roles = _column_roles(path, peek_columns(path, split, subset), modality, **named)
+        corpus = _read_roles(path, roles, columns, skips, allow_outside=allow_outside, **how)
     corpus.skipped = skips.report()
     return corpus
 
@@ -245,6 +219,32 @@ def _column_roles(
             title_column = title_column or first_of(kinds, ("title",), but=main)
     id_column = id_column or first_of(kinds, ID_NAMES, but=main)
     return _ColumnRoles(main, kinds.get(main, "value"), modality, title_column, label_column, id_column)
+
+
+def _read_roles(
+    path: str | Path,
+    roles: _ColumnRoles,
+    columns: Sequence[str],
+    skips: Skips,
+    *,
+    split: str,
+    subset: str | None,
+    limit: int | None,
+    allow_outside: bool,
+) -> Corpus:
+    """The items of a table."""
+    # Whole remote texts are read by row groups on demand: such a corpus may exceed the disk.
+    remote_parquet = is_url(path) and url_suffix(str(path)) == ".parquet"
+    one_text_per_row = roles.modality == "text" and roles.kind == "value"
+    if remote_parquet and one_text_per_row and is_whole(split) and not columns:
+        files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
+        return remote_corpus(RemoteTexts(files, roles.main, roles.title), roles.id, skips, limit)
+    # A column may have two roles, such as text and filter.
+    others = [name for name in (roles.title, roles.label, roles.id, *columns) if name is not None]
+    to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), roles.main: roles.kind}
+    table = open_table(path, to_read, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
+    own: dict[str, Any] = {"title_column": roles.title, "label_column": roles.label, "id_column": roles.id}
+    return table_corpus(table, roles.main, roles.modality, columns=columns, **own)
 
 
 def _main_column(
