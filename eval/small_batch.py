@@ -17,9 +17,9 @@ batch size. One line per run is added to --results, and a run that is there alre
 Objectives with a + have the positive in the softmax.
 
 Tasks: "vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "text", a
-one-layer transformer from scratch on it; "minilm", a pretrained one; "image_text", a small open_clip model on tables
-{train,dev,test}.parquet of images and captions; "images", a narrow ResNet on two views of labelled images, by its
-20 nearest neighbours and, in the end, by a linear probe.
+one-layer transformer from scratch on it, and "text_dropout", with a dropout of 0.1; "minilm", a pretrained one;
+"image_text", a small open_clip model on tables {train,dev,test}.parquet of images and captions; "images", a narrow
+ResNet on two views of labelled images, by its 20 nearest neighbours and, in the end, by a linear probe.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -401,12 +402,13 @@ def beginnings(path: Path, words: int) -> tuple[PairDataset, RetrievalSet, Retri
     return cut, *(one._replace(corpus=documents) for one in tests)
 
 
-def text(path: Path, model: str) -> Task:
+def text(path: Path, model: str, dropout: float = 0.0) -> Task:
     """A one-layer transformer with a tokenizer of its own, both from scratch."""
     pairs, validation, test = beginnings(path, words=64)
     tokenizer = train_tokenizer(beir_parts(path)[0].right_items, 8000, max_length=64)
     config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config |= {"intermediate_size": 256, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
+    config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
 
     def new_model() -> DualEncoder:
         return TextEncoder(config=config, tokenizer=tokenizer, max_length=64)
@@ -469,6 +471,7 @@ def some_of(pairs: PairDataset, count: int) -> PairDataset:
 TASKS: dict[str, Callable[[Path, str], Task]] = {
     "vectors": vectors,
     "text": text,
+    "text_dropout": partial(text, dropout=0.1),
     "minilm": minilm,
     "image_text": image_text,
     "images": images,
@@ -498,7 +501,7 @@ def run(
     """Tune objectives, train them with all seeds, and add every run to the results.
 
     Args:
-        task: one of vectors, text, minilm, image_text, images.
+        task: one of vectors, text, text_dropout, minilm, image_text, images.
         path: the data.
         objectives: which.
         batch_sizes: B.
