@@ -610,10 +610,12 @@ class Row:
             own = one["settings"]
             if {**cell, "equal": "pairs"}.items() <= own.items():
                 chosen.setdefault((own["rate"], own["temperature"]), []).append(one)
-        # Settings with all seeds; where more rates were tried later, the better ones by the seed that tunes.
+        # Settings with all seeds; where there are several, the best by the mean quality on held-out data.
         most = max(map(len, chosen.values()))
         complete = {setting: seeds for setting, seeds in chosen.items() if len(seeds) == most}
-        (self.rate, self.temperature), self.seeds = max(complete.items(), key=lambda item: item[1][0]["validation"])
+        held_out = {key: statistics.mean(one["validation"] for one in seeds) for key, seeds in complete.items()}
+        self.rate, self.temperature = max(held_out, key=held_out.__getitem__)
+        self.seeds = complete[self.rate, self.temperature]
         self.objective, self.batch_size, self.pairs_seen = (cell[k] for k in ("objective", "batch_size", "pairs_seen"))
         self.seconds = self._longest(runs, cell)
         # Of equal passes, each seed saw pairs of its own number.
