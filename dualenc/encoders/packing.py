@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from dualenc.encoders.dropout import kept_elements
 from dualenc.types import Inputs
 
 COUNT_FROM_ZERO = ("bert", "electra")
@@ -175,12 +176,4 @@ def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: f
         return scaled_dot_product_attention(query, key, value, scale=scaling)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     weights = (query * scaling @ key.mT).softmax(dim=-1)
-    return weights * kept_weights(weights, dropout) @ (value / (1 - dropout))
-
-
-def kept_weights(weights: Tensor, dropout: float) -> Tensor:
-    """0 with probability `dropout`, rounded to 2⁻¹⁶, else 1: each random number is enough for four elements."""
-    count = weights.numel()
-    numbers = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
-    uniform = numbers.view(torch.int16)[:count].view(weights.shape)
-    return (uniform >= round((dropout - 0.5) * 2**16)).to(weights.dtype)
+    return weights * kept_elements(weights, dropout) @ (value / (1 - dropout))

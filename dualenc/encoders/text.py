@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.encoders.dense import Dense, Normalize, first_components, kept_components, read_dense
+from dualenc.encoders.dropout import convert_dropout
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.hub import base_metadata, first_line, model_folder
 from dualenc.encoders.packing import first_position, pack, run_packed
@@ -259,6 +260,7 @@ class TextTower(Tower):
         truncate_dim: int | None = None,
     ) -> None:
         super().__init__()
+        convert_dropout(backbone)
         self.backbone = backbone
         self.prepare: TextPrepare = prepare
         self.pooling = pooling

@@ -27,7 +27,9 @@ FIXED_LENGTH = 32
 
 
 class PlainEncoding:
-    """The forward passes of one batch with their graphs, and the backward pass: memory grows with the batch.
+    """The forward passes of a batch with their graphs, and the backward pass: memory grows with the batch.
+
+    One encoding serves many batches; `begin` opens the next.
 
     Through sharded towers all ranks must make the same passes: one for each call of `encode`, which every rank makes
     equally often. A rank without an item encodes a `placeholder`, and drops its embedding.
@@ -51,14 +53,19 @@ class PlainEncoding:
         self.model = model
         self.fixed_shapes = compiled == "graphs"
         self.one_by_one = device.type == "cpu" and not compiled
+        self.device = device
+        self.autocast = autocast
+        self.keep_statistics = keep_statistics
+        self.has_batch_norm = uses_batch_statistics(model)
+        self.in_step = any(distributed.is_sharded(parameter) for parameter in model.parameters())
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last batch."""
         if self.fixed_shapes:
             # What the graphs of the last step gave may be overwritten now.
             torch.compiler.cudagraph_mark_step_begin()
-        self.device = device
-        self.autocast = autocast
-        self.statistics = BatchStatistics(keep=keep_statistics)
-        self.has_batch_norm = uses_batch_statistics(model)
-        self.in_step = any(distributed.is_sharded(parameter) for parameter in model.parameters())
+        self.statistics = BatchStatistics(keep=self.keep_statistics)
         self._encoded: list[tuple[Tensor, Tensor]] = []
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
@@ -227,8 +234,12 @@ class CachedEncoding(PlainEncoding):
             raise DualencError(f"chunk_size is {chunk_size}; it must be at least 1, or null for no gradient caching")
         if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
             raise DualencError("chunk_size does not go with SyncBatchNorm; leave chunk_size out or use plain BatchNorm")
-        super().__init__(model, device, autocast, keep_statistics, compiled)
         self.chunk_size = chunk_size
+        super().__init__(model, device, autocast, keep_statistics, compiled)
+
+    def begin(self) -> None:
+        """Forget the last batch."""
+        super().begin()
         self._recorded: list[_Recorded] = []
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:

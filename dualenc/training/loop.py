@@ -106,6 +106,7 @@ class Loop:
         )
         self.total_steps = self._count_steps()
         self._build_optimizer(is_sharded=skeleton is not None)
+        self.encoding = self._new_encoding()
         guide = self._build_loader()
         self.miner = self._new_miner()
         self._build_outputs(evaluator, skeleton, guide)
@@ -465,7 +466,8 @@ class Loop:
         """Forward and backward pass of one of the batches whose mean gradient makes a step."""
         # First, as it exchanges the weights, which a graph must find unchanged.
         keys = self._encode_keys(batch)
-        encoding = self._encoding()
+        encoding = self.encoding
+        encoding.begin()
         # Through sharded towers this rank makes the pass for negatives even without any, because others make it.
         parts: list[tuple[Side, Inputs]] = [("left", batch.left), ("right", batch.right)]
         if batch.negatives is not None or (encoding.in_step and self.pairs.negatives is not None):
@@ -499,11 +501,12 @@ class Loop:
         """
         if self.momentum_encoder is None:
             return {}
+        self.encoding.begin()
         with torch.no_grad(), self.momentum_encoder.applied():
-            left, right = self._encoding().encode_parts(("left", batch.left), ("right", batch.right))
+            left, right = self.encoding.encode_parts(("left", batch.left), ("right", batch.right))
         return {"keys_left": left, "keys_right": right}
 
-    def _encoding(self) -> PlainEncoding:
+    def _new_encoding(self) -> PlainEncoding:
         common = (self.model, self.device, self.accelerator.autocast, self.objective.needs_encode)
         if self.settings.chunk_size is None:
             return PlainEncoding(*common, self.settings.compile)

@@ -20,7 +20,6 @@ from dualenc.encoders.packing import (
     COUNT_FROM_ZERO,
     attend,
     fill_rows,
-    kept_weights,
     pack,
 )
 from dualenc.encoders.text import POOLINGS, enable_checkpointing
@@ -151,16 +150,6 @@ def test_long_texts_go_through_attention_one_by_one_unless_layers_are_repeated(
     assert model.left.pack(model.left.prepare(["words"] * 5), one_by_one=True)["input_ids"].shape[0] == 5
     enable_checkpointing(model.left.backbone)
     assert model.left.pack(padded, one_by_one=True) is padded
-
-
-def test_dropout_drops_its_share_independently() -> None:
-    torch.manual_seed(0)
-    kept = kept_weights(torch.zeros(3, 7, 50_001), 0.1)
-    assert kept.unique().tolist() == [0, 1]
-    assert kept.mean().item() == pytest.approx(0.9, abs=0.001)
-    # Four elements of one random number are independent.
-    together = kept.flatten()[:1_050_020].view(-1, 4)
-    assert torch.corrcoef(together.T).fill_diagonal_(0).abs().max() < 0.01
 
 
 def test_attention_drops_weights_and_only_in_training(tokenizer: PreTrainedTokenizerBase) -> None:
