@@ -4,6 +4,12 @@
 item: no ids, nothing to remember of items seen once (NeuCLIP, Wei et al. 2025, arXiv:2511.08417; AmorLIP, Sun et al.
 2025, arXiv:2505.18983). The network minimises E[exp(s/τ − h)] + h, which is least at h = log E[exp(s/τ)].
 
+`SharedRobustTemperature`: the temperature that the robust loss learns, one for all anchors (FastCLIP-v3, Wei et al.
+2024, arXiv:2407.01445).
+
+`DualBank`: the last batches of both sides join the batch as anchors and as candidates, which makes up for the negatives
+that gradient accumulation loses (ContAccum, Kim et al. 2024, arXiv:2406.12356).
+
 `TeacherBatches`: batches of communities of a teacher's hard negatives (B3, Thirukovalluru et al. 2025,
 arXiv:2505.11293): an edge joins two pairs where the document of one is among the teacher's nearest to the query of the
 other, without the very nearest, which are likely positives; groups along the graph are dealt to batches at random.
@@ -20,8 +26,9 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor, nn
 
 from dualenc.batching import BatchSelector
-from dualenc.objectives import SogCLR
+from dualenc.objectives import ISogCLR, SogCLR
 from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.queues import QueueObjective
 
 HIDDEN = 128
 
@@ -71,6 +78,37 @@ class PredictedPartition(SogCLR):
         # In units of similarities, which are alike for every τ.
         predicted = [self.predictors[direction](row).squeeze(-1) for direction, row in rows]
         return torch.stack(predicted) / anchors.temperature.detach()
+
+
+class SharedRobustTemperature(ISogCLR):
+    """iSogCLR with one τ: its slope is the mean over the batch's anchors, of log u_a + ρ − Σ_c w_c s_c/τ."""
+
+    def _move_temperatures(self, anchors: Anchors, slope: Tensor, usable: Tensor) -> None:
+        self.tau_momentum.lerp_(slope[usable].mean().to(self.tau), 1 - self.temperature_momentum)
+        self.tau.sub_(self.temperature_rate * self.tau_momentum).clamp_(self.min_temperature, self.max_temperature)
+
+
+class DualBank(QueueObjective):
+    """InfoNCE of all pairs of the batch and of two queues, each anchor against all of them; for two towers on one rank.
+
+    Shapes: P pairs of the batch, Q of the queues, D dimension.
+    """
+
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        # Left anchors have right candidates, and the other way round; both queues hold the same pairs in one order.
+        bank_right, bank_left = (self.queue_of(direction).held(anchors.candidates) for direction in (0, 1))
+        right, left = anchors.candidates  # (P, D) each
+        right_ids, left_ids = anchors.candidate_ids  # (P,) each
+        all_left = torch.cat([left, bank_left.embeddings])  # (P + Q, D)
+        all_right = torch.cat([right, bank_right.embeddings])
+        ids = (torch.cat([left_ids, bank_left.ids]), torch.cat([right_ids, bank_right.ids]))
+        scores = all_left @ all_right.T / anchors.temperature  # (P + Q, P + Q)
+        shares_item = (ids[0][:, None] == ids[0]) | (ids[1][:, None] == ids[1])
+        not_candidate = shares_item.fill_diagonal_(False)
+        logits = scores.masked_fill(not_candidate, -torch.inf)
+        both = torch.stack([logits.logsumexp(dim=1), logits.logsumexp(dim=0)]) - scores.diagonal()  # (2, P + Q)
+        self.enqueue(anchors, anchors.candidates.detach())
+        return both.mean(dim=1, keepdim=True).expand(2, len(left))
 
 
 class TeacherBatches(BatchSelector):

@@ -43,7 +43,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from probes import PredictedPartition, TeacherBatches
+from probes import DualBank, PredictedPartition, SharedRobustTemperature, TeacherBatches
 from quality import COMPARED, new_encoder, open_parts
 
 from dualenc.data import BeirPairs, ImageViews, PairDataset, TablePairs
@@ -87,23 +87,34 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SogCLR+": lambda **common: SogCLR(gamma=0.5, positive_in_softmax=True, **common),
 }
 
-MINED = {
+TRAINER: dict[str, dict[str, Any]] = {
     "InfoNCE, mined each epoch": {"mine_every": 1},
     "InfoNCE, 4 mined each epoch": {"mine_every": 1, "mine_negatives": 4},
     "GlobalCache, mined each epoch": {"mine_every": 1},
+    "InfoNCE, 4 accumulated": {"gradient_accumulation": 4},
+    "GlobalCache, 4 accumulated": {"gradient_accumulation": 4},
 }
-"""Settings of the trainer for objectives that train on mined negatives."""
-OBJECTIVES |= {name: OBJECTIVES[name.partition(",")[0]] for name in MINED}
+"""Settings of the trainer: mined negatives; steps of several batches, of B pairs each."""
+OBJECTIVES |= {name: OBJECTIVES[name.partition(",")[0]] for name in TRAINER}
 
 PROBES: dict[str, Callable[..., Objective]] = {
     "SogCLR+, cosine": lambda **common: SogCLR(gamma=0.2, gamma_schedule="cosine", positive_in_softmax=True, **common),
     "predicted log-normaliser+": lambda **common: PredictedPartition(positive_in_softmax=True, **common),
+    **{
+        f"robust τ+, ρ = {radius}": lambda radius=radius, **common: SharedRobustTemperature(
+            radius=radius, temperature_rate=1e-4, gamma=0.5, positive_in_softmax=True, **common
+        )
+        for radius in (2, 4, 6)
+    },
+    "two banks of 24, 4 accumulated": lambda **common: DualBank(queue_size=24, **common),
+    "two banks of 128, 4 accumulated": lambda **common: DualBank(queue_size=128, **common),
     "XBM, 256": lambda **common: XBM(queue_size=256, **common),
     "InfoNCE, teacher's batches": OBJECTIVES["InfoNCE"],
 }
 """Methods that are tried: FastCLIP's schedule of γ (Wei et al. 2024, arXiv:2407.01445), those of `probes.py`, and short
-queues of both sides (ContAccum, Kim et al. 2024, arXiv:2406.12356, without accumulation)."""
+queues of both sides."""
 OBJECTIVES |= PROBES
+TRAINER |= {name: {"gradient_accumulation": 4} for name in PROBES if name.endswith("4 accumulated")}
 
 RATES = (1.0, 0.5, 2.0)
 """Factors of a task's learning rate; the first one while τ is chosen."""
@@ -262,15 +273,17 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
     model, pairs = task.new_model(), task.pairs
     common = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
     criterion = OBJECTIVES[objective](temperature=tau, seed=seed, **common)
-    steps = max(1, pairs_seen // batch_size)
+    trainer_settings = TRAINER.get(objective, {})
+    pairs_per_step = batch_size * trainer_settings.get("gradient_accumulation", 1)
+    steps = max(1, pairs_seen // pairs_per_step)
     steps_between = -(-steps // POINTS)
-    passes, curve = Passes(model), Curve(task.validation, steps_between * batch_size)
+    passes, curve = Passes(model), Curve(task.validation, steps_between * pairs_per_step)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             output=folder,
             batch_size=batch_size,
             max_steps=steps,
-            learning_rate=rate * task.learning_rate * math.sqrt(batch_size / ORDINARY_BATCH),
+            learning_rate=rate * task.learning_rate * math.sqrt(pairs_per_step / ORDINARY_BATCH),
             evaluate_every=steps_between,
             keep_best=False,
             save_every=None,
@@ -278,7 +291,7 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
             overwrite=True,
             progress=False,
             deterministic=False,
-            **MINED.get(objective, {}),
+            **trainer_settings,
         )
         batching = None
         if objective == "InfoNCE, teacher's batches":
@@ -291,7 +304,7 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
     outcome = {
         "validation": curve.points[-1][2],  # of the last step, after which training evaluates
         "test": measured.pop(task.test.primary),
-        "extra_encodes": passes.count / (steps * batch_size) - 2,
+        "extra_encodes": passes.count / (steps * pairs_per_step) - 2,
         "seconds": curve.points[-1][1],
         "curve": [(seen, round(seconds, 1), round(value, 4)) for seen, seconds, value in curve.points],
         "scores": base64.b64encode(zlib.compress(scores.tobytes(), 9)).decode(),
