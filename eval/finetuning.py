@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from comparison_tasks import Retrieval, beginnings, some_of
 from hard_negatives import with_negatives
-from small_batch import OBJECTIVES, Retrieval, beginnings, some_of
+from small_batch import OBJECTIVES
 
 from dualenc.data import PairDataset
 from dualenc.data.corpus import Corpus, RetrievalSet, corpora

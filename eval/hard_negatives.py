@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_batch import Retrieval, beir_parts, on_features
+from comparison_tasks import Retrieval, beir_parts, on_features
 
 from dualenc.data import PairDataset
 from dualenc.data.corpus import corpora

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from small_batch import Retrieval, beir_parts, on_features
+from comparison_tasks import Retrieval, beir_parts, on_features
 
 from dualenc.encoders import VectorEncoder
 from dualenc.evaluation.compression import first_components

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_batch import Retrieval, beginnings
+from comparison_tasks import Retrieval, beginnings
 
 from dualenc.data import Corpus, Mixture
 from dualenc.encoders import TextEncoder, train_tokenizer

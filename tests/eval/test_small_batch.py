@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +34,12 @@ def test_runs_are_tuned_kept_and_reported(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = load_script("small_batch.py")
-    monkeypatch.setattr(script, "HELD_OUT", 6)
-    monkeypatch.setattr(script, "ORDINARY_BATCH", 4)
+    tasks = sys.modules["comparison_tasks"]
+    monkeypatch.setattr(tasks, "HELD_OUT", 6)
+    for module in (script, sys.modules["comparison_table"]):
+        monkeypatch.setattr(module, "ORDINARY_BATCH", 4)
     monkeypatch.setattr(script, "BEYOND_EDGE", 0)
-    script.TASKS["few"] = lambda path, model: script.on_features(*script.beir_parts(path), 1e-3, dim=8)
+    script.TASKS["few"] = lambda path, model: tasks.on_features(*tasks.beir_parts(path), 1e-3, dim=8)
     results = tmp_path / "results.jsonl"
     how = {"objectives": ["InfoNCE", "ISIR"], "batch_sizes": [4], "epochs": 2, "seeds": 2, "results": results}
     script.run("few", folder, **how)
@@ -84,7 +87,7 @@ def test_runs_are_tuned_kept_and_reported(
 
 
 def test_held_out_queries_are_not_trained_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load_script("small_batch.py")
+    script = load_script("comparison_tasks.py")
     monkeypatch.setattr(script, "HELD_OUT", 6)
     pairs, validation, test = script.beir_parts(folder)
     assert len(pairs) == 24
@@ -99,7 +102,8 @@ def test_settings_are_tuned_once_for_other_numbers_of_pairs(
 ) -> None:
     script = load_script("small_batch.py")
     monkeypatch.setattr(script, "BEYOND_EDGE", 0)
-    script.TASKS["few"] = lambda path, model: script.on_features(*script.beir_parts(path), 1e-3, dim=8)
+    tasks = sys.modules["comparison_tasks"]
+    script.TASKS["few"] = lambda path, model: tasks.on_features(*tasks.beir_parts(path), 1e-3, dim=8)
     results = tmp_path / "results.jsonl"
     how = {"objectives": ["InfoNCE"], "batch_sizes": [4], "seeds": 2, "rates": [1.0], "results": results}
     script.run("few", folder, **how, pairs=12, epochs=4)
@@ -110,7 +114,7 @@ def test_settings_are_tuned_once_for_other_numbers_of_pairs(
 
 
 def test_a_part_of_the_pairs_has_only_its_own_items() -> None:
-    script = load_script("small_batch.py")
+    script = load_script("comparison_tasks.py")
     whole = script.PairDataset(list("abcd"), list("uvwx"), [0, 1, 2, 3, 3], [0, 0, 1, 2, 3])
     part = script.some_of(whole, 3)
     assert len(part) == 3

@@ -1,0 +1,262 @@
+"""What comparisons of objectives train on: data, a model, and a measure of quality on held-out and on test data.
+
+"vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "text", a
+one-layer transformer from scratch on it, and "text_dropout", with a dropout of 0.1; "minilm", a pretrained one;
+"image_text", a small open_clip model on tables {train,dev,test}.parquet of images and captions; "images", a narrow
+ResNet on two views of labelled images, by its 20 nearest neighbours and, in the end, by a linear probe.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from quality import new_encoder, open_parts
+
+from dualenc.data import BeirPairs, ImageViews, PairDataset, TablePairs
+from dualenc.data.beir import read_beir
+from dualenc.data.corpus import Corpus, RetrievalSet
+from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, VectorEncoder, train_tokenizer
+from dualenc.evaluation.image_text import both_ways_ranks
+from dualenc.evaluation.probe import knn_predict, linear_probe
+from dualenc.evaluation.retrieval import Result, retrieve
+from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator
+from dualenc.training.evaluators import embed_side
+
+HELD_OUT = 1000
+"""Training queries that are held out where a folder has no dev.tsv, or a fifth of them."""
+
+
+@dataclass
+class Task:
+    """What is trained on and measured.
+
+    Attributes:
+        new_model: a model of this task, from torch's random state.
+        pairs: M training pairs.
+        validation, test: two measures of the same kind, by which to tune and to report.
+        learning_rate: about right at a batch of 32.
+        temperatures: to choose from.
+    """
+
+    new_model: Callable[[], DualEncoder]
+    pairs: PairDataset
+    validation: Quality
+    test: Quality
+    learning_rate: float
+    temperatures: tuple[float, ...] = (0.03, 0.05, 0.1)
+
+
+class Quality(Evaluator):
+    """One number, the mean of what each query is worth, which the last call leaves in `per_query`."""
+
+    per_query: list[float]
+
+    def mean(self, per_query: Iterable[float]) -> dict[str, float]:
+        """Of the queries of a call."""
+        self.per_query = list(per_query)
+        return {self.primary: statistics.mean(self.per_query)}
+
+
+class Retrieval(Quality):
+    """nDCG@10."""
+
+    primary = "ndcg@10"
+
+    def __init__(self, collection: RetrievalSet) -> None:
+        self.collection = collection
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        queries = embed_side(model, "left", self.collection.queries, 256)
+        documents = embed_side(model, "right", self.collection.corpus, 256)
+        run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, depth=10)
+        scores = Result("model", "held-out", run, self.collection.qrels, len(documents.ids)).per_query
+        return self.mean(of_query[self.primary] for of_query in scores.values())
+
+
+class ImageOfCaption(Quality):
+    """Recall@10 of images by captions."""
+
+    primary = "recall@10"
+
+    def __init__(self, pairs: PairDataset) -> None:
+        self.evaluator = ImageTextEvaluator(pairs)
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        images = embed_side(model, "left", self.evaluator.images, 64)
+        texts = embed_side(model, "right", self.evaluator.texts, 64)
+        ranks = both_ways_ranks(images.vectors, texts.vectors, self.evaluator.captions)["text_to_image"]
+        return self.mean((ranks <= 10).astype(float).tolist())
+
+
+class Neighbours(Quality):
+    """Accuracy of a vote of 20 neighbours, and of a linear classifier where `probe` asks for it."""
+
+    primary = "20-NN"
+
+    def __init__(self, train: ImageViews, test: ImageViews, probe: bool = False) -> None:
+        self.evaluator = KNNEvaluator(train, test)
+        self.probe = probe
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        train, test = (
+            embed_side(model, "left", corpus, 256, output="features").vectors for corpus in self.evaluator.corpora
+        )
+        votes, labels = self.evaluator.labels
+        found = self.mean((knn_predict(train, votes, test, k=20) == labels).astype(float).tolist())
+        return found | ({"linear_probe": linear_probe(train, votes, test, labels).accuracy} if self.probe else {})
+
+
+def beir_parts(path: Path) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
+    """Training pairs with their own documents as corpus, and held-out and test queries over all documents.
+
+    Where the folder has no dev.tsv, the last thousand training queries, or a fifth of them, are held out.
+    """
+    whole, test = BeirPairs(path, "train"), read_beir(path, "test")
+    queries, documents = whole.left_id, whole.right_id
+    if (path / "qrels" / "dev.tsv").exists():
+        validation = read_beir(path, "dev")
+    else:
+        held_out = queries >= whole.num_left - min(HELD_OUT, whole.num_left // 5)
+        qrels: dict[str, dict[str, int]] = {}
+        for query, document in zip(queries[held_out].tolist(), documents[held_out].tolist(), strict=True):
+            qrels.setdefault(whole.queries.ids[query], {})[whole.corpus.ids[document]] = 1
+        rows = np.unique(queries[held_out])
+        texts = [whole.queries.items[row] for row in rows.tolist()]
+        validation = RetrievalSet(Corpus([whole.queries.ids[row] for row in rows.tolist()], texts), test.corpus, qrels)
+        queries, documents = queries[~held_out], documents[~held_out]
+    used_queries, left_id = np.unique(queries, return_inverse=True)
+    used_documents, right_id = np.unique(documents, return_inverse=True)
+    left = [whole.left_items[row] for row in used_queries.tolist()]
+    right = [whole.right_items[row] for row in used_documents.tolist()]
+    return PairDataset(left, right, left_id, right_id), validation, test
+
+
+def vectors(path: Path, model: str) -> Task:
+    """Two perceptrons on frozen features: latent semantic analysis of the training texts."""
+    return on_features(*beir_parts(path), learning_rate=1e-3)
+
+
+def on_features(
+    pairs: PairDataset, validation: RetrievalSet, test: RetrievalSet, learning_rate: float, dim: int = 256
+) -> Task:
+    """The same pairs and queries as vectors of `dim` numbers."""
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.preprocessing import normalize
+
+    weigh = TfidfVectorizer(sublinear_tf=True, min_df=3, max_df=0.3, stop_words="english", dtype=np.float32)
+    weighed = weigh.fit_transform([*pairs.left_items, *pairs.right_items])
+    reduce = TruncatedSVD(dim, random_state=0).fit(weighed)
+
+    def features(texts: Sequence[str]) -> np.ndarray:
+        vectors = normalize(reduce.transform(weigh.transform(list(texts)))).astype(np.float32)
+        vectors[~vectors.any(axis=1)] = dim**-0.5  # texts without a word that is known
+        return vectors
+
+    def corpus(texts: Corpus) -> Corpus:
+        return Corpus(texts.ids, features(texts.items), "vector")
+
+    train = PairDataset(
+        features(pairs.left_items),
+        features(pairs.right_items),
+        pairs.left_id,
+        pairs.right_id,
+        left_modality="vector",
+        right_modality="vector",
+    )
+    documents = corpus(test.corpus)
+    parts = (Retrieval(RetrievalSet(corpus(part.queries), documents, part.qrels)) for part in (validation, test))
+    return Task(lambda: VectorEncoder(dim, tower="mlp", dim=64, hidden=512, shared=False), train, *parts, learning_rate)
+
+
+def beginnings(path: Path, words: int) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
+    """The same parts with texts cut behind so many words: what encoders do not read need not be tokenized."""
+    pairs, *tests = beir_parts(path)
+
+    def begin(texts: Sequence[str]) -> list[str]:
+        return [" ".join(text.split(maxsplit=words)[:words]) for text in texts]
+
+    cut = PairDataset(begin(pairs.left_items), begin(pairs.right_items), pairs.left_id, pairs.right_id)
+    documents = Corpus(tests[0].corpus.ids, begin(tests[0].corpus.items))
+    return cut, *(one._replace(corpus=documents) for one in tests)
+
+
+def text(path: Path, model: str, dropout: float = 0.0) -> Task:
+    """A one-layer transformer with a tokenizer of its own, both from scratch."""
+    pairs, validation, test = beginnings(path, words=64)
+    tokenizer = train_tokenizer(beir_parts(path)[0].right_items, 8000, max_length=64)
+    config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 256, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
+    config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+
+    def new_model() -> DualEncoder:
+        return TextEncoder(config=config, tokenizer=tokenizer, max_length=64)
+
+    return Task(new_model, pairs, Retrieval(validation), Retrieval(test), learning_rate=3e-3)
+
+
+def minilm(path: Path, model: str) -> Task:
+    """A published encoder, fine-tuned on 128 tokens; documents are those that a held-out or a test query is about."""
+    pairs, validation, test = beginnings(path, words=128)
+    judged = {document for part in (validation, test) for of_query in part.qrels.values() for document in of_query}
+    kept = {own: row for row, own in enumerate(test.corpus.ids) if own in judged}
+    documents = Corpus(list(kept), [test.corpus.items[row] for row in kept.values()])
+    validation, test = (part._replace(corpus=documents) for part in (validation, test))
+
+    def new_model() -> DualEncoder:
+        return TextEncoder(model, max_length=128)
+
+    return Task(new_model, pairs, Retrieval(validation), Retrieval(test), learning_rate=2e-5)
+
+
+def image_text(path: Path, model: str) -> Task:
+    """A small open_clip model from scratch, on 64 pixels."""
+    config = {
+        "embed_dim": 128,
+        "vision_cfg": {"image_size": 64, "patch_size": 16, "width": 128, "layers": 4, "head_width": 32},
+        "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 128, "heads": 4, "layers": 2},
+    }
+    train, validation, test = (
+        TablePairs(path / f"{part}.parquet", left_column="image", right_column="captions", deduplicate=part == "train")
+        for part in ("train", "dev", "test")
+    )
+
+    def new_model() -> DualEncoder:
+        return ImageTextEncoder(config=config, crop_scale=(0.5, 1.0))
+
+    return Task(new_model, train, ImageOfCaption(validation), ImageOfCaption(test), learning_rate=5e-4)
+
+
+def images(path: Path, model: str) -> Task:
+    """Two views of 4,000 images, a narrow four-block ResNet on 24 pixels."""
+    train, validation, test = open_parts(str(path), 4000, 2000)
+    parts = Neighbours(train, validation), Neighbours(train, test, probe=True)
+    return Task(new_encoder, train, *parts, learning_rate=2e-3, temperatures=(0.1, 0.2, 0.4))
+
+
+def some_of(pairs: PairDataset, count: int) -> PairDataset:
+    """A random part of the pairs, with the items that occur in it and no others."""
+    rows = np.random.default_rng(0).permutation(len(pairs))[:count]
+    items, ids = [], []
+    for all_items, of_pairs in ((pairs.left_items, pairs.left_id), (pairs.right_items, pairs.right_id)):
+        used, numbers = np.unique(of_pairs[rows], return_inverse=True)
+        items.append(
+            all_items[used] if isinstance(all_items, np.ndarray) else [all_items[row] for row in used.tolist()]
+        )
+        ids.append(numbers)
+    return PairDataset(*items, *ids, left_modality=pairs.left_modality, right_modality=pairs.right_modality)
+
+
+TASKS: dict[str, Callable[[Path, str], Task]] = {
+    "vectors": vectors,
+    "text": text,
+    "text_dropout": partial(text, dropout=0.1),
+    "minilm": minilm,
+    "image_text": image_text,
+    "images": images,
+}
