@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from comparison_table import FIRST_RATE, ORDINARY_BATCH, RESULTS, Runs, Settings, report, spread
 from comparison_tasks import TASKS, Quality, Task, some_of
-from probes import DualBank, PredictedPartition, SharedRobustTemperature, TeacherBatches
+from probes import DualBank, LatestItems, PredictedPartition, SharedRobustTemperature, TeacherBatches
 from quality import COMPARED
 
 from dualenc.encoders import DualEncoder
@@ -94,6 +94,7 @@ PROBES: dict[str, Callable[..., Objective]] = {
     },
     "two banks of 24, 4 accumulated": lambda **common: DualBank(queue_size=24, **common),
     "two banks of 128, 4 accumulated": lambda **common: DualBank(queue_size=128, **common),
+    "GlobalCache, latest 2048": lambda **common: LatestItems(pool=2048, **common),
     "XBM, 256": lambda **common: XBM(queue_size=256, **common),
     "InfoNCE, teacher's batches": OBJECTIVES["InfoNCE"],
 }
