@@ -327,11 +327,11 @@ def write_json(target: str | os.PathLike[str], value: Any) -> None:
         part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def is_folder_of(folder: str | os.PathLike[str], wanted: str) -> bool:
+def is_folder_of(folder: str | os.PathLike[str], expected: str) -> bool:
     """Whether a folder that is replaced whole holds a format, by its meta.json."""
     recover(folder)
     path = Path(folder) / "meta.json"
-    return path.is_file() and read_json_object(path).get("format") == wanted
+    return path.is_file() and read_json_object(path).get("format") == expected
 
 
 def check_writable(folder: Path) -> None:

@@ -283,13 +283,13 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         raise DualencError(f"'{override}': a recipe has no section {names[0]!r}{nearest(names[0], SECTIONS)}")
     if names[0] != "trainer" and len(names) > 1 and names[1] not in CLASS_KEYS:
         names.insert(1, "init_args")
-    here = settings
+    section = settings
     for place, name in enumerate(names[:-1]):
-        if not isinstance(here.get(name), dict):
-            here[name] = {}
-        here = here[name]
-        if "class_path" in here and names[place + 1] not in CLASS_KEYS:
-            here = here.setdefault("init_args", {})
-    if names[-1] == "class_path" and here.get("class_path") != value:
-        here.pop("init_args", None)
-    here[names[-1]] = value
+        if not isinstance(section.get(name), dict):
+            section[name] = {}
+        section = section[name]
+        if "class_path" in section and names[place + 1] not in CLASS_KEYS:
+            section = section.setdefault("init_args", {})
+    if names[-1] == "class_path" and section.get("class_path") != value:
+        section.pop("init_args", None)
+    section[names[-1]] = value

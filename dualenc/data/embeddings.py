@@ -188,8 +188,8 @@ class ShardedVectors:
         result = np.empty((len(rows), self.shape[1]), self.dtype)
         shard_of = np.searchsorted(self.offsets, rows, side="right") - 1
         for number in np.unique(shard_of):
-            here = shard_of == number
-            result[here] = self.shards[number][rows[here] - self.offsets[number]]
+            in_shard = shard_of == number
+            result[in_shard] = self.shards[number][rows[in_shard] - self.offsets[number]]
         return result
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -228,12 +228,12 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def read_head(folder: Path, wanted: str, versions: tuple[int, int], other: str, mend: str) -> dict[str, Any]:
+def read_head(folder: Path, expected_format: str, versions: tuple[int, int], other: str, mend: str) -> dict[str, Any]:
     """The meta.json of a folder of a format, in a version that this dualenc reads.
 
     Args:
         folder: of embeddings, an index or an engine.
-        wanted: its format.
+        expected_format: its format.
         versions: of that format: the oldest and the newest that can be read.
         other: what to say of a folder of another format.
         mend: what to do about another version.
@@ -242,7 +242,7 @@ def read_head(folder: Path, wanted: str, versions: tuple[int, int], other: str, 
         DualencError: the file is missing, malformed, of another format or of another version.
     """
     path = folder / "meta.json"
-    if read_json_object(path).get("format") != wanted:
+    if read_json_object(path).get("format") != expected_format:
         raise DualencError(f"{folder}: {other}")
     meta = read_json_object(path, {"version": int})
     found = meta["version"]

@@ -93,12 +93,12 @@ class Ids(Texts):
             return np.array([self._row(name) for name in names], dtype=np.int64)
         # An id may have half a surrogate pair, which is no string of Arrow's.
         encoded = [name.encode("utf-8", "surrogatepass") for name in names]
-        wanted = pa.array(encoded, self.as_bytes.type).dictionary_encode()
-        places = pc.fill_null(pc.index_in(self.as_bytes, value_set=wanted.dictionary), -1).to_numpy()
+        requested = pa.array(encoded, self.as_bytes.type).dictionary_encode()
+        places = pc.fill_null(pc.index_in(self.as_bytes, value_set=requested.dictionary), -1).to_numpy()
         found = np.flatnonzero(places >= 0)
-        row_of = np.full(len(wanted.dictionary), -1, dtype=np.int64)
+        row_of = np.full(len(requested.dictionary), -1, dtype=np.int64)
         row_of[places[found]] = found
-        return row_of[wanted.indices.to_numpy()]
+        return row_of[requested.indices.to_numpy()]
 
     def _row(self, name: str) -> int:
         try:

@@ -188,8 +188,10 @@ def usual_column(
     """The `first_of` some usual names, for an argument that the user left out; a `DualencError` if there is none."""
     found = first_of(columns, names, but)
     if found is None:
-        there = ", ".join(columns)
-        raise DualencError(f"{display_name(source)}: no telling which column is {argument}; name it (columns: {there})")
+        available = ", ".join(columns)
+        raise DualencError(
+            f"{display_name(source)}: no telling which column is {argument}; name it (columns: {available})"
+        )
     return found
 
 
@@ -379,8 +381,8 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     except (ValueError, AssertionError) as error:
-        there = f"{', '.join(splits)}, and slices such as train[:90%] ({first_line(error).rstrip('.')})"
-        raise DualencError(f"{source}: no split {split!r}; there are: {there}") from None
+        available = f"{', '.join(splits)}, and slices such as train[:90%] ({first_line(error).rstrip('.')})"
+        raise DualencError(f"{source}: no split {split!r}; there are: {available}") from None
     slices = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts if part.from_ < part.to]
     if not slices:
         sizes = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())

@@ -97,10 +97,10 @@ class VectorPairs(PairDataset):
         rights = open_vectors(left if right is None else right, right_column, **how)
         row_of = {name: row for row, name in enumerate(rights.ids)}
         for side, ids, partners in (("left", lefts.ids, row_of), ("right", rights.ids, set(lefts.ids))):
-            alone = [name for name in ids if name not in partners]
-            if alone:
+            without_partner = [name for name in ids if name not in partners]
+            if without_partner:
                 reason = f"{side} vector without a partner of the same id"
-                skips.bad(reason, f"id {alone[0]!r}", "give it one or remove it", len(alone))
+                skips.bad(reason, f"id {without_partner[0]!r}", "give it one or remove it", len(without_partner))
         left_rows = np.array([row for row, name in enumerate(lefts.ids) if name in row_of], dtype=np.int64)
         right_rows = np.array([row_of[lefts.ids[row]] for row in left_rows], dtype=np.int64)
         skips.demand(len(left_rows), "pair")
@@ -158,8 +158,8 @@ def open_vectors(
     else:
         column = column or _usual_column(str(source), split, subset)
         named = [*columns, *([] if id_column is None else [id_column])]
-        wanted: dict[str, ColumnKind] = {**dict.fromkeys(named, "value"), column: "vector"}
-        table = open_table(source, wanted, skips, split=split, subset=subset, limit=limit)
+        kinds: dict[str, ColumnKind] = {**dict.fromkeys(named, "value"), column: "vector"}
+        table = open_table(source, kinds, skips, split=split, subset=subset, limit=limit)
         found = VectorColumn(table, column)
         if found.is_list:
             raise DualencError(f"{source}: column {column!r} holds lists of vectors; name one with one in each row")

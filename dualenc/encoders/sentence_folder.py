@@ -257,8 +257,8 @@ def append_dense(base: Path, folder: Path, weight: Tensor, bias: Tensor, readme:
         raise DualencError(f"{base}: its vectors have dimension {dim}, but the adapter takes {weight.shape[1]}")
 
     def unwanted(place: str, names: list[str]) -> set[str]:
-        wanted = (".json", ".safetensors", ".txt", ".model")
-        files = {name for name in names if not (Path(place, name).is_dir() or name.endswith(wanted))}
+        suffixes = (".json", ".safetensors", ".txt", ".model")
+        files = {name for name in names if not (Path(place, name).is_dir() or name.endswith(suffixes))}
         return files | {"onnx", "openvino"}
 
     with atomic_folder(folder, lambda _: False, "model") as new:

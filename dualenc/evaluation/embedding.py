@@ -38,8 +38,8 @@ def embed_into(
     if distributed.is_main():
         check_folder_target(folder, is_embeddings, "embeddings")
         meta = read_json_object(folder / "meta.json") if (folder / "meta.json").is_file() else {}
-        wanted = {**identity, "model_checksum": tower_checksum(tower)}
-        if any(meta.get(name) != value for name, value in wanted.items()):
+        expected = {**identity, "model_checksum": tower_checksum(tower)}
+        if any(meta.get(name) != value for name, value in expected.items()):
             remove(folder)
     distributed.barrier()
     how |= {"identity": identity, "notes": {"model": model} if model else None}

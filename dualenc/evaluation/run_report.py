@@ -259,8 +259,8 @@ def _source(name: str) -> str:
 def _names(runs: list[RunFolder], evaluated: bool) -> list[str]:
     """Of what was logged in any run, known names first."""
     logged = dict.fromkeys([*QUANTITIES, *(name for run in runs for line in run.lines for name in line)])
-    wanted = [name for name in logged if name not in ("step", "epoch") and name.startswith("evaluation/") == evaluated]
-    return [name for name in wanted if any(run.curve(name)[0] for run in runs)]
+    shown = [name for name in logged if name not in ("step", "epoch") and name.startswith("evaluation/") == evaluated]
+    return [name for name in shown if any(run.curve(name)[0] for run in runs)]
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, object]:

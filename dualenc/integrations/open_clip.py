@@ -51,11 +51,11 @@ class GlobalClipLoss(nn.Module):
     def __init__(self, objective: Objective, data: IndexedData, model: nn.Module, epochs: int | None = None) -> None:
         super().__init__()
         refuse_momentum(objective)
-        wanted = tuple(data.sizes.values())
-        if objective.num_left is not None and (objective.num_left, objective.num_right) != wanted:
+        sizes = tuple(data.sizes.values())
+        if objective.num_left is not None and (objective.num_left, objective.num_right) != sizes:
             raise DualencError(
                 f"{objective.name} has num_left, num_right = {objective.num_left}, {objective.num_right}, but the data "
-                f"{wanted[0]}, {wanted[1]}; build it with **data.sizes"
+                f"{sizes[0]}, {sizes[1]}; build it with **data.sizes"
             )
         self.objective = objective
         self.data = data
@@ -64,7 +64,7 @@ class GlobalClipLoss(nn.Module):
         self._encode = data.encoder(model)
         self._replay: list[tuple[Tensor, Tensor]] = []  # of accumulated batches: gradients, once for each further call
         pairs = data.pairs
-        counts = (np.bincount(pairs.left_id, minlength=wanted[0]), np.bincount(pairs.right_id, minlength=wanted[1]))
+        counts = (np.bincount(pairs.left_id, minlength=sizes[0]), np.bincount(pairs.right_id, minlength=sizes[1]))
         objective.set_counts(*map(torch.from_numpy, counts))
         clip: Any = getattr(model, "module", model)
         with torch.no_grad():

@@ -198,14 +198,14 @@ class ChainObjective(Objective):
         self.watch(started=started, before=state)
         return Visit(chains, state, started, start_scores, log_sum, keys, is_found, column)
 
-    def plan_encoding(self, visit: Visit, wanted: Tensor) -> Plan:
+    def plan_encoding(self, visit: Visit, needed: Tensor) -> Plan:
         """What to embed: this rank's share of the draws, and states that are not among the proposals.
 
         Args:
-            wanted: (X, A) whether the state's embedding is needed.
+            needed: (X, A) whether the state's embedding is needed.
         """
         items = self.items_of_state(visit.state)  # (X, A, S)
-        is_known = visit.is_found | ~wanted[..., None]
+        is_known = visit.is_found | ~needed[..., None]
         states = items.masked_fill(is_known, PADDING).flatten(1)
         if self.proposals == "batch":
             return Plan(visit, states, [])
@@ -338,14 +338,14 @@ class ChainObjective(Objective):
         return torch.stack([self.draws.integers(size, self.proposals, device=device) for size in sizes])
 
 
-def find(items: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether wanted items (X, …) are among items (X, C), and the first place of each; any place where not."""
+def find(items: Tensor, sought: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether sought items (X, …) are among items (X, C), and the first place of each; any place where not."""
     # Without candidates there is no place that a later `gather` could read.
     if not items.shape[1]:
-        return torch.zeros_like(wanted, dtype=torch.bool), torch.zeros_like(wanted)
+        return torch.zeros_like(sought, dtype=torch.bool), torch.zeros_like(sought)
     # Binary search: comparing all pairs would be a second (X, A, C) matrix. Stable, so that the first copy is found.
     ordered, order = items.sort(dim=1, stable=True)
-    flat = wanted.flatten(1)
+    flat = sought.flatten(1)
     place = torch.searchsorted(ordered, flat).clamp(max=items.shape[1] - 1)
     is_found = (ordered.gather(1, place) == flat) & (flat != PADDING)
-    return is_found.view_as(wanted), order.gather(1, place).view_as(wanted)
+    return is_found.view_as(sought), order.gather(1, place).view_as(sought)

@@ -79,11 +79,11 @@ class EMC2(ChainObjective):
     def plan(self, anchors: Anchors) -> Plan:
         visit = self.visit(anchors)
         if self.score == "fresh" or self.proposals != "batch":
-            return Plan(self.plan_encoding(visit, wanted=visit.state != NO_STATE), None)
+            return Plan(self.plan_encoding(visit, needed=visit.state != NO_STATE), None)
         # This walk needs scores of the batch only, so that states that do not outlive burn-in are never encoded.
         walk = self._walk(anchors, visit, self._stored_scores(anchors, visit))
         has_weight = walk.weights[..., -1] > 0
-        return Plan(self.plan_encoding(visit, wanted=has_weight), walk)
+        return Plan(self.plan_encoding(visit, needed=has_weight), walk)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None

@@ -148,6 +148,6 @@ class SigLIP(Objective):
 
 def log_sum_exp(logits: Tensor) -> Tensor:
     """(X, A) log Σ_c exp of logits (X, A, C); 0, without gradient, for an anchor without negatives."""
-    alone = (logits == -torch.inf).all(dim=-1)
+    has_no_negative = (logits == -torch.inf).all(dim=-1)
     # A row of -inf has a NaN gradient.
-    return logits.masked_fill(alone[..., None], 0.0).logsumexp(dim=-1).masked_fill(alone, 0.0)
+    return logits.masked_fill(has_no_negative[..., None], 0.0).logsumexp(dim=-1).masked_fill(has_no_negative, 0.0)

@@ -56,7 +56,7 @@ class ISIR(ChainObjective):
 
     def plan(self, anchors: Anchors) -> Plan:
         visit = self.visit(anchors)
-        return self.plan_encoding(visit, wanted=visit.state != NO_STATE)
+        return self.plan_encoding(visit, needed=visit.state != NO_STATE)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None

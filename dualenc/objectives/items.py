@@ -81,19 +81,19 @@ class ItemEncoder:
 
     def _encode(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
         """(n, D) embeddings of each part, a side and distinct ids (n,)."""
-        nothing = self.like.new_zeros(0, self.like.shape[-1])
+        no_rows = self.like.new_zeros(0, self.like.shape[-1])
         # A single process has no collective pass to join.
-        wanted = [part for part in parts if len(part[1]) or distributed.is_initialized()]
+        to_encode = [part for part in parts if len(part[1]) or distributed.is_initialized()]
         encode_sides = getattr(self.encode, "sides", None)
         with self._autocast:
-            if encode_sides is not None and len(wanted) > 1:
-                encoded = encode_sides(wanted)
+            if encode_sides is not None and len(to_encode) > 1:
+                encoded = encode_sides(to_encode)
             else:
-                encoded = [self.encode(side, ids) for side, ids in wanted]
-        for (_, ids), embeddings in zip(wanted, encoded, strict=True):
+                encoded = [self.encode(side, ids) for side, ids in to_encode]
+        for (_, ids), embeddings in zip(to_encode, encoded, strict=True):
             expected = (len(ids), self.like.shape[-1])
             if embeddings.shape != expected:
                 shape = tuple(embeddings.shape)
                 raise DualencError(f"encode gave shape {shape} for {len(ids)} ids; it must be {expected}")
-        by_side = {side: embeddings.to(self.like) for (side, _), embeddings in zip(wanted, encoded)}
-        return [by_side.get(side, nothing) for side, _ in parts]
+        by_side = {side: embeddings.to(self.like) for (side, _), embeddings in zip(to_encode, encoded)}
+        return [by_side.get(side, no_rows) for side, _ in parts]

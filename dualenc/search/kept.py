@@ -96,7 +96,7 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
             ids = index.ids
             rows = rows_in(corpus, index, folder)
         check_ids(ids)
-        with atomic_folder(Path(folder) / FOLDER, functools.partial(is_folder_of, wanted=FORMAT), "texts") as part:
+        with atomic_folder(Path(folder) / FOLDER, functools.partial(is_folder_of, expected=FORMAT), "texts") as part:
             part.mkdir()
             write_items(part, ids, (corpus[row] for row in rows))
             files = checksums(part, [ITEMS, ORDER])

@@ -60,7 +60,7 @@ class Lexical:
 
     def save(self, index: str | os.PathLike[str], ids: str) -> None:
         """Write the folder inside that of an index, whose file of ids has the checksum `ids`."""
-        with atomic_folder(Path(index) / FOLDER, functools.partial(is_folder_of, wanted=FORMAT), "BM25") as part:
+        with atomic_folder(Path(index) / FOLDER, functools.partial(is_folder_of, expected=FORMAT), "BM25") as part:
             part.mkdir()
             self.scorer.save(str(part), show_progress=False)
             write_json(part / "meta.json", {"format": FORMAT, "version": 1, "count": self.count, "ids": ids})

@@ -136,14 +136,14 @@ class RetrievalEvaluator(Evaluator):
         self.metric_names = tuple(f"{kind}@{k}" for k in CUTOFFS for kind in kinds)
 
     def _shared_modalities(self) -> dict[Side, Modality]:
-        every: list[dict[Side, Modality]] = [
+        by_folder: list[dict[Side, Modality]] = [
             {"left": each.queries.modality, "right": each.corpus.modality} for each in self.collections.values()
         ]
-        if any(modalities != every[0] for modalities in every):
+        if any(modalities != by_folder[0] for modalities in by_folder):
             raise DualencError(
                 "RetrievalEvaluator: some folders hold texts and others vectors; give folders of one kind"
             )
-        return every[0]
+        return by_folder[0]
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         means: dict[str, Mapping[str, float]] = {}

@@ -466,14 +466,14 @@ class BoundEncoder:
 
     def sides(self, parts: Sequence[tuple[Side, Tensor]]) -> list[Tensor]:
         """(n, D) embeddings of the items (n,) of each part, a side and ids."""
-        wanted = [(side, ids.reshape(-1).tolist()) for side, ids in parts]
-        prepared = [self.items.prepare(side, ids, self.number) for side, ids in wanted]
-        inputs = [(side, inputs) for (side, _), (inputs, _) in zip(wanted, prepared)]
+        requests = [(side, ids.reshape(-1).tolist()) for side, ids in parts]
+        prepared = [self.items.prepare(side, ids, self.number) for side, ids in requests]
+        inputs = [(side, inputs) for (side, _), (inputs, _) in zip(requests, prepared)]
         # Even without any item: all ranks make this pass together.
         encoded = self.encoding.encode_parts(*inputs, out_of_batch=True)
         return [
             _at_places(embeddings, places, len(ids))
-            for embeddings, (_, places), (_, ids) in zip(encoded, prepared, wanted)
+            for embeddings, (_, places), (_, ids) in zip(encoded, prepared, requests)
         ]
 
 

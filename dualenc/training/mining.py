@@ -85,7 +85,7 @@ class NegativeMiner:
         model: encodes in evaluation mode, without augmentation.
         pairs: `mine` sets their `negatives`; those that the data brings serve until then.
         rule: which of the nearest right items become negatives.
-        every: epochs from one mining to the next; the first one is after so many.
+        interval: epochs from one mining to the next; the first one is after so many.
         device: where the search runs.
         mixed_precision: of the forward passes: "bf16", "fp16" or "no".
         num_workers: processes that read and prepare items.
@@ -97,7 +97,7 @@ class NegativeMiner:
         model: DualEncoder,
         pairs: PairDataset,
         rule: Rule,
-        every: int,
+        interval: int,
         device: torch.device | None = None,
         *,
         mixed_precision: str = "no",
@@ -107,7 +107,7 @@ class NegativeMiner:
         self.model = model
         self.pairs = pairs
         self.rule = rule
-        self.every = every
+        self.interval = interval
         self.device = device or torch.device("cpu")
         self.autocast = _PRECISIONS.get(mixed_precision)
         self.num_workers = num_workers
@@ -118,7 +118,7 @@ class NegativeMiner:
 
     def is_due(self, epoch: int) -> bool:
         """Whether an epoch begins with mining; the first one, 0, does not: the model has learned nothing yet."""
-        return epoch > 0 and epoch % self.every == 0
+        return epoch > 0 and epoch % self.interval == 0
 
     def mine(self, epoch: int) -> dict[str, float]:
         """Replace the pairs' negatives; all ranks call it together.
@@ -133,10 +133,10 @@ class NegativeMiner:
             DualencError: embeddings that are not finite.
         """
         begun = time.perf_counter()
-        asked = np.unique(self.pairs.left_id)
+        left_rows = np.unique(self.pairs.left_id)
         # Workers that read images draw a seed from the global generator.
         with random_state_kept():
-            queries = self._embed("left", self.left.take(asked))
+            queries = self._embed("left", self.left.take(left_rows))
             documents = self._embed("right", self.right)
         rule = replace(self.rule, seed=derive_seed("mined", self.rule.seed, epoch, bits=32))
         own = self._choose(queries, documents, rule)
@@ -147,7 +147,7 @@ class NegativeMiner:
         return {
             "seconds": time.perf_counter() - begun,
             "mean_rank": float(mined.rank.mean()) if len(mined.rank) else 0.0,
-            "without_negatives": 1 - np.unique(mined.left_id).size / len(asked),
+            "without_negatives": 1 - np.unique(mined.left_id).size / len(left_rows),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,9 +185,9 @@ class NegativeMiner:
         positives, positive_scores = self._scored_positives(queries.vectors, left_row, documents.vectors, right_row)
         exclusions = self._known_positives()
         ceiling_of_all = rule.ceiling_of_all(positive_scores)
-        asked = np.flatnonzero(positives.lengths)
+        query_rows = np.flatnonzero(positives.lengths)
         # The blocks of the search, so that products of matrices round alike for any number of ranks.
-        blocks = [asked[start : start + QUERY_BLOCK] for start in range(0, len(asked), QUERY_BLOCK)]
+        blocks = [query_rows[start : start + QUERY_BLOCK] for start in range(0, len(query_rows), QUERY_BLOCK)]
         own = blocks[distributed.rank() :: distributed.world_size()]
         chosen = [Negatives(*(np.zeros(0, np.int64) for _ in Negatives._fields))]
         for first in range(0, len(own), MAX_QUERY_BLOCKS):

@@ -114,7 +114,7 @@ def rows(pairs: PairDataset) -> list[list[int]]:
 def test_negatives_are_those_of_a_search_by_hand(tmp_path: Path, name: str, rule: Rule) -> None:
     model, pairs = parts(name, tmp_path)
     model.train()
-    report = NegativeMiner(model, pairs, rule, every=1).mine(1)
+    report = NegativeMiner(model, pairs, rule, interval=1).mine(1)
     expected = by_hand(model, pairs, rule)
     assert [sorted(row) for row in rows(pairs)] == [sorted(row) for row in expected]
     assert model.training

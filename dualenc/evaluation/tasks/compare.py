@@ -83,9 +83,9 @@ def _metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | No
     if not shared:
         raise DualencError("the runs have no metric in common; evaluate both with the same command")
     if metrics is not None:
-        wanted = [name.strip() for name in metrics.split(",")]
-        for name in wanted:
+        chosen = [name.strip() for name in metrics.split(",")]
+        for name in chosen:
             if name not in shared:
                 raise DualencError(f"--metrics: {name!r} is not in both runs; they share {', '.join(shared)}")
-        return wanted
+        return chosen
     return [name for name in HEADLINES if name in shared] or shared
