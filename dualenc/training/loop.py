@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 import time
-import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,6 @@ from dualenc.batching.selector import BatchSelector
 from dualenc.data.decoded import DecodedImages
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders.batchnorm import waits_for_others
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.text import TextPrepare
 from dualenc.encoders.tokenizer import TokenMemory
@@ -32,23 +29,19 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.seeds import seed_everything
-from dualenc.training.averages import AveragedWeights
 from dualenc.training.best import BestModel
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
-from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.evaluators import Evaluator
 from dualenc.training.loader import Batch, BatchLoader, Guide, ItemEncoder
 from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.mining import NegativeMiner
-from dualenc.training.optim import build_optimizer, build_schedule, trainable_parameters
 from dualenc.training.plan import BatchPlan, fresh_embeddings
 from dualenc.training.settings import FREE_SETTINGS, LATER_SETTINGS, TrainerSettings
-from dualenc.training.sharding import join_state, split_state
 from dualenc.training.signals import StopSignals
-from dualenc.types import Inputs, Side
+from dualenc.training.step import TrainStep
 
 _POSITION = ("steps", "epoch", "batch", "batches_done", "evaluation_due")
-_STATEFUL = ("model", "objective", "optimizer", "schedule", "plan", "best", "meter")
+_STATEFUL = ("objective", "plan", "best", "meter")
 
 
 class Loop:
@@ -105,9 +98,18 @@ class Loop:
             device=self.device,
         )
         self.total_steps = self._count_steps()
-        self._build_optimizer(is_sharded=skeleton is not None)
-        self.encoding = self._new_encoding()
         guide = self._build_loader()
+        self.train_step = TrainStep(
+            settings,
+            accelerator,
+            model,
+            objective,
+            self.pairs,
+            self.items,
+            self.total_steps,
+            self.device,
+            is_sharded=skeleton is not None,
+        )
         self.miner = self._new_miner()
         self._build_outputs(evaluator, skeleton, guide)
 
@@ -132,36 +134,6 @@ class Loop:
         batches = [self.plan.num_batches(epoch) for epoch in range(settings.epochs or 1)]
         steps = sum(-(-count // settings.gradient_accumulation) for count in batches)
         return min(steps, settings.max_steps or steps)
-
-    def _build_optimizer(self, is_sharded: bool) -> None:
-        """Optimizer, schedule, and the averages of gradients over ranks and of weights over steps."""
-        settings = self.settings
-        modules = [self.model, self.objective]
-        self.parameters = trainable_parameters(modules)
-        self.gradients = distributed.GradientAverage(self.parameters)
-        # Gradients can be averaged during the backward pass only where it is one pass: gradient caching and sharding
-        # make many, and layers that exchange statistics do so within one.
-        many_passes = settings.chunk_size is not None or is_sharded
-        self.one_backward = not many_passes and not waits_for_others(self.model)
-        self.optimizer = build_optimizer(
-            modules,
-            settings.optimizer,
-            settings.learning_rate,
-            settings.weight_decay,
-            settings.momentum,
-            settings.betas,
-            [p for p in self.model.parameters() if p.dim()] if settings.shard_model else (),
-            settings.layer_decay,
-        )
-        self.schedule = build_schedule(
-            self.optimizer, settings.schedule, self.total_steps, settings.warmup, settings.final_fraction
-        )
-        self.averages: AveragedWeights | None = None
-        if settings.weight_average is not None:
-            self.averages = AveragedWeights(self.model, settings.weight_average)
-        self.momentum_encoder: AveragedWeights | None = None
-        if self.objective.momentum is not None:
-            self.momentum_encoder = AveragedWeights(self.model, self.objective.momentum, warm_up=False)
 
     def _build_loader(self) -> Guide | None:
         """The loader of batches and of single items; returns the guide, if there is one."""
@@ -268,7 +240,7 @@ class Loop:
                 f"stopped at step {self.steps}: {self.best.evaluations_without_improvement} evaluations in a row were "
                 f"not better than that of step {self.best.best_step}"
             )
-        with self._averaged():
+        with self.train_step.averaged():
             return self.best.finish(self.steps, self.checkpoints, self.log.say)
 
     @property
@@ -284,9 +256,6 @@ class Loop:
         """Whether no step follows."""
         return self.steps >= self.total_steps or self.out_of_patience
 
-    def _averaged(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.averages is None else self.averages.applied()
-
     def close(self) -> None:
         """Finish what runs in the background: progress bar, trackers, a selection of batches."""
         self.plan.close()
@@ -294,19 +263,11 @@ class Loop:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the rest of the run depends on; all ranks call it together."""
-        state: dict[str, Any] = {name: getattr(self, name).state_dict() for name in self._whole_parts()}
-        if self.settings.shard_model:
-            small, shards = split_state(self.model, self.optimizer, self.averages)
-            state |= {**small, "shards": shards}
-        elif self.averages is not None:
-            state["averages"] = self.averages.state_dict()
+        state: dict[str, Any] = {name: getattr(self, name).state_dict() for name in _STATEFUL}
+        state |= self.train_step.state_dict()
         if self.miner is not None:
             state["mined"] = self.miner.state_dict()
-        if self.momentum_encoder is not None:
-            state["momentum_encoder"] = self.momentum_encoder.state_dict()
         state["position"] = {name: getattr(self, name) for name in _POSITION}
-        scaler = self.accelerator.scaler
-        state["scaler"] = None if scaler is None else scaler.state_dict()
         state["bad"] = self.all_bad()
         return state
 
@@ -314,28 +275,16 @@ class Loop:
         """Restore from `state_dict()`, whatever the number of processes was then."""
         for name in _POSITION:
             setattr(self, name, state["position"][name])
-        if "shards" in state:
-            join_state(self.model, self.optimizer, self.averages, state, state["shards"])
-        elif self.averages is not None:
-            self.averages.load_state_dict(state["averages"])
-        if self.momentum_encoder is not None:
-            self.momentum_encoder.load_state_dict(state["momentum_encoder"])
-        for name in self._whole_parts():
+        self.train_step.load_state_dict(state)
+        for name in _STATEFUL:
             getattr(self, name).load_state_dict(state[name])
         if self.miner is not None:
             self.miner.load_state_dict(state["mined"])
         # A table whose size only the checkpoint knows comes from the CPU.
         self.objective.to(self.device)
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
         self.bad = dict(state["bad"])
         self.is_resumed = True
         self.log.restart_at(self.steps)
-
-    def _whole_parts(self) -> list[str]:
-        """Parts with a state of their own, which no rank divides with others."""
-        divided = ("model", "optimizer") if self.settings.shard_model else ()
-        return [name for name in _STATEFUL if name not in divided]
 
     def all_bad(self) -> dict[int, str]:
         """Reason by pair index of all samples left out so far, on any rank; all ranks call it together."""
@@ -440,11 +389,16 @@ class Loop:
         """
         encoded_before = self.items.num_encoded
         # Read before the schedule moves on: the log shows the rate of this step.
-        self._rate = self.optimizer.param_groups[0]["lr"]
+        self._rate = self.train_step.learning_rate
         self.objective.set_progress(self.steps / self.total_steps)
-        outputs = [
-            self._accumulate(batch, self.batches_done + place, len(batches)) for place, batch in enumerate(batches)
-        ]
+        outputs = []
+        for place, batch in enumerate(batches):
+            number = self.batches_done + place
+            is_last = batch is batches[-1]
+            output, left, right = self.train_step.accumulate(batch, number, len(batches), is_last)
+            self.plan.observe(batch.indices, left, right, self.steps + 1)
+            self._note_sources(batch, output)
+            outputs.append(output)
         loss = torch.stack([output.loss.detach() for output in outputs]).mean()
         values: dict[str, Tensor | float] = {}
         is_logged = self._logs_at(self.steps + 1)
@@ -457,86 +411,10 @@ class Loop:
             values |= {f"state/{name}": value for name, value in self.objective.diagnostics().items()}
         if self.objective.needs_encode:
             values["items_encoded"] = float(self.items.num_encoded - encoded_before) * distributed.world_size()
-        norm = self._update()
+        norm, self.signals.agreed = self.train_step.update(self.signals.noted)
         if norm is not None:
             values["gradient_norm"] = norm
         return loss, values
-
-    def _accumulate(self, batch: Batch, number: int, group_size: int) -> ObjectiveOutput:
-        """Forward and backward pass of one of the batches whose mean gradient makes a step."""
-        # First, as it exchanges the weights, which a graph must find unchanged.
-        keys = self._encode_keys(batch)
-        encoding = self.encoding
-        encoding.begin()
-        # Through sharded towers this rank makes the pass for negatives even without any, because others make it.
-        parts: list[tuple[Side, Inputs]] = [("left", batch.left), ("right", batch.right)]
-        if batch.negatives is not None or (encoding.in_step and self.pairs.negatives is not None):
-            parts.append(("right", batch.negatives or {}))
-        left, right, *mined = encoding.encode_parts(*parts)
-        output = self.objective(
-            left,
-            right,
-            batch.left_id.to(self.device),
-            batch.right_id.to(self.device),
-            self.items.bind(encoding, number),
-            negatives=None if batch.negatives is None else mined[0],
-            **batch.arguments(self.device, self.objective.needs_teacher),
-            **keys,
-        )
-        # Only the last of the batches completes the gradients, which may then be sent while they are computed.
-        if self.one_backward and number + 1 == self.batches_done + group_size:
-            self.gradients.expect()
-        # Each batch has a share of the mean; the loss that is logged is not divided.
-        loss = output.loss / group_size
-        scaler = self.accelerator.scaler
-        encoding.backward(loss if scaler is None else scaler.scale(loss))
-        self.plan.observe(batch.indices, left, right, self.steps + 1)
-        self._note_sources(batch, output)
-        return output
-
-    def _encode_keys(self, batch: Batch) -> dict[str, Tensor]:
-        """The momentum encoder's embeddings of the batch, as arguments of the objective; none without such an encoder.
-
-        Running statistics of BatchNorm, which the pass would change, are exchanged with the weights.
-        """
-        if self.momentum_encoder is None:
-            return {}
-        self.encoding.begin()
-        with torch.no_grad(), self.momentum_encoder.applied():
-            left, right = self.encoding.encode_parts(("left", batch.left), ("right", batch.right))
-        return {"keys_left": left, "keys_right": right}
-
-    def _new_encoding(self) -> PlainEncoding:
-        common = (self.model, self.device, self.accelerator.autocast, self.objective.needs_encode)
-        if self.settings.chunk_size is None:
-            return PlainEncoding(*common, self.settings.compile)
-        return CachedEncoding(*common, bool(self.settings.compile), self.settings.chunk_size)
-
-    def _update(self) -> Tensor | None:
-        """Average, clip and apply the gradients. Returns their norm if they are clipped."""
-        scaler = self.accelerator.scaler
-        norm = None
-        # Averaged before unscaling: an overflow on one rank is then an overflow on all, and all skip the step.
-        self.signals.agreed = self.gradients.finish(self.signals.noted)
-        if scaler is not None:
-            scaler.unscale_(self.optimizer)
-        if self.settings.max_gradient_norm is not None:
-            norm = distributed.clip_gradients(self.parameters, self.settings.max_gradient_norm)
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-            scaler.update()
-        # A step that the scaler skips, for an overflow, still advances the schedule, so that it ends on time.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
-            self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.averages is not None:
-            self.averages.update()
-        if self.momentum_encoder is not None:
-            self.momentum_encoder.update()
-        return norm
 
     def _note_sources(self, batch: Batch, output: ObjectiveOutput) -> None:
         """Add the losses of each source's pairs to the meter, if the data is a mixture.
@@ -592,7 +470,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Measure the model as it is, and log that."""
-        with self._averaged():
+        with self.train_step.averaged():
             metrics = self.best.evaluate(self.steps)
         if metrics:
             self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
@@ -606,7 +484,7 @@ class Loop:
         """Raise if the loss of a step was not finite."""
         if step is None:
             return
-        rate = self.optimizer.param_groups[0]["initial_lr"]
+        rate = self.train_step.optimizer.param_groups[0]["initial_lr"]
         # Before the first step the folder may hold checkpoints of the run that this one replaces.
         complete = self.checkpoints.complete() if self.is_begun else []
         saved = f"the checkpoint {complete[-1][1]} is from before" if complete else "nothing was saved"
