@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from dualenc.distributed import local_part
 
@@ -40,15 +41,14 @@ class AveragedWeights:
         decay = self.decay
         if self.warm_up:
             decay = min(decay, (1 + self.steps) / (10 + self.steps))
-        share = 1 - decay
-        for name, tensor in self.model.state_dict().items():
-            # In place, on this rank's part only: no layer is gathered.
-            average = local_part(self.average[name])
-            current = local_part(tensor)
-            if average.is_floating_point():
-                average.lerp_(current, share)
-            else:
-                average.copy_(current)
+        # On this rank's part only: no layer is gathered.
+        current = {name: local_part(tensor) for name, tensor in self.model.state_dict().items()}
+        average = {name: local_part(tensor) for name, tensor in self.average.items()}
+        floating = [name for name, tensor in average.items() if tensor.is_floating_point()]
+        # All in one call: one by one, launching the kernels would take longer than what they do.
+        get_ema_multi_avg_fn(decay)([average[name] for name in floating], [current[name] for name in floating], None)
+        for name in average.keys() - set(floating):
+            average[name].copy_(current[name])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
