@@ -94,6 +94,8 @@ PROBES: dict[str, Callable[..., Objective]] = {
     },
     "two banks of 24, 4 accumulated": lambda **common: DualBank(queue_size=24, **common),
     "two banks of 128, 4 accumulated": lambda **common: DualBank(queue_size=128, **common),
+    "two banks of 128": lambda **common: DualBank(queue_size=128, **common),
+    "two banks of 512": lambda **common: DualBank(queue_size=512, **common),
     "GlobalCache, latest 2048": lambda **common: LatestItems(pool=2048, **common),
     "XBM, 256": lambda **common: XBM(queue_size=256, **common),
     "InfoNCE, teacher's batches": OBJECTIVES["InfoNCE"],
