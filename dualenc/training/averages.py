@@ -45,8 +45,10 @@ class AveragedWeights:
         current = {name: local_part(tensor) for name, tensor in self.model.state_dict().items()}
         average = {name: local_part(tensor) for name, tensor in self.average.items()}
         floating = [name for name, tensor in average.items() if tensor.is_floating_point()]
-        # All in one call: one by one, launching the kernels would take longer than what they do.
-        get_ema_multi_avg_fn(decay)([average[name] for name in floating], [current[name] for name in floating], None)
+        # All in one call, as launching many kernels takes longer than what they do. Identity towers have none.
+        if floating:
+            update = get_ema_multi_avg_fn(decay)
+            update([average[name] for name in floating], [current[name] for name in floating], None)
         for name in average.keys() - set(floating):
             average[name].copy_(current[name])
 

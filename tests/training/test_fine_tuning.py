@@ -122,6 +122,12 @@ def test_the_average_is_that_of_the_formula(decay: float) -> None:
     assert all(torch.equal(last[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_a_model_without_weights_has_nothing_to_average() -> None:
+    average = AveragedWeights(torch.nn.Identity(), 0.9)
+    average.update()
+    assert average.average == {}
+
+
 class Watching(FixedEvaluator):
     """Keeps the weights that it measures."""
 
