@@ -78,7 +78,6 @@ TRAINER: dict[str, dict[str, Any]] = {
     "InfoNCE, 4 mined each epoch": {"mine_every": 1, "mine_negatives": 4},
     "GlobalCache, mined each epoch": {"mine_every": 1},
     "InfoNCE, 4 accumulated": {"gradient_accumulation": 4},
-    "GlobalCache, 4 accumulated": {"gradient_accumulation": 4},
 }
 """Settings of the trainer: mined negatives; steps of several batches, of B pairs each."""
 OBJECTIVES |= {name: OBJECTIVES[name.partition(",")[0]] for name in TRAINER}
