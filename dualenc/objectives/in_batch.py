@@ -75,14 +75,14 @@ class HCL(Objective):
             fail(self, "class_prior", f"is {class_prior}; it must lie in [0, 1)")
         if annealing_steps < 0:
             fail(self, "annealing_steps", f"is {annealing_steps}; it must be 0 or more")
-        self.initial_hardness = self.hardness = hardness
+        self.hardness = self.annealed_hardness = hardness
         self.class_prior = class_prior
         self.annealing_steps = annealing_steps
 
     def set_progress(self, fraction: float) -> None:
         if self.annealing_steps:
             passed = math.floor(min(max(fraction, 0.0), 1.0) * self.annealing_steps)
-            self.hardness = self.initial_hardness * (1 - passed / self.annealing_steps)
+            self.annealed_hardness = self.hardness * (1 - passed / self.annealing_steps)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         return anchors.by_blocks(self._losses)
@@ -92,8 +92,8 @@ class HCL(Objective):
         not_negative = block.not_negative
         positive = block.positive_scores  # (X, a)
         log_num = log_count(~not_negative, like=scores)
-        log_importance = log_sum_exp((self.hardness * scores).masked_fill(not_negative, -torch.inf))
-        log_weighted = log_sum_exp(((1 + self.hardness) * scores).masked_fill(not_negative, -torch.inf))
+        log_importance = log_sum_exp((self.annealed_hardness * scores).masked_fill(not_negative, -torch.inf))
+        log_weighted = log_sum_exp(((1 + self.annealed_hardness) * scores).masked_fill(not_negative, -torch.inf))
         log_sum = log_weighted - log_importance + log_num  # log Σ_c w_c e_c
         if self.class_prior:
             log_sum = self._debiased(log_sum, log_num, positive, block.temperature)

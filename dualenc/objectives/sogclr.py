@@ -48,15 +48,15 @@ class SogCLR(Objective):
         super().__init__(**common)
         if not 0 < gamma <= 1:
             fail(self, "gamma", f"is {gamma}; it must lie in (0, 1]")
-        self.final_gamma = gamma
+        self.gamma = gamma
         self.gamma_schedule = gamma_schedule
-        self.gamma = gamma if gamma_schedule == "constant" else 1.0
+        self.scheduled_gamma = gamma if gamma_schedule == "constant" else 1.0
         self.register_buffer("log_u", torch.full((self.corpus.num_rows,), torch.nan))  # NaN: never visited
 
     def set_progress(self, fraction: float) -> None:
         if self.gamma_schedule == "cosine":
             fall = 0.5 * (1 + math.cos(math.pi * min(max(fraction, 0.0), 1.0)))
-            self.gamma = self.final_gamma + (1 - self.final_gamma) * fall
+            self.scheduled_gamma = self.gamma + (1 - self.gamma) * fall
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         with torch.no_grad():
@@ -77,7 +77,7 @@ class SogCLR(Objective):
     def update_averages(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
         """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; 0 where no negative was ever met."""
         remembered = self.log_u[anchors.rows].to(log_mean)
-        log_u = log_average(remembered, log_mean, self.gamma)
+        log_u = log_average(remembered, log_mean, self.scheduled_gamma)
         if self.updates_state:
             # All ranks write what all of them found, so that the table stays the same everywhere.
             rows = anchors.gather(anchors.rows).flatten()

@@ -35,6 +35,7 @@ from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import is_model
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, check_path, recover_inside, remove, save_tensors, write_json
+from dualenc.objectives.base import Objective
 from dualenc.reading import read_json
 from dualenc.seeds import random_state, seed_everything, set_random_state
 
@@ -51,7 +52,7 @@ def fingerprint(
         settings: nested settings that the result depends on.
         model: described by its class and the names and shapes of its weights, which do not depend on the number of
             processes as buffers may.
-        objective: likewise; its state is part of the run.
+        objective: likewise, and by its settings, where those of a recipe do not say it; its state is part of the run.
         pairs: described by class, sizes, ids and contents (`PairDataset.identities`), so that changed data of equal
             size is noticed; the main process reads them for all.
         batching: described by its class.
@@ -62,6 +63,9 @@ def fingerprint(
         shapes = [(key, list(parameter.shape)) for key, parameter in module.named_parameters()]
         digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
         described[name] = f"{type(module).__name__} with weights {digest}"
+    for path, module in objective.named_modules(prefix="objective"):
+        if isinstance(module, Objective):
+            described = flatten(module.settings, f"{path}.") | described
     sizes = f"{len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
     # Reading all contents takes minutes on large data: once, not on every rank.
     contents = distributed.broadcast_object(pairs.identities() if distributed.is_main() else {})

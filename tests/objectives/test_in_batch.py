@@ -150,7 +150,7 @@ def test_hardness_anneals_to_zero_in_equal_steps() -> None:
     seen = []
     for fraction in (0.0, 0.24, 0.25, 0.5, 0.75, 1.0):
         criterion.set_progress(fraction)
-        seen.append(criterion.hardness)
+        seen.append(criterion.annealed_hardness)
     assert seen == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
 
 

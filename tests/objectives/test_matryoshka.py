@@ -147,7 +147,7 @@ def test_what_is_set_reaches_every_length() -> None:
     together.set_progress(1.0)
     together.set_counts(torch.tensor([1, 2, 3]), torch.tensor([2, 4]))
     for objective in together:
-        assert objective.gamma == pytest.approx(0.2)
+        assert objective.scheduled_gamma == pytest.approx(0.2)
         assert objective.corpus.pair_counts.tolist() == [1, 2, 3, 2, 4]
     with pytest.raises(DualencError, match="left_counts and right_counts sum to 6 and 5"):
         together.set_counts(torch.tensor([1, 2, 3]), torch.tensor([2, 3]))

@@ -180,5 +180,5 @@ def test_the_cosine_schedule_brings_gamma_from_one_to_its_value() -> None:
     seen = []
     for fraction in (0.0, 0.5, 1.0):
         criterion.set_progress(fraction)
-        seen.append(criterion.gamma)
+        seen.append(criterion.scheduled_gamma)
     assert seen == pytest.approx([1.0, 0.6, 0.2])

@@ -217,6 +217,11 @@ def test_another_model_is_another_recipe(unbroken):
         train(unbroken, resume=True, model=TinyEncoder(shared=True))
 
 
+def test_another_setting_of_the_objective_is_another_recipe(unbroken):
+    with pytest.raises(DualencError, match=r"objective\.guide_margin was 0\.0 and is now 0\.1"):
+        train(unbroken, resume=True, objective=tiny_objective(tiny_pairs(), guide_margin=0.1))
+
+
 def beir_pairs(folder: Path, changed: str = "nothing") -> BeirPairs:
     """24 queries, each with one document, as numbers that the tiny encoder reads."""
     texts = [" ".join(str((7 * i + j) % 11 / 10) for j in range(6)) for i in range(24)]
