@@ -82,9 +82,10 @@ class Matryoshka(Wrapper):
 
         Matryoshka(SogCLR(num_left=m), dims=[64, 128, 256])
 
-    Source: Kusupati et al. 2022, "Matryoshka representation learning", arXiv:2205.13147, Eq. 1, with equal weights. Each
-    length has a copy of the objective with its own memory: what a chain, a moving average or a cache knows of an item is
-    about similarities, which differ between lengths. Items that several lengths ask for are encoded once.
+    Source: Kusupati et al. 2022, "Matryoshka representation learning", arXiv:2205.13147, Eq. 1, with equal weights.
+
+    Each length has a copy of the objective with its own memory: what a chain, a moving average or a cache knows of an
+    item is about similarities, which differ between lengths. Items that several lengths ask for are encoded once.
 
     Args:
         objective: what is trained at every length.
