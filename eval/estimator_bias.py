@@ -72,6 +72,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SACLR matrix": lambda **common: SACLR(form="matrix", rho=0.99, **common),
     "GlobalCache": GlobalCache,
     "GlobalCache α=1": lambda **common: GlobalCache(control=1.0, **common),
+    "GlobalCache by memory": lambda **common: GlobalCache(partition="memory", **common),
     "GlobalCache, 2 encodes": lambda **common: GlobalCache(extra_encodes=2.0, **common),
     "NegativeCache": NegativeCache,
     "EMC2 stored": EMC2,

@@ -63,6 +63,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SigLIP": SigLIP,
     "GlobalCache": GlobalCache,
     "GlobalCache, no control": lambda **common: GlobalCache(control=0.0, **common),
+    "GlobalCache, by memory": lambda **common: GlobalCache(partition="memory", **common),
     "GlobalCache, pool 2048": lambda **common: GlobalCache(pool=2048, **common),
     "ExactGlobal": lambda **common: ExactGlobal(corpus_chunk_size=4096, **common),
     "GlobalCache 0.5": lambda **common: GlobalCache(extra_encodes=0.5, **common),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
         is_known: (X, C + R) whether there is one.
         log_weights: (X, C + R) log of how often an item is here over how often that was to be expected; -inf for never.
         seen_mean: (X, A, D) what each anchor sees of the memory.
-        log_partition: (X, A) log Z.
+        log_partition: (X, A) log Z by the memory; -inf where it is empty.
     """
 
     outside: Tensor
@@ -99,6 +99,11 @@ class GlobalCache(MemoryObjective):
     The gradient into an anchor moves by α times what the same comparison, made with remembered embeddings, misses of
     all that is remembered: a control variate, 0 on average, against noise where parameters move slowly.
 
+    With `partition="memory"` p is divided by Z, the sum over what is remembered, in place of the sum over batch and
+    draws: 1 in the mean, not in every step. Where the sum of an anchor's p is above 1, it is divided by that, too; what
+    is missing to 1 goes to the mean of what the anchor sees in the memory, which moves the anchor alone. An anchor
+    whose hard negatives are not drawn is then not pushed away from others in their place: less noise, and more bias.
+
     Embeddings of the batch, of mined negatives and of draws are remembered as they come; draws that the batch holds are
     not encoded again. Ranks share the memory, and the work.
 
@@ -115,7 +120,8 @@ class GlobalCache(MemoryObjective):
     Args:
         extra_encodes: items drawn per pair of the batch, for both directions together: R = extra_encodes·B/2 of each
             side, at least 1, and with views R = extra_encodes·B views. 0 draws none.
-        control: α in [0, 1].
+        control: α in [0, 1]; with partition="memory" it has no part.
+        partition: what weights are divided by: the sum over batch and draws ("sample"), or over the memory ("memory").
         pool: look at so many remembered items of each side per step, in random blocks, and at no more than as many
             that anchors keep; null: at all of them.
         **memory: see `MemoryObjective`.
@@ -124,7 +130,13 @@ class GlobalCache(MemoryObjective):
     kept: Tensor
 
     def __init__(
-        self, *, extra_encodes: float = 1.0, control: float = 0.5, pool: int | None = 65_536, **memory: Any
+        self,
+        *,
+        extra_encodes: float = 1.0,
+        control: float = 0.5,
+        pool: int | None = 65_536,
+        partition: Literal["sample", "memory"] = "sample",
+        **memory: Any,
     ) -> None:
         super().__init__(**memory)
         if not 0 <= extra_encodes < math.inf:
@@ -133,9 +145,12 @@ class GlobalCache(MemoryObjective):
             fail(self, "control", f"is {control}; it must lie in [0, 1]")
         if pool is not None and pool < 1:
             fail(self, "pool", f"is {pool}; it must be at least 1, a number of items, or null for all")
+        if partition not in ("sample", "memory"):
+            fail(self, "partition", f"is {partition!r}; it must be one of sample, memory")
         self.extra_encodes = extra_encodes
         self.control = control
         self.pool = pool
+        self.partition = partition
         # The hardest items that each anchor met; with views an image has one row for both.
         num_kept = NUM_KEPT if any(self._num_blocks(direction) is not None for direction in self.directions) else 0
         self.register_buffer("kept", torch.full((self.corpus.num_rows * self.num_views, num_kept), PADDING))
@@ -179,7 +194,7 @@ class GlobalCache(MemoryObjective):
         expected = queries.new_tensor(in_batch)[:, None] + drawn.shape[1] * shares.where(is_known, 0.0)
         log_expected = expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
         log_missing = torch.stack([self.log_missing(direction) for direction in anchors.directions])
-        log_partition = log_sum + log_missing[:, None].to(queries)
+        log_partition = (log_sum + log_missing[:, None].to(queries)).where(log_sum.isfinite(), -torch.inf)
         # All ranks made the same draws; each encodes a part of them.
         own, sizes = distributed.share(items[:, anchors.candidates.shape[1] :].T)
         return Plan(
@@ -207,14 +222,16 @@ class GlobalCache(MemoryObjective):
             positive = block.positive_scores  # (X, a)
             with torch.no_grad():
                 log_weights = plan.log_weights[:, None].masked_fill(block.not_negative, -torch.inf)
-                p = torch.softmax(scores + log_weights, dim=-1).nan_to_num(0.0)  # (X, a, C + R)
-                # The same comparison with remembered embeddings, and what it misses of all that is remembered.
-                old_scores = block.embeddings @ plan.remembered.mT / block.temperature
-                old_logits = (old_scores + log_weights).masked_fill(~plan.is_known[:, None], -torch.inf)
-                old_p = torch.softmax(old_logits, dim=-1).nan_to_num(0.0)
-                missed = seen_mean - old_p @ plan.remembered  # (X, a, D)
+                if self.partition == "memory":
+                    p, missed = shares_of_memory(scores + log_weights, log_partition, seen_mean)
+                else:
+                    p = softmax(scores + log_weights)  # (X, a, C + R)
+                    # The same comparison with remembered embeddings, and what it misses of all that is remembered.
+                    old_scores = block.embeddings @ plan.remembered.mT / block.temperature
+                    old_p = softmax((old_scores + log_weights).masked_fill(~plan.is_known[:, None], -torch.inf))
+                    missed = self.control * (seen_mean - old_p @ plan.remembered)  # (X, a, D)
                 pull = torch.full_like(positive, -1.0)[..., None]
-                all_weights = torch.cat([p, self.control * missed, pull], dim=-1)
+                all_weights = torch.cat([p, missed, pull], dim=-1)
             # The anchor's own coordinates are scores too: what was missed is their gradient.
             all_scores = torch.cat([scores, block.embeddings / block.temperature, positive[..., None]], dim=-1)
             value = log_partition.nan_to_num(neginf=0.0) - positive
@@ -320,6 +337,28 @@ class GlobalCache(MemoryObjective):
         near = self.kept[other_start + positives][:, :width]
         kept = self.kept[own_start + near.clamp(min=0)][..., :width]
         return kept.masked_fill(near[..., None] == PADDING, PADDING)
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """(…, n) the softmax over the last dimension; 0 in rows of -inf, where it is 0/0."""
+    return torch.softmax(logits, dim=-1).nan_to_num(0.0)
+
+
+def shares_of_memory(logits: Tensor, log_partition: Tensor, seen_mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights by the remembered partition function.
+
+    Args:
+        logits: (X, a, n) s/τ plus the log of how often a candidate is here over how often that was to be expected.
+        log_partition: (X, a) log Z; -inf where nothing is remembered.
+        seen_mean: (X, a, D) what each anchor sees of the memory.
+
+    Returns:
+        (X, a, n) shares of Z, which sum to at most 1; (X, a, D) the mean of the memory times what is missing to 1.
+    """
+    # The softmax over the candidates where their sum is above Z.
+    log_sum = torch.maximum(log_partition, logits.logsumexp(dim=-1))[..., None]
+    shares = torch.exp(logits - log_sum).nan_to_num(0.0)
+    return shares, (1 - shares.sum(dim=-1, keepdim=True)) * seen_mean
 
 
 def with_draws(batch_items: Tensor, drawn: Tensor, num_batch: int) -> tuple[Tensor, Tensor]:

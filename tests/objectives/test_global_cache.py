@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from dualenc.objectives import ExactGlobal, GlobalCache, global_cache
+from dualenc.objectives import DCL, ExactGlobal, GlobalCache, Objective, global_cache
 from dualenc.objectives.global_cache import Pool, mean_shares
 from dualenc.objectives.memory import Attention, EmbeddingMemory, sample
 from tests.objectives.slow import (
@@ -32,9 +32,9 @@ NUM_ITEMS, TAU = 20, 0.2
 
 
 class Slow:
-    """The same as loops over single anchors and items, given what was drawn."""
+    """The same as loops over single anchors and items, given what was drawn; without `control` by the memory's sum."""
 
-    def __init__(self, control: float, temperature: float, counts: dict[str, list[int]]) -> None:
+    def __init__(self, control: float | None, temperature: float, counts: dict[str, list[int]]) -> None:
         self.control, self.temperature, self.counts = control, temperature, counts
         self.memory: dict[Item, Tensor] = {}
 
@@ -67,18 +67,27 @@ class Slow:
         losses = []
         for anchor, total in zip(anchors, sums):
             weights = [mass(anchor, item, vector) / count[item.id] / expected(item) for item, vector in present]
+            partition = max(sum(weights), 1e-300)
+            if self.control is None:
+                # What is remembered stands for the whole corpus.
+                scale = len(sides) * sum(count) / max(sum(count[item.id] for item in remembered), 1)
+                partition = max(partition, total * scale)
             pushed = torch.zeros((), dtype=torch.float64)
             for weight, (_, vector) in zip(weights, present):
-                pushed = pushed + weight / max(sum(weights), 1e-300) * (anchor.vector @ vector)
+                pushed = pushed + weight / partition * (anchor.vector @ vector)
             missed = torch.zeros(5, dtype=torch.float64)
-            if total > 0:
+            if total > 0 and self.control is None:
+                for item, vector in remembered.items():
+                    missed += (1 - sum(weights) / partition) * mass(anchor, item, vector) / total * vector
+            elif total > 0:
                 for item, vector in remembered.items():
                     missed += mass(anchor, item, vector) / total * vector
                 old = [(item, remembered[item]) for item, _ in present if item in remembered]
                 weights = [mass(anchor, item, vector) / count[item.id] / expected(item) for item, vector in old]
                 for weight, (_, vector) in zip(weights, old):
                     missed -= weight / max(sum(weights), 1e-300) * vector
-            losses.append((pushed + self.control * (anchor.vector @ missed) - anchor.positive) / self.temperature)
+                missed *= self.control
+            losses.append((pushed + anchor.vector @ missed - anchor.positive) / self.temperature)
         for item, vector in reversed(present):
             self.memory[item] = vector.detach().clone()
         return torch.stack(losses).mean()
@@ -107,13 +116,14 @@ def loss_and_draws(criterion: GlobalCache, case: Case, corpus: Corpus) -> tuple[
     size=st.integers(2, 6),
     views=st.booleans(),
     extra_encodes=st.sampled_from([0.0, 1.0, 3.0]),
-    control=st.sampled_from([0.0, 0.5, 1.0]),
+    control=st.sampled_from([0.0, 0.5, 1.0, None]),
     counted=st.booleans(),
 )
 def test_gradient_is_that_of_the_formula(
-    seed: int, size: int, views: bool, extra_encodes: float, control: float, counted: bool
+    seed: int, size: int, views: bool, extra_encodes: float, control: float | None, counted: bool
 ) -> None:
-    arguments = {"extra_encodes": extra_encodes, "control": control, "seed": seed}
+    weighted_by = {"partition": "memory"} if control is None else {"control": control}
+    arguments = {"extra_encodes": extra_encodes, "seed": seed} | weighted_by
     criterion = GlobalCache(num_left=NUM_ITEMS, temperature=TAU, views=views, **arguments).double()
     draw = torch.Generator().manual_seed(seed)
     counts = {side: torch.ones(NUM_ITEMS, dtype=torch.long) for side in ("left", "right")}
@@ -229,6 +239,29 @@ def test_full_control_is_exact_for_anchors_whose_embeddings_stay(monkeypatch: py
     exact = gradient(ExactGlobal)
     torch.testing.assert_close(gradient(GlobalCache, control=1.0), exact)
     assert float((gradient(GlobalCache, control=0.0) - exact).norm()) > 0.05 * float(exact.norm())
+
+
+@pytest.mark.slow
+def test_gradients_by_the_memory_are_exact_on_average_but_for_sums_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings that stay: the mean gradient of 40 epochs into left embeddings as anchors alone."""
+    corpus = Corpus.make(0, 60)
+
+    def mean_gradient(criterion: Objective, epochs: int) -> Tensor:
+        criterion = anchors_only(criterion.double(), monkeypatch)
+        mean = torch.zeros_like(corpus.left).detach()
+        for epoch in range(epochs + 1):
+            for ids in torch.randperm(60, generator=torch.Generator().manual_seed(epoch)).split(12):
+                left, right = corpus.left[ids].detach().requires_grad_(), corpus.right[ids].detach()
+                loss = criterion(left, right, ids, encode=corpus.encode).loss
+                if epoch:  # the first fills the memory
+                    mean[ids] += torch.autograd.grad(loss, left)[0] / epochs
+        return mean
+
+    exact = mean_gradient(ExactGlobal(num_left=60, temperature=0.07), 1)
+    by_memory = mean_gradient(GlobalCache(num_left=60, temperature=0.07, partition="memory"), 40)
+    by_batch = mean_gradient(DCL(temperature=0.07), 40)
+    assert float((by_memory - exact).norm() / exact.norm()) < 0.04
+    assert float((by_batch - exact).norm() / exact.norm()) > 0.15
 
 
 @pytest.mark.parametrize("extra_encodes", [0.0, 0.5, 2.0])

@@ -232,6 +232,7 @@ def test_half_precision_leaves_temperatures_and_tables_alone(kind: type[Objectiv
         (lambda: SogCLR(num_left=3, gamma=0.0), "gamma is 0.0"),
         (lambda: GlobalCache(num_left=5, extra_encodes=-1), "extra_encodes is -1"),
         (lambda: GlobalCache(num_left=5, control=2), "control is 2"),
+        (lambda: GlobalCache(num_left=5, partition="all"), "partition is 'all'; it must be one of sample, memory"),
         (lambda: GlobalCache(num_left=5, pool=0), "pool is 0"),
         (lambda: NegativeCache(num_left=5, refresh=1.5), "refresh is 1.5"),
         (lambda: MomentumQueue(queue_size=0), "MomentumQueue: queue_size is 0; it must be at least 1"),
