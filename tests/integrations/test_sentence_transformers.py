@@ -59,7 +59,7 @@ def objective_of(name: str, texts: PairTexts) -> Objective:
     if name == "SogCLR+":
         return SogCLR(**sizes, positive_in_softmax=True, learnable_temperature=True)
     if name == "Matryoshka":
-        return Matryoshka(SogCLR(**sizes), dims=[16])
+        return Matryoshka(GlobalCache(**sizes), dims=[16])
     return {"InfoNCE": InfoNCE, "ISIR": ISIR, "EMC2": EMC2, "GlobalCache": GlobalCache}[name](**sizes)
 
 
