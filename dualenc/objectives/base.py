@@ -244,14 +244,14 @@ class Objective(nn.Module):
         return type(self).__name__
 
     @property
-    def settings(self) -> dict[str, bool | float | str]:
+    def settings(self) -> dict[str, float | str]:
         """The arguments that it was made with, as far as they are plain values that training does not move."""
         classes = [cls for cls in type(self).__mro__ if issubclass(cls, Objective)]
         names = {name for cls in classes for name in inspect.signature(cls).parameters}
         values = {name: getattr(self, name, None) for name in sorted(names)}
         if not self.log_temperature.requires_grad:
             values["temperature"] = float(f"{self.temperature.item():.4g}")
-        return {name: value for name, value in values.items() if isinstance(value, bool | int | float | str)}
+        return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
 
     @property
     def temperature(self) -> Tensor:

@@ -99,10 +99,10 @@ class GlobalCache(MemoryObjective):
     The gradient into an anchor moves by α times what the same comparison, made with remembered embeddings, misses of
     all that is remembered: a control variate, 0 on average, against noise where parameters move slowly.
 
-    With `partition="memory"` p is divided by Z, the sum over what is remembered, in place of the sum over batch and
-    draws: 1 in the mean, not in every step. Where the sum of an anchor's p is above 1, it is divided by that, too; what
-    is missing to 1 goes to the mean of what the anchor sees in the memory, which moves the anchor alone. An anchor
-    whose hard negatives are not drawn is then not pushed away from others in their place: less noise, and more bias.
+    With `partition="memory"` the weights are divided by Z, the sum over all that is remembered, in place of the sum
+    over batch and draws. An anchor's weights then sum to 1 on average, not in every step: a larger sum is scaled to 1,
+    and what is missing to 1 goes to the mean of what the anchor sees in the memory, which moves the anchor alone. So an
+    anchor whose hard negatives were not drawn is not pushed away from others in their place: less noise, more bias.
 
     Embeddings of the batch, of mined negatives and of draws are remembered as they come; draws that the batch holds are
     not encoded again. Ranks share the memory, and the work.
@@ -120,7 +120,7 @@ class GlobalCache(MemoryObjective):
     Args:
         extra_encodes: items drawn per pair of the batch, for both directions together: R = extra_encodes·B/2 of each
             side, at least 1, and with views R = extra_encodes·B views. 0 draws none.
-        control: α in [0, 1]; with partition="memory" it has no part.
+        control: α in [0, 1]; unused with partition="memory".
         partition: what weights are divided by: the sum over batch and draws ("sample"), or over the memory ("memory").
         pool: look at so many remembered items of each side per step, in random blocks, and at no more than as many
             that anchors keep; null: at all of them.
