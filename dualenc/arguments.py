@@ -80,9 +80,9 @@ def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[st
     # The parser knows the options only: what it leaves over are positional arguments and unknown options, in order.
     parsed, positional = _parser(function, prog, options).parse_known_args(words)
     for word in positional:
-        # A lone dash and a negative number are no options.
-        if re.match(r"-(?!\.?\d|\s|$)", word):
-            name = word.partition("=")[0]
+        name = word.partition("=")[0]
+        # A lone dash, a negative number and a text of several words are no options.
+        if re.fullmatch(r"-(?!\.?\d)\S+", name):
             suggestion = nearest(name, map(_label, options))
             raise DualencError(f"{prog} has no option '{name}'{suggestion}; see {prog} --help")
     values = _grouped(function, vars(parsed))
@@ -154,8 +154,9 @@ def _normalize(arguments: Sequence[str], flags: set[str]) -> list[str]:
         if words and words[-1] in flags and word in ("true", "false"):
             words[-1] += f"={word}"
             continue
-        if word.startswith("--"):
-            option, equals, value = word.partition("=")
+        option, equals, value = word.partition("=")
+        # Not the underscores of a text that begins with dashes.
+        if re.fullmatch(r"--\w[\w-]*", option):
             word = option.replace("_", "-") + equals + value
         words.append(word)
     return [f"{word}=true" if word in flags else word for word in words]
@@ -268,14 +269,15 @@ def boolean(text: str) -> bool:
 
 
 def _list_of(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A converter of `1,5,10` or `[1,5,10]`."""
+    """A converter of `1,5,10` or `[1,5,10]`; double quotes protect commas: `"last, first",year`."""
 
     def convert(text: str) -> list[Any]:
         if text == "[]":
             return []
         if text.startswith("[") and text.endswith("]"):
             text = text[1:-1]
-        return [item(part.strip()) for part in text.split(",")]
+        parts = [part.strip() for part in re.split(r',(?=(?:[^"]*"[^"]*")*[^"]*$)', text)]
+        return [item(part[1:-1] if re.fullmatch(r'"[^"]*"', part) else part) for part in parts]
 
     convert.__name__ = f"list of {item.__name__}"
     return convert

@@ -27,7 +27,7 @@ import yaml
 
 from dualenc.errors import DualencError, nearest
 from dualenc.reading import open_regular
-from dualenc.recipe_check import CLASS_KEYS, SECTIONS, Check
+from dualenc.recipe_check import CLASS_KEYS, SECTIONS, Check, TypedText
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -190,8 +190,9 @@ def read_recipe(
 
     Args:
         path: YAML file.
-        overrides: `section.key=value` each, the value in YAML, such as "trainer.epochs=3" or
-            "objective.class_path=SogCLR"; `init_args.` may be left out: "objective.temperature=0.05".
+        overrides: `section.key=value` each, such as "trainer.epochs=3" or "objective.class_path=SogCLR"; `init_args.`
+            may be left out: "objective.temperature=0.05". A value is YAML, but where text or a path is expected it is
+            taken as typed; there `null` is None if that is allowed, and a YAML list or mapping one likewise.
         allow_modules: modules other than `dualenc` whose classes the recipe may name, such as "my_package".
 
     Raises:
@@ -238,6 +239,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that YAML 1.1 or 1.2 would read as another value, such as "1e3"."""
+
+
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -248,7 +253,13 @@ for _tag, _pattern, _first in (
         list("-+.0123456789"),
     ),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def dump_recipe(settings: Mapping[str, Any]) -> str:
+    """The text of a YAML file from which `read_recipe` reads the same settings."""
+    return str(yaml.dump(dict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -276,20 +287,23 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     if not separator or not all(names):
         raise DualencError(f"'{override}' is no override; write section.key=value, such as trainer.epochs=3")
     try:
-        value = yaml.load(text, _Loader)
+        parsed = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
-        value = text
+        parsed = text
     if names[0] not in SECTIONS:
         raise DualencError(f"'{override}': a recipe has no section {names[0]!r}{nearest(names[0], SECTIONS)}")
     if names[0] != "trainer" and len(names) > 1 and names[1] not in CLASS_KEYS:
         names.insert(1, "init_args")
     section = settings
     for place, name in enumerate(names[:-1]):
-        if not isinstance(section.get(name), dict):
-            section[name] = {}
+        inner = section.get(name)
+        if isinstance(inner, TypedText):
+            inner = inner.parsed
+        section[name] = inner if isinstance(inner, dict) else {}
         section = section[name]
         if "class_path" in section and names[place + 1] not in CLASS_KEYS:
             section = section.setdefault("init_args", {})
-    if names[-1] == "class_path" and section.get("class_path") != value:
+    if names[-1] == "class_path" and section.get("class_path") != parsed:
         section.pop("init_args", None)
-    section[names[-1]] = value
+    is_value = len(names) > 1 and names[-1] not in CLASS_KEYS
+    section[names[-1]] = TypedText(text, parsed) if is_value else parsed

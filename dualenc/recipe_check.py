@@ -32,6 +32,22 @@ RESERVED_KEYS = (*CLASS_KEYS, "dict_kwargs")
 PLAIN_TYPES = (type(None), bool, int, float, str, os.PathLike)
 
 
+class TypedText(str):
+    """A value from the command line, whose field's type decides between the text as typed and what it is in YAML.
+
+    Args:
+        text: as typed.
+        parsed: the text read as YAML.
+    """
+
+    parsed: Any
+
+    def __new__(cls, text: str, parsed: Any) -> TypedText:
+        typed = super().__new__(cls, text)
+        typed.parsed = parsed
+        return typed
+
+
 class Section(NamedTuple):
     """One section of a recipe.
 
@@ -134,9 +150,9 @@ class Check:
         for key in arguments.keys() - set(section.filled):
             self._check_known(key, [known for known in names if known not in section.filled], f"unknown key {prefix}")
 
-    def _check_size(self, settings: Any) -> None:
+    def _check_size(self, settings: Any, place: str = "") -> None:
         """Refuse what JSON does not have, and too many or too deep values; this also ends cycles of objects."""
-        stack = [(settings, "", 0)]
+        stack = [(settings, place, 0)]
         count = 0
         while stack:
             value, place, depth = stack.pop()
@@ -252,6 +268,11 @@ class Check:
     def _value(self, value: Any, hint: Any, place: str) -> Any:
         """The value with full class paths; refused if its shape is none of the type's."""
         choices = _alternatives(hint)
+        if isinstance(value, TypedText):
+            value = _typed_value(value, choices)
+            self._check_size(value, place)
+        if value == "" and any(_is_subclass(_origin(choice), os.PathLike) for choice in choices):
+            raise self._refusal(place, "is empty; name a file or folder (. is the current one)")
         if Any in choices or object in choices:
             return self._plain(value, place)
         if isinstance(value, Mapping):
@@ -383,6 +404,22 @@ def _admits(hint: Any, value: Any) -> bool:
     if _is_subclass(origin, os.PathLike):
         return isinstance(value, (str, os.PathLike))
     return type(value) is hint or (hint is float and type(value) is int)
+
+
+def _typed_value(text: TypedText, choices: Sequence[Any]) -> Any:
+    """The value that an override stands for in a field of these types: the text itself if one of them is text."""
+    if not any(_admits(choice, "") for choice in choices):
+        return text.parsed
+    if text == "null" and type(None) in choices:
+        return None
+    for choice in choices:
+        is_list = isinstance(text.parsed, list) and _holds_items(_origin(choice))
+        is_mapping = isinstance(text.parsed, dict) and (
+            _is_class_place(choice) or _is_subclass(_origin(choice), Mapping)
+        )
+        if is_list or is_mapping:
+            return text.parsed
+    return str(text)
 
 
 def _is_subclass(hint: Any, bases: Any) -> bool:

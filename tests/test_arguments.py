@@ -117,10 +117,18 @@ def test_options_stand_anywhere(words: str, changed: dict[str, Any]) -> None:
     assert called(build, *words.split()) == {**DEFAULTS, **changed}
 
 
-@pytest.mark.parametrize("text", ["a: b", "[1, 2]", "{x: 1}", "null", "3", "#note", "", "a=b"])
+@pytest.mark.parametrize(
+    "text", ["a: b", "[1, 2]", "{x: 1}", "null", "3", "#note", "", "a=b", " a\t", "'a'", "--- my_text"]
+)
 def test_texts_are_taken_as_they_are(text: str) -> None:
     assert called(build, text, "--out", "o")["source"] == text
     assert called(build, "m", "--out", text)["out"] == text
+
+
+def test_double_quotes_protect_the_comma_of_a_text_in_a_list() -> None:
+    words = ['"Last, First", year ', '" a ","[b]"', 'author="Doe, Jane",x']
+    found = called(build, "m", "--out", "o", *(f"--columns={word}" for word in words))
+    assert found["shown"].columns == ["Last, First", "year", " a ", "[b]", 'author="Doe, Jane"', "x"]
 
 
 def test_everything_after_two_dashes_is_positional() -> None:

@@ -15,7 +15,7 @@ import yaml
 from dualenc import cli
 from dualenc.commands.train import next_commands
 from dualenc.errors import DualencError
-from dualenc.recipe import _read_yaml, make_recipe, read_recipe
+from dualenc.recipe import _read_yaml, dump_recipe, make_recipe, read_recipe
 from dualenc.recipe_check import SECTIONS, argument_types
 from dualenc.signatures import argument_names
 from dualenc.training.log import read_metrics
@@ -113,6 +113,49 @@ def test_overrides(recipe):
     assert resolved["evaluator"] is None
 
 
+TYPED = ("search for ", " a\t", "### Query ", "a #b.csv", "query: ", "'a'", '"a"', "~", "1e3", "3", "true", "")
+TYPED += ("[a]", "{x}", "{x: 1}", "*a", "!!int 3", "- x", "a=b", "---", "9" * 30, "1e999", "a\nb", "é", "\udcff")
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_a_field_of_text_takes_an_override_as_typed(recipe, tmp_path, text):
+    changes = [f"model.query_prompt={text}", f"data.path=x{text}", f"evaluator.split={text}"]
+    resolved = read_recipe(recipe, [*changes, "data.class_path=BeirPairs"]).settings
+    assert resolved["model"]["init_args"]["query_prompt"] == text
+    assert resolved["data"]["init_args"]["path"] == f"x{text}"
+    assert resolved["evaluator"]["init_args"]["split"] == text
+    (tmp_path / "again.yaml").write_text(dump_recipe(resolved), encoding="utf-8")
+    assert read_recipe(tmp_path / "again.yaml").settings == resolved
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("model.query_prompt", "null", None),
+        ("model.query_prompt", "Null", "Null"),
+        ("evaluator.split", "null", "null"),
+        ("evaluator.path", "a #b", "a #b"),
+        ("evaluator.path", "[a, 'b #c']", ["a", "b #c"]),
+        ("evaluator.path", "[a] b", "[a] b"),
+        ("evaluator.path", "null", None),
+        ("trainer.max_steps", "", None),
+        ("trainer.max_steps", "3 # three", 3),
+        ("trainer.mixed_precision", "no", "no"),
+        ("trainer.data_on_device", "auto", "auto"),
+    ],
+)
+def test_the_type_of_a_field_says_how_an_override_is_read(recipe, key, text, value):
+    section, name = key.split(".")
+    resolved = read_recipe(recipe, [f"{key}={text}"]).settings[section]
+    assert resolved.get("init_args", resolved)[name] == value
+
+
+def test_an_override_within_an_earlier_one(recipe):
+    changes = ["model.config={model_type: bert}", "model.config.hidden_size=8", "model.config.hidden_act=gelu"]
+    config = read_recipe(recipe, changes).settings["model"]["init_args"]["config"]
+    assert config == {"model_type": "bert", "hidden_size": 8, "hidden_act": "gelu"}
+
+
 def test_another_class_drops_the_arguments_of_the_one_before(recipe):
     resolved = read_recipe(recipe, ["objective.gamma=0.3", "objective.class_path=HCL"]).settings
     assert resolved["objective"]["class_path"] == "dualenc.objectives.HCL"
@@ -158,16 +201,16 @@ def test_the_resolved_recipe_makes_the_same_recipe(recipe):
             "it must be one of 'no', 'bf16', 'fp16', 'auto'",
         ),
         ("trainer.optimizer=adamx", "trainer.optimizer is 'adamx'; it must be one of 'adamw', 'sgd', 'lars',"),
-        ("trainer.output=[1]", r"trainer.output is \[1\]; it must be str or PathLike"),
+        ("trainer.output=", "trainer.output is empty; name a file or folder"),
         ("trainer.betas=[0.9]", "trainer.betas has 1 values; give 2"),
         ("trainer.betas=[0.9, x]", r"trainer.betas\[1\] is 'x'; it must be float"),
         ("trainer.betas={a: 1}", r"trainer.betas is {'a': 1}; it must be tuple\[float, float\]"),
-        ("data.path=3", "data.path is 3; it must be str or path"),
+        ("data.path.x=3", "data.path is {'x': '3'}; it must be str or path"),
         ("model.config=[1]", r"model.config is \[1\]; it must be dict"),
-        ("model.config={1: 2}", "model.init_args.config: the key 1 is not text; quote it"),
+        ("model.config={1: 2}", "model.config: the key 1 is not text; quote it"),
         ("data=3", "section 'data' is 3; it must hold keys"),
         ("data.init_args=3", "data.init_args is 3; it must hold the arguments"),
-        ("data.path=", "data"),
+        ("data.path=", "data.path is empty; name a file or folder"),
         ("trainer.epochs", "is no override; write section.key=value"),
         ("data=null", "section 'data' is missing"),
         (
@@ -240,7 +283,7 @@ def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
     changes = [
         f"data.sources.first.init_args.path={folder}",
         "data.weights.first=0.5",
-        "data.left_prompts.second='q: '",
+        "data.left_prompts.second=q: ",
         "objective.class_path=DCL",
     ]
     recipe = read_recipe(path, changes)

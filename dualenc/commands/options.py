@@ -16,7 +16,8 @@ class SourceOptions:
         image_column: column with the images, where it has no usual name.
         vector_column: column with the vectors, where it has no usual name.
         id_column: column with the ids; by default _id or id, or else row numbers.
-        columns: further columns of a table, separated by commas, kept to filter results by.
+        columns: further columns of a table, separated by commas, kept to filter results by; double quotes
+            protect the comma of a name.
     """
 
     split: str = "train"

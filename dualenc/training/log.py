@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
@@ -23,6 +22,7 @@ from dualenc.encoders.card import Code, Results
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective
+from dualenc.recipe import dump_recipe
 from dualenc.training.evaluators import Evaluator
 
 
@@ -298,5 +298,5 @@ def training_card(
         "training": f"{objective.name}, {step} steps with batches of {settings['batch_size']}.",
         "metrics": rows or None,
         "results": results,
-        "recipe": Code("yaml", yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)),
+        "recipe": Code("yaml", dump_recipe(plain)),
     }

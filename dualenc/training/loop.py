@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from dualenc.encoders.tokenizer import TokenMemory
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective, ObjectiveOutput
+from dualenc.recipe import dump_recipe
 from dualenc.seeds import seed_everything
 from dualenc.training.best import BestModel
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
@@ -302,8 +302,7 @@ class Loop:
         self.log.open(self.settings.project, flatten(asdict(self.settings)))
         if self.recipe and distributed.is_main():
             with atomic_path(self.output / "recipe.yaml") as part:
-                text = yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)
-                part.write_text(text, encoding="utf-8")
+                part.write_text(dump_recipe(self.recipe), encoding="utf-8")
 
     def _run_epoch(self) -> None:
         """Select batches and mine negatives where an epoch begins, and step through what is left of it."""
