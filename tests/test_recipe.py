@@ -362,13 +362,16 @@ def test_the_command_trains_and_resumes(recipe, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_code_2_and_one_line(recipe, capsys):
+def test_the_command_ends_with_code_2_and_one_line(recipe, capsys, tmp_path):
     assert cli.main(["train", recipe, "trainer.epoch=3"]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1
     assert "did you mean epochs?" in told
-    assert cli.main(["train", recipe, "objective.class_path=DCL", "trainer.max_steps=2"]) == 0
-    assert cli.main(["train", recipe, "trainer.max_steps=2", "--resume"]) == 2
+    changes = ["objective.class_path=DCL", "trainer.max_steps=2", "model.query_prompt=### Query: "]
+    assert cli.main(["train", recipe, *changes]) == 0
+    prompts = json.loads((tmp_path / "run" / "model" / "config_sentence_transformers.json").read_text())["prompts"]
+    assert prompts["query"] == "### Query: "
+    assert cli.main(["train", recipe, "trainer.max_steps=2", changes[-1], "--resume"]) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert "another recipe" in told
     assert "objective was 'DCL" in told
