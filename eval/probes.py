@@ -85,7 +85,7 @@ class PredictedPartition(SogCLR):
 
 
 class SharedRobustTemperature(ISogCLR):
-    """iSogCLR with one τ: its slope is the mean over the batch's anchors, of log u_a + ρ − Σ_c w_c s_c/τ."""
+    """iSogCLR with one τ: its slope is the mean over the batch's anchors, see `ISogCLR`."""
 
     def _move_temperatures(self, anchors: Anchors, slope: Tensor, usable: Tensor) -> None:
         self.tau_momentum.lerp_(slope[usable].mean().to(self.tau), 1 - self.temperature_momentum)

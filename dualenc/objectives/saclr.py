@@ -15,7 +15,7 @@ from dualenc.objectives.anchors import Anchors, log_count
 from dualenc.objectives.base import Objective
 from dualenc.objectives.checks import fail
 from dualenc.objectives.draws import SharedRandom
-from dualenc.objectives.surrogate import FirstOrder
+from dualenc.objectives.surrogate import FirstOrder, temperature_term
 from dualenc.objectives.tables import log_average, write_log_means
 
 LOG_NOTHING = -1e4
@@ -107,7 +107,9 @@ class SACLR(Objective):
             repulsion = torch.exp(torch.logaddexp(log_positive, log_mean + log_num) - log_scale)
             log_inverse_scale = log_scale
         # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
-        return FirstOrder.apply(repulsion - log_positive) + log_inverse_scale - 1
+        losses = FirstOrder.apply(repulsion - log_positive) + log_inverse_scale - 1
+        fixed_positive = self._log_kernel(anchors.positive_similarities.detach(), anchors.temperature)
+        return losses + temperature_term(fixed_positive, repulsion)
 
     def _log_kernel(self, similarities: Tensor, temperature: Tensor) -> Tensor:
         """log q of cosines: on the unit sphere ‖x − z‖²/2 = 1 − s."""

@@ -15,7 +15,7 @@ from dualenc.objectives.anchors import Anchors, log_count
 from dualenc.objectives.base import Objective
 from dualenc.objectives.checks import fail
 from dualenc.objectives.metrics import log_mean_exp
-from dualenc.objectives.surrogate import Estimate
+from dualenc.objectives.surrogate import Estimate, temperature_term
 from dualenc.objectives.tables import (
     first_occurrence,
     log_average,
@@ -71,8 +71,10 @@ class SogCLR(Objective):
             not_negative = block.not_negative
             log_num = log_count(~not_negative, like=scores)
             weights = torch.exp(scores - (log_u + log_num)[..., None]).masked_fill(not_negative, 0.0)
+            weight_sum = weights.sum(dim=-1)
             weights.scatter_(-1, block.positive_column[..., None], -1.0)  # the positive pulls
-        return Estimate.apply(value, scores, weights)
+        positive_scores = block.positive_similarities.detach() / block.temperature
+        return Estimate.apply(value, scores, weights) + temperature_term(positive_scores, weight_sum)
 
     def update_averages(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
         """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; 0 where no negative was ever met."""
@@ -98,7 +100,10 @@ class ISogCLR(SogCLR):
     arXiv:2305.11965, Algorithm 1): with u_a the moving average of the mean of exp(s/τ_a) and weights
     w_c = exp(s_c/τ_a)/(n·u_a),
 
-        F_a(τ) = τ·log mean_c exp((s_c − s⁺)/τ) + τ·ρ,   ∂F_a/∂τ = log u_a + ρ − Σ_c w_c s_c/τ_a
+        F_a(τ) = τ·log mean_c exp((s_c − s⁺)/τ) + τ·ρ,   ∂F_a/∂τ = log u_a − s⁺/τ_a + ρ − Σ_c w_c (s_c − s⁺)/τ_a
+
+    The weights of a step need not sum to 1. With s_c in place of s_c − s⁺, as in the authors' program for images (that
+    for images and texts has s_c − s⁺), errors of their sum move τ_a, and most anchors end at `min_temperature`.
 
     The embeddings' gradient Σ_c w_c ∇s_c − ∇s⁺ is scaled by 1/temperature, the starting τ, as in all other objectives;
     with frozen τ_a it is that of SogCLR.
@@ -149,12 +154,14 @@ class ISogCLR(SogCLR):
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         with torch.no_grad():
             tau = self.tau[anchors.rows].to(anchors.embeddings)
+            positive = anchors.positive_similarities
             log_mean, mean_similarity = anchors.by_blocks(self._statistics, tau)
             log_u = self.update_averages(anchors, log_mean)
             if self.temperature_rate and self.updates_state:
-                weighted_similarity = torch.exp(log_mean - log_u) * mean_similarity  # Σ_c w_c s_c
-                self._move_temperatures(anchors, log_u + self.radius - weighted_similarity / tau, log_mean > -torch.inf)
-            value = log_u + self.corpus.log_num_negatives(anchors) - anchors.positive_similarities / tau
+                weighted_margin = torch.exp(log_mean - log_u) * (mean_similarity - positive)  # Σ_c w_c (s_c − s⁺)
+                slope = log_u - positive / tau + self.radius - weighted_margin / tau
+                self._move_temperatures(anchors, slope, log_mean > -torch.inf)
+            value = log_u + self.corpus.log_num_negatives(anchors) - positive / tau
         self.watch(own_temperature=tau)
         return anchors.by_blocks(self._own_losses, tau, log_u, value)
 

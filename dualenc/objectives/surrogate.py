@@ -29,6 +29,20 @@ class Estimate(torch.autograd.Function):
         return None, grad_outputs[0][..., None] * weights, None
 
 
+def temperature_term(positive_scores: Tensor, weight_sum: Tensor) -> Tensor:
+    """(X, A) zeros with the gradient (1 − Σ_c w_c)·∇(s⁺/τ), to add where an estimator's weights need not sum to 1.
+
+    L is a function of s − s⁺, so that its gradient in log τ is −Σ_c w_c·(s_c − s⁺)/τ: without this term every error of
+    the sum would move τ by as much as s⁺/τ.
+
+    Args:
+        positive_scores: (X, A) s⁺/τ with a detached s⁺, so that the term reaches τ alone; of a kernel q, log q⁺.
+        weight_sum: (X, A) Σ_c w_c.
+    """
+    missing = (1 - weight_sum).detach()[..., None]
+    return Estimate.apply(torch.zeros_like(weight_sum), positive_scores[..., None], missing)
+
+
 class FirstOrder(torch.autograd.Function):
     """`FirstOrder.apply(losses)`: the same losses, whose gradient takes a moving average for a constant."""
 

@@ -224,17 +224,22 @@ def _mean_by_item(rows: list[tuple[tuple[str, int], float]]) -> Table:
     return {key: sum(values) / len(values) for key, values in grouped.items()}
 
 
-def sogclr_surrogate(case: Case, u: Table, tau: float, gamma: float) -> Tensor:
-    """Yuan et al. 2022, Algorithm 1: weights exp(s/τ)/(n·u_a); updates u in place."""
+def sogclr_surrogate(case: Case, u: Table, tau: Tensor, gamma: float) -> Tensor:
+    """Yuan et al. 2022, Algorithm 1: weights exp(s/τ)/(n·u_a); τ sees s − s⁺; updates u in place."""
+    scale = float(tau.detach())
 
     def anchor(row: Row) -> tuple[Tensor, float | None]:
+        fixed_positive = row.positive.detach()
         if not row.negatives:
-            return -row.positive / tau, None
-        mean = sum(math.exp(float(s.detach()) / tau) for s in row.negatives) / len(row.negatives)
+            return -row.positive / scale, None
+        exps = [math.exp(float(s.detach()) / scale) for s in row.negatives]
+        mean = sum(exps) / len(exps)
         old = u.get((row.table, row.item))
         own = mean if old is None else (1 - gamma) * old + gamma * mean
-        weights = [math.exp(float(s.detach()) / tau) / (len(row.negatives) * own) for s in row.negatives]
-        return sum(w * s / tau for w, s in zip(weights, row.negatives)) - row.positive / tau, own
+        weights = [e / (len(exps) * own) for e in exps]
+        embeddings = (sum(w * s for w, s in zip(weights, row.negatives)) - row.positive) / scale
+        temperature = sum(w * (s.detach() - fixed_positive) / tau for w, s in zip(weights, row.negatives))
+        return embeddings + temperature, own
 
     return _run(case, u, anchor)
 
@@ -253,7 +258,9 @@ def isogclr_surrogate(case: Case, u: Table, taus: Table, slopes: Table, argument
         mean = sum(map(math.exp, scores)) / len(scores)
         own = mean if key not in u else (1 - gamma) * u[key] + gamma * mean
         weights = [math.exp(s) / (len(scores) * own) for s in scores]
-        slope = math.log(own) + arguments["radius"] - sum(w * s for w, s in zip(weights, scores))
+        positive = float(row.positive.detach()) / tau
+        slope = math.log(own) - positive + arguments["radius"]
+        slope -= sum(w * (s - positive) for w, s in zip(weights, scores))
         gradients.append((key, slope))
         return (sum(w * s for w, s in zip(weights, row.negatives)) - row.positive) / start, own
 
@@ -266,8 +273,9 @@ def isogclr_surrogate(case: Case, u: Table, taus: Table, slopes: Table, argument
     return loss
 
 
-def saclr_surrogate(case: Case, inverse_scale: Table, tau: float, alpha: float, rho: float, cauchy: bool) -> Tensor:
-    """Eq. 11 with the scale of Eq. 4 after its update, every candidate a negative; updates 1/s in place."""
+def saclr_surrogate(case: Case, inverse_scale: Table, tau: Tensor, alpha: float, rho: float, cauchy: bool) -> Tensor:
+    """Eq. 11 with the scale of Eq. 4 after its update, every candidate a negative; τ sees kernels over that of the
+    positive; updates 1/s in place."""
     total = case.num_items
 
     def kernel(similarity: Tensor) -> Tensor:
@@ -282,13 +290,15 @@ def saclr_surrogate(case: Case, inverse_scale: Table, tau: float, alpha: float, 
         new = float(((alpha * total + 1 - alpha) * positive + (1 - alpha) * count * mean).detach())
         old = inverse_scale.get((row.table, row.item))
         update = new if old is None else rho * old + (1 - rho) * new
-        return -positive.log() + (positive + count * mean) / update, update
+        repulsion = (positive + count * mean) / update
+        return -positive.log() + repulsion + (1 - repulsion.detach()) * kernel(row.positive.detach()).log(), update
 
     return _run(case, inverse_scale, anchor)
 
 
-def saclr_authors_surrogate(case: Case, scale: Table, tau: float, alpha: float, rho: float) -> Tensor:
-    """Algorithm 1 as the authors' program has it: 1/(s·n) from 0.01 on, used before its update; in place."""
+def saclr_authors_surrogate(case: Case, scale: Table, tau: Tensor, alpha: float, rho: float) -> Tensor:
+    """Algorithm 1 as the authors' program has it: 1/(s·n) from 0.01 on, used before its update; in place. τ sees
+    kernels over that of the positive."""
 
     def kernel(similarity: Tensor) -> Tensor:
         return (-(1 - similarity) / tau).exp()
@@ -298,7 +308,9 @@ def saclr_authors_surrogate(case: Case, scale: Table, tau: float, alpha: float, 
         mean = sum(kernel(s) for s in row.negatives) / len(row.negatives) if row.negatives else 0.0 * positive
         old = scale.get((row.table, row.item), 0.01)
         new = float((alpha * positive + (1 - alpha) * mean).detach())
-        return -positive.log() + mean / old, rho * old + (1 - rho) * new
+        repulsion = mean / old + 0.0 * positive
+        loss = -positive.log() + repulsion + (1 - repulsion.detach()) * kernel(row.positive.detach()).log()
+        return loss, rho * old + (1 - rho) * new
 
     return _run(case, scale, anchor)
 
