@@ -14,7 +14,7 @@ from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_texts
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
-from dualenc.data.tables import open_table, peek_lines
+from dualenc.data.tables import open_table, peek_columns
 from dualenc.data.vectors import VECTOR_NAMES, is_vectors, open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import OnError
@@ -179,7 +179,7 @@ def read_corpus(
     vectors = _vectors_of(Path(folder), part)
     if file is not None:
         # A file of texts with their embeddings is still one of texts.
-        fields = peek_lines(file).keys()
+        fields = peek_columns(file).keys()
         vectors = file if fields & set(VECTOR_NAMES) and "text" not in fields else None
     if vectors is not None:
         return open_vectors(vectors, id_column=None if vectors.is_dir() else "_id", columns=columns, skips=skips)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -29,7 +30,7 @@ class ColumnPairs(PairDataset):
         table: DataTable,
         left_column: str,
         right_column: str,
-        negative_column: str | None = None,
+        negative_columns: Sequence[str] = (),
         *,
         weight_column: str | None = None,
         score_columns: tuple[str, str] | None = None,
@@ -49,8 +50,8 @@ class ColumnPairs(PairDataset):
         rows = right.rows[right_places]  # of each pair
         table.skips.demand(len(rows), "pair")
         negatives = None
-        if negative_column is not None:
-            negatives = _Negatives(table, negative_column, right, right_vectors, rows, max_negatives)
+        if negative_columns:
+            negatives = _Negatives(table, negative_columns, right, right_vectors, rows, max_negatives)
         # Only items that a pair uses get a number: ids have no gaps.
         left_first, left_number = _number(left.items, left.keys, np.unique(rows), deduplicate)
         items = right.items
@@ -97,10 +98,11 @@ class ColumnPairs(PairDataset):
             where = table.where(int(rows[pair]))
             reason = "negative that is also a positive"
             table.skips.bad(reason, where, "remove it from the negatives", int(positive.sum()))
-        self.negatives = ids.keep(~positive)
+        mask = ~positive & ids.first_in_row()
+        self.negatives = ids.keep(mask)
         if score_columns is not None:
-            scores = _scores(table, score_columns[1], negatives.values.rows)
-            self.negative_scores = scores[places.values - negatives.first_place][~positive]
+            scores = _scores(table, score_columns[1], negatives.rows)
+            self.negative_scores = scores[places.values - negatives.first_place][mask]
 
 
 def _paired_values(
@@ -126,38 +128,46 @@ class _Negatives:
     """Mined negatives of the rows that have a pair. Their positions begin behind those of the right values.
 
     Attributes:
-        values: of the negative column.
+        items: (n,) values of the negative columns, column after column.
+        keys: (n,) strings or vectors, equal for equal items, or None.
+        rows: (n,) the row of each value.
         first_place: position of the first of them.
-        places: (rows of the table) positions of each row's negatives.
+        places: (rows of the table) positions of each row's negatives, in the order of the columns.
     """
 
     def __init__(
         self,
         table: DataTable,
-        column: str,
+        columns: Sequence[str],
         right: _Values,
         vectors: Corpus | None,
         rows: np.ndarray,
         max_negatives: int | None,
     ) -> None:
-        self.values = _Values(table, column, right.modality, vectors, right.dim)
+        parts = [_Values(table, column, right.modality, vectors, right.dim) for column in columns]
+        filled = [usable(part.faults, len(part.items)) for part in parts]
+        for part, mask in zip(parts, filled):
+            part.skip(~mask)
+        keys = [part.keys for part in parts if part.keys is not None]
+        self.items: Items = Joined([part.items for part in parts])
+        self.keys: Items | None = Joined(keys) if len(keys) == len(parts) else None
+        self.rows = np.concatenate([part.rows for part in parts])
         self.first_place = len(right.items)
-        filled = usable(self.values.faults, len(self.values.items))
-        self.values.skip(~filled)
         # Negatives of rows without a pair are never used, and would be items without a query.
         paired = np.bincount(rows, minlength=len(table)) > 0
-        kept = np.flatnonzero(filled & paired[self.values.rows])
-        self.places = Ragged.from_sorted(self.values.rows[kept], self.first_place + kept, len(table))
+        to_use = np.flatnonzero(np.concatenate(filled) & paired[self.rows])
+        to_use = to_use[np.argsort(self.rows[to_use], kind="stable")]
+        self.places = Ragged.from_sorted(self.rows[to_use], self.first_place + to_use, len(table))
         if max_negatives is not None:
-            rank = np.arange(len(kept)) - np.repeat(self.places.offsets[:-1], self.places.lengths)
+            rank = np.arange(len(to_use)) - np.repeat(self.places.offsets[:-1], self.places.lengths)
             self.places = self.places.keep(rank < max_negatives)
 
     def behind(self, right: _Values, right_places: np.ndarray) -> tuple[Items, Items | None, np.ndarray]:
         """Items and keys of the right column with the negatives behind them, and the positions that are used."""
-        items = Joined([right.items, self.values.items])
         keys = None
-        if right.keys is not None and self.values.keys is not None:
-            keys = Joined([right.keys, self.values.keys])
+        if right.keys is not None and self.keys is not None:
+            keys = Joined([right.keys, self.keys])
+        items = Joined([right.items, self.items])
         return items, keys, np.concatenate([right_places, np.unique(self.places.values)])
 
 

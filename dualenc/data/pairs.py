@@ -60,6 +60,14 @@ class Ragged(NamedTuple):
         """The same rows with only those values for which `mask`, (len(values),) bool, is true."""
         return Ragged(self.values[mask], np.concatenate([[0], np.cumsum(mask)])[self.offsets])
 
+    def first_in_row(self) -> np.ndarray:
+        """Which values (not negative) do not repeat an earlier one of their row, (len(values),) bool."""
+        rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        _, first = np.unique(rows * (int(self.values.max(initial=0)) + 1) + self.values, return_index=True)
+        result = np.zeros(len(self.values), dtype=bool)
+        result[first] = True
+        return result
+
     @property
     def lengths(self) -> np.ndarray:
         """The number of integers in each row."""
@@ -108,7 +116,7 @@ class PairDataset:
         right_items: raw right items by right id, (num_right,).
         left_id: each pair's left id, (M,); by default 0, 1, 2, …
         right_id: each pair's right id, (M,); by default 0, 1, 2, …
-        negatives: each pair's mined negatives as right ids, M rows; none by default.
+        negatives: each pair's mined negatives as right ids, M rows; none by default. A repeated one counts once.
         weights: (M,) factors of each pair's loss, 0 or more; by default 1.
         scores: (M,) a teacher's score of each pair; NaN where it has none.
         negative_scores: its scores of the mined negatives, as `negatives.values` has them; NaN likewise.
@@ -165,6 +173,9 @@ class PairDataset:
         self.scores = _checked_numbers("scores", scores, len(self))
         num_negatives = 0 if negatives is None else len(negatives.values)
         self.negative_scores = _checked_numbers("negative_scores", negative_scores, num_negatives)
+        if self.negatives is not None and not (first := self.negatives.first_in_row()).all():
+            self.negatives = self.negatives.keep(first)
+            self.negative_scores = None if self.negative_scores is None else self.negative_scores[first]
         self._positives: dict[Side, Ragged] = {}
 
     @property

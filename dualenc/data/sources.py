@@ -38,9 +38,7 @@ from dualenc.types import Modality, OnError
 
 _SURELY_IMAGES = ("image", "img", "image_path")
 _TEXTS = ("text", "contents", "content", "passage", "document", "body", "abstract", "query", "question", "sentence")
-_MAIN: tuple[tuple[tuple[str, ...], Modality], ...]
-_MAIN = ((_SURELY_IMAGES, "image"), (_TEXTS, "text"), (CAPTION_NAMES, "text"), (IMAGE_NAMES, "image"))
-_QUERIES = ("query", "question", "anchor", "sentence1", "title")
+_QUERIES = ("query", "question", "anchor", "sentence1")
 _DOCUMENTS = ("document", "positive", "passage", "answer", "sentence2", "text", "abstract")
 
 
@@ -67,7 +65,7 @@ def open_corpus(
     Args:
         path: file, folder, glob, hub name, or URL (`dualenc.data.remote`) of files: tables or tars. Texts of remote
             parquet files are read by row groups on demand.
-        part: "corpus" or "queries" of a BEIR folder.
+        part: "corpus" or "queries" of a BEIR folder; of a table with a column of each, its documents or its queries.
         modality: "text", "image" or "vector", where a table or tar holds several; images, then texts, are preferred.
         text_column: by default `text` or another usual name, or the only column. A list of texts gives several items.
         title_column: joined in front of the text; by default `title`, if there is one next to a default text column.
@@ -118,7 +116,7 @@ def open_corpus(
     else:
         named = {"text_column": text_column, "title_column": title_column, "image_column": image_column}
         named |= {"id_column": id_column, "label_column": label_column}
-        roles = _column_roles(path, peek_columns(path, split, subset), modality, **named)
+        roles = _column_roles(path, peek_columns(path, split, subset), part, modality, **named)
         corpus = _read_roles(path, roles, columns, skips, allow_outside=allow_outside, **how)
     corpus.skipped = skips.report()
     return corpus
@@ -160,7 +158,7 @@ def open_pairs(
     # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
         return MinedPairs(path, split=split, limit=limit, on_error=on_error)
-    left = left_column or usual_column(path, kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"), "left_column")
+    left = left_column or usual_column(path, kinds, (*_SURELY_IMAGES, *_QUERIES, "title", "file_name"), "left_column")
     right = right_column or usual_column(path, kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), "right_column", but=left)
     how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "allow_outside": allow_outside}
     return TablePairs(path, left, right, deduplicate=deduplicate, on_error=on_error, **how)
@@ -198,6 +196,7 @@ class _ColumnRoles(NamedTuple):
 def _column_roles(
     path: str | Path,
     kinds: dict[str, ColumnKind],
+    part: str,
     modality: Modality | None,
     *,
     text_column: str | None,
@@ -207,7 +206,7 @@ def _column_roles(
     label_column: str | None,
 ) -> _ColumnRoles:
     """The columns that the user named, and usual names for the others."""
-    main, modality = _main_column(display_name(path), kinds, modality, text_column, image_column)
+    main, modality = _main_column(display_name(path), kinds, part, modality, text_column, image_column)
     # Titles belong to texts, classes to images.
     if modality == "image":
         title_column = None
@@ -250,6 +249,7 @@ def _read_roles(
 def _main_column(
     source: str,
     kinds: dict[str, ColumnKind],
+    part: str,
     modality: Modality | None,
     text_column: str | None,
     image_column: str | None,
@@ -259,7 +259,15 @@ def _main_column(
         return text_column, "text"
     if image_column is not None:
         return image_column, "image"
-    for names, kind in _MAIN:
+    texts: tuple[str, ...] = _TEXTS
+    if part == "queries":
+        texts = (*_QUERIES, *_TEXTS)
+    elif first_of(kinds, _QUERIES) is not None:
+        # The right column of such pairs, as in `open_pairs`.
+        texts = (*_DOCUMENTS, *_TEXTS)
+    usual: list[tuple[tuple[str, ...], Modality]]
+    usual = [(_SURELY_IMAGES, "image"), (texts, "text"), (CAPTION_NAMES, "text"), (IMAGE_NAMES, "image")]
+    for names, kind in usual:
         name = first_of(kinds, names)
         if name is not None and modality in (kind, None):
             return name, kind

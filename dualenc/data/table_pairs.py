@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -19,13 +20,14 @@ from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_records
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
-from dualenc.data.tables import TABLE_FORMATS, DataTable, open_table, peek_columns, peek_lines, usual_column
+from dualenc.data.tables import TABLE_FORMATS, DataTable, open_table, peek_columns, usual_column
 from dualenc.data.urls import display_name
 from dualenc.data.vectors import is_vectors, open_vectors, usual_ids
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, OnError
 
 IMAGE_NAMES = ("file_name", "image", "filename", "image_path", "path", "file")
+_NEGATIVE_NAME = re.compile(r"(?:hard_)?neg(?:ative)?s?(?:_?(\d{1,4}))?")
 CAPTION_NAMES = ("captions", "caption", "text", "texts", "description")
 
 
@@ -38,7 +40,9 @@ class TablePairs(ColumnPairs):
         left_column: query or image. Images may be file contents, `datasets` images, or paths relative to the table.
             Columns of lists of floating-point numbers are vectors.
         right_column: document or caption; a list of captions, or of vectors, makes one pair each.
-        negative_column: mined negatives, one or a list of what the right column holds.
+        negative_column: mined negatives, one or a list of what the right column holds; or several such columns. By
+            default columns with names such as `negative`, `negative_1`, `negative_2`, … (the tuples of
+            sentence-transformers); [] reads none.
         split: of a folder, saved data set or hub name; of these and of files a slice such as train[:90%].
         subset: configuration of a hub data set.
         left_modality: "text", "image" or "vector"; found out from the values by default.
@@ -63,7 +67,7 @@ class TablePairs(ColumnPairs):
         path: str | Path,
         left_column: str,
         right_column: str,
-        negative_column: str | None = None,
+        negative_column: str | Sequence[str] | None = None,
         *,
         split: str = "train",
         subset: str | None = None,
@@ -81,12 +85,14 @@ class TablePairs(ColumnPairs):
         skips = Skips(path, on_error)
         columns: dict[str, ColumnKind] = {left_column: "value", right_column: "list"}
         # Lines carry no types: their first records decide how columns are read.
-        kinds = peek_lines(path, split, quotes)
+        kinds = peek_columns(path, split, subset, quotes)
+        if negative_column is None:
+            negative_column = _usual_negatives(kinds, (left_column, right_column))
+        negatives = [negative_column] if isinstance(negative_column, str) else list(negative_column)
         for name, modality in ((left_column, left_modality), (right_column, right_modality)):
             if (modality or kinds.get(name)) in ("vector", "vectors"):
                 columns[name] = "vector" if columns[name] == "value" else "vectors"
-        if negative_column is not None:
-            columns[negative_column] = columns[right_column]
+        columns |= dict.fromkeys(negatives, columns[right_column])
         if weight_column is not None:
             columns[weight_column] = "value"
         how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "quotes": quotes}
@@ -97,13 +103,19 @@ class TablePairs(ColumnPairs):
             table,
             left_column,
             right_column,
-            negative_column,
+            negatives,
             left_modality=left_modality,
             right_modality=right_modality,
             weight_column=weight_column,
             deduplicate=deduplicate,
             max_negatives=max_negatives,
         )
+
+
+def _usual_negatives(columns: Iterable[str], but: tuple[str, str]) -> list[str]:
+    """The columns of mined negatives by their names, in the order of their numbers."""
+    matches = [match for name in columns if name not in but and (match := _NEGATIVE_NAME.fullmatch(name))]
+    return [match[0] for match in sorted(matches, key=lambda match: int(match[1] or 0))]
 
 
 class MinedPairs(ColumnPairs):
@@ -158,7 +170,7 @@ class MinedPairs(ColumnPairs):
         # Of vectors the file holds the ids alone.
         if left is not None:
             reshape = _mined_ids
-        elif peek_lines(path, split).get("query") == "vector":
+        elif peek_columns(path, split).get("query") == "vector":
             columns = {"query": "vector", "pos": "vectors", "neg": "vectors"}
             modality = "vector"
         score_columns = ("pos_scores", "neg_scores") if scores else None
@@ -169,7 +181,7 @@ class MinedPairs(ColumnPairs):
             table,
             "query",
             "pos",
-            "neg",
+            ["neg"],
             left_modality=modality,
             right_modality=modality,
             left_vectors=left,

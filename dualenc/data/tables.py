@@ -155,7 +155,9 @@ def _root(source: str, files: Sequence[TableFile]) -> Path:
     return cache_folder() / "remote" / files[0].key if isinstance(files[0], RemoteFile) else files[0].parent
 
 
-def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, ColumnKind]:
+def peek_columns(
+    source: str | Path, split: str = "train", subset: str | None = None, quotes: bool = True
+) -> dict[str, ColumnKind]:
     """The columns of a table and their kinds, without reading it whole: of records, those of the first hundred.
 
     Lists of floating-point numbers are vectors ("vector"), lists of those several vectors ("vectors"); all other lists
@@ -167,7 +169,7 @@ def peek_columns(source: str | Path, split: str = "train", subset: str | None = 
     files = find_files(str(source), split)
     if files and not is_parquet(files[0]):
         skips = Skips(source)
-        kinds = kinds_of_records(local_copies(files[:1])[0], skips)
+        kinds = kinds_of_records(local_copies(files[:1])[0], skips, quotes)
         skips.demand(len(kinds), "record")
         return kinds
     if files:
@@ -193,18 +195,6 @@ def usual_column(
             f"{display_name(source)}: no telling which column is {argument}; name it (columns: {available})"
         )
     return found
-
-
-def peek_lines(source: str | Path, split: str = "train", quotes: bool = True) -> dict[str, ColumnKind]:
-    """The kinds of the columns of a line-based file, by its first records; nothing for sources with types.
-
-    Raises:
-        DualencError: no such file or split.
-    """
-    files = find_files(str(source), split)
-    if not files or is_parquet(files[0]):
-        return {}
-    return kinds_of_records(local_copies(files[:1])[0], Skips(source), quotes)
 
 
 def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:

@@ -36,6 +36,28 @@ def beir(tmp_path: Path) -> Path:
     return write_beir(tmp_path / "beir", documents, [{"_id": "q", "text": "why"}], {"train": [("q", "a", 1)]})
 
 
+@pytest.mark.parametrize(
+    ("columns", "documents", "queries"),
+    [
+        ("question answer", "answer", "question"),
+        ("answer question", "answer", "question"),
+        ("anchor positive negative", "positive", "anchor"),
+        ("sentence1 sentence2", "sentence2", "sentence1"),
+        ("query text", "text", "query"),
+        ("question text answer", "answer", "question"),
+        ("text answer", "text", "text"),
+        ("question", "question", "question"),
+    ],
+)
+def test_documents_are_the_right_side_of_pairs(tmp_path: Path, columns: str, documents: str, queries: str) -> None:
+    names = columns.split()
+    path = write_csv(tmp_path / "qa.csv", names, [[f"{name} {row}" for name in names] for row in range(2)])
+    assert list(open_corpus(path).items) == [f"{documents} 0", f"{documents} 1"]
+    assert list(open_corpus(path, part="queries").items) == [f"{queries} 0", f"{queries} 1"]
+    if len(names) > 1 and names != ["text", "answer"]:
+        assert open_pairs(path)[0][3:5] == (f"{queries} 0", f"{documents} 0")
+
+
 def test_beir_folders(beir: Path) -> None:
     assert texts(open_corpus(beir)) == {"a": "T x", "b": "y"}
     assert texts(open_corpus(beir, part="queries")) == {"q": "why"}

@@ -45,7 +45,8 @@ def expected(rows: list[dict]) -> list[tuple[str, str, tuple[str, ...]]]:
     pairs = []
     for row in rows:
         if row["q"].strip():
-            negatives = tuple(n for n in row["n"] if n.strip() and (row["q"], n) not in positive)
+            # A repeated negative counts once.
+            negatives = tuple(dict.fromkeys(n for n in row["n"] if n.strip() and (row["q"], n) not in positive))
             pairs += [(row["q"], d, negatives) for d in row["d"] if d.strip()]
     return pairs
 
@@ -71,7 +72,7 @@ def test_pairs_are_those_of_a_loop_and_equal_texts_share_ids(
     path = write_jsonl(tmp_path_factory.mktemp("pairs") / "x.jsonl", rows)
     pairs = expected(rows)
     if not pairs:
-        with pytest.raises(DualencError, match="no usable pair"):
+        with pytest.raises(DualencError, match=r"no usable (pair|record)"):
             TablePairs(path, "q", "d", "n")
         return
     read = TablePairs(path, "q", "d", "n")
@@ -435,6 +436,51 @@ def test_a_weight_column(tmp_path: Path, ending: str) -> None:
 def test_rows_without_negatives(tmp_path: Path) -> None:
     pairs = MinedPairs(write_jsonl(tmp_path / "x.jsonl", [{"query": "q", "pos": ["p"]}, flag("r", ["s"], ["t"])]))
     assert [p.negatives for p in pairs] == [(), ("t",)]
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (["anchor", "positive", "negative_1", "negative_2", "negative_10"], ("n0", "n1", "n2")),
+        (["query", "answer", "negative_10", "negative_2", "negative_1"], ("n2", "n1", "n0")),
+        (["anchor", "positive", "negative", "score", "note"], ("n0",)),
+        (["question", "answer", "hard_negative", "hard_negative_1", "negatively"], ("n0", "n1")),
+        (["query", "pos", "neg", "x", "y"], ("n0",)),
+    ],
+)
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
+def test_columns_of_negatives_are_read_by_their_names(
+    tmp_path: Path, names: list[str], read: tuple[str, ...], form: str
+) -> None:
+    rows = [dict(zip(names, values)) for values in (["q", "p", "n0", "n1", "n2"], ["r", "s", "n1", "n1", "n1"])]
+    path = tmp_path / f"x.{form}"
+    if form == "jsonl":
+        write_jsonl(path, rows)
+    elif form == "csv":
+        write_csv(path, names, [list(row.values()) for row in rows])
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    named = TablePairs(path, names[0], names[1])
+    for pairs in [named] if names[1] == "pos" else [named, open_pairs(path)]:
+        assert [(p.left, p.right, p.negatives) for p in pairs] == [("q", "p", read), ("r", "s", ("n1",))]
+        consistent(pairs)
+    assert TablePairs(path, names[0], names[1], []).negatives is None
+    assert TablePairs(path, names[0], names[1], names[2])[0].negatives == ("n" + str(names[2:].index(names[2])),)
+
+
+def test_a_repeated_negative_counts_once(tmp_path: Path) -> None:
+    rows = [
+        flag("q", ["p"], ["n", "m", "n", "n"]) | {"pos_scores": [1.0], "neg_scores": [0.4, 0.3, 0.2, 0.1]},
+        flag("r", ["s"], ["n", "n"]) | {"pos_scores": [1.0], "neg_scores": [0.6, 0.5]},
+    ]
+    read = MinedPairs(write_jsonl(tmp_path / "x.jsonl", rows), scores=True)
+    ids = [[1, 2, 1, 1], [1, 1]]
+    scores = [0.4, 0.3, 0.2, 0.1, 0.6, 0.5]
+    memory = PairDataset(["q", "r"], ["p", "n", "m", "s"], [0, 1], [0, 3], negatives=ids, negative_scores=scores)
+    for pairs in (read, memory):
+        assert [p.negatives for p in pairs] == [("n", "m"), ("n",)]
+        assert [p.negative_scores for p in pairs] == [pytest.approx((0.4, 0.3)), pytest.approx((0.6,))]
+    assert read.skipped == 0
 
 
 def test_a_positive_among_the_negatives_is_left_out_and_counted(tmp_path: Path) -> None:

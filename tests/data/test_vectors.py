@@ -153,7 +153,8 @@ def test_pairs_of_vectors_are_those_of_a_loop(
         told += max(1, len(row["d"] or [])) - len(right)
         negatives = [n for n in row["n"] or [] if is_good(n)]
         kept = [n for n in negatives if (tuple(row["q"]), tuple(n)) not in positive]
-        expected += [(row["q"], d, kept) for d in right]
+        distinct = [n for place, n in enumerate(kept) if n not in kept[:place]]
+        expected += [(row["q"], d, distinct) for d in right]
         told += len(right) * (len(negatives) - len(kept))
     told += sum(not is_good(n) for row in records for n in row["n"] or [])
     pairs = TablePairs(write_lists(folder, kind, records), "q", "d", "n")
