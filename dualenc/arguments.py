@@ -206,7 +206,7 @@ def _value(option: inspect.Parameter) -> str:
     """What help shows behind an option: {a,b}, N for whole numbers, X for others, nothing for a flag, or a word."""
     hint, can_be_null = _without_none(option.annotation)
     if hint is bool:
-        return "{true,false}" if option.default is True else ""
+        return "" if option.default is False else "{true,false}"
     if typing.get_origin(hint) is Literal:
         return f"{{{','.join(map(str, typing.get_args(hint)))}}}"
     numbers: dict[Any, str] = {int: "N", float: "X", list[int]: "N,…", list[float]: "X,…"}
@@ -250,7 +250,7 @@ def _conversion(hint: Any) -> dict[str, Any]:
     inner_hint, can_be_null = _without_none(hint)
     origin = typing.get_origin(inner_hint)
     inner = typing.get_args(inner_hint)
-    if hint is bool:
+    if inner_hint is bool:
         return {"type": boolean}
     if origin is Literal:
         return {"choices": inner}

@@ -174,9 +174,8 @@ def _add_texts(folder: str, data: str | None, items: SourceOptions, *, bm25: boo
         )
     if bm25 and is_engine(folder):
         raise DualencError(f"{folder}: an engine is searched by vectors alone; leave --bm25 out")
-    corpus = open_corpus(
-        recorded, modality="text", split=items.split, text_column=items.text_column, id_column=items.id_column
-    )
+    named: dict[str, Any] = {"text_column": items.text_column, "id_column": items.id_column}
+    corpus = open_corpus(recorded, modality="text", split=items.split, quotes=items.quotes, **named)
     if bm25:
         lexical = add_lexical(folder, corpus)
         print(printable(f"BM25 over {lexical.count:,} texts → {folder}"))

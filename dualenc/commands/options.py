@@ -18,6 +18,7 @@ class SourceOptions:
         id_column: column with the ids; by default _id or id, or else row numbers.
         columns: further columns of a table, separated by commas, kept to filter results by; double quotes
             protect the comma of a name.
+        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
     """
 
     split: str = "train"
@@ -26,6 +27,7 @@ class SourceOptions:
     vector_column: str | None = None
     id_column: str | None = None
     columns: list[str] | None = None
+    quotes: bool | None = None
 
 
 @dataclass(frozen=True)

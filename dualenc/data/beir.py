@@ -11,7 +11,7 @@ import numpy as np
 
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.line_tables import ColumnKind
-from dualenc.data.lines import read_texts
+from dualenc.data.lines import read_records, read_texts
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
 from dualenc.data.tables import open_table, peek_columns
@@ -178,9 +178,9 @@ def read_corpus(
     file = next((f for end in ("", ".gz") if (f := Path(folder) / f"{part}.jsonl{end}").is_file()), None)
     vectors = _vectors_of(Path(folder), part)
     if file is not None:
-        # A file of texts with their embeddings is still one of texts.
-        fields = peek_columns(file).keys()
-        vectors = file if fields & set(VECTOR_NAMES) and "text" not in fields else None
+        # A file of texts with their embeddings is still one of texts; mostly the first line has one.
+        has_texts = any("text" in record for _, record in read_records(file, Skips(file)))
+        vectors = None if has_texts or not peek_columns(file).keys() & set(VECTOR_NAMES) else file
     if vectors is not None:
         return open_vectors(vectors, id_column=None if vectors.is_dir() else "_id", columns=columns, skips=skips)
     if file is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 IN_MEMORY_BYTES = 32 << 20
 """Files that are smaller than this together are kept in memory instead of the cache folder."""
-VERSION = 2
+VERSION = 3
 """Of what the cache holds; raise it when the reading changes."""
 
 
@@ -58,9 +58,7 @@ def dataset_of_batches(
 
     if size <= IN_MEMORY_BYTES:
         return Dataset(InMemoryTable(pa.Table.from_batches(batches, schema=schema)))
-    # Contents under one key never change, so two processes that write the same file do no harm.
-    digest = hashlib.sha256(f"{VERSION} {key()}".encode()).hexdigest()
-    target = cache_folder() / f"{digest[:32]}.arrow"
+    target = _cached_file(key(), ".arrow")
     counts = target.with_suffix(".json")
     # The counts are written after the table: a process killed in between leaves a table that is written again.
     cached = target.is_file() and (skips is None or counts.is_file())
@@ -85,6 +83,27 @@ def dataset_of_batches(
         return Dataset.from_file(str(target))
     except (pa.ArrowException, OSError, DualencError) as error:
         raise DualencError(f"{target}: damaged data cache ({first_line(error)}); remove this file") from None
+
+
+def cached_result(compute: Callable[[], dict[str, Any]], size: int, key: Callable[[], str]) -> dict[str, Any]:
+    """A JSON object computed from files of `size` bytes, kept in the cache folder unless they are small."""
+    if size <= IN_MEMORY_BYTES:
+        return compute()
+    target = _cached_file(key(), ".json")
+    if target.is_file():
+        return read_json_object(target)
+    result = compute()
+    try:
+        write_json(target, result)
+    except OSError as error:
+        raise unwritable_cache(target.parent, error) from None
+    return result
+
+
+def _cached_file(key: str, suffix: str) -> Path:
+    # Contents under one key never change, so two processes that write the same file do no harm.
+    digest = hashlib.sha256(f"{VERSION} {key}".encode()).hexdigest()
+    return cache_folder() / f"{digest[:32]}{suffix}"
 
 
 def unwritable_cache(folder: Path, error: OSError) -> DualencError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,9 @@ from dualenc.decoding import decode_image, open_image
 from dualenc.errors import BadSample, DualencError
 from dualenc.types import Items, Modality
 
+logger = logging.getLogger("dualenc.data")
+
+_VALUES_EXAMINED = 1000  # of a column of strings, which may name image files
 _STRINGS = ("string", "large_string")
 _BYTES = ("binary", "large_binary")
 _TEXT_LIKE = (*_STRINGS, "null", "boolean", "integer", "floating", "decimal", "temporal")
@@ -48,6 +52,7 @@ class Column:
     """
 
     def __init__(self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False) -> None:
+        self.source = table.source
         self.dataset = table.dataset
         self.name = name
         kind = self.dataset.data.schema.field(name).type
@@ -66,18 +71,27 @@ class Column:
             raise DualencError(f"{table.source}: column {name!r} holds {kind}, where {mend}")
 
     def _guess_modality(self) -> Modality:
-        if self.holds_strings:
-            # The first texts decide: a column of names of image files is one of images.
-            head = (self[i] for i in range(min(len(self), 100)))
-            first = next((value for value in head if value and value.strip()), "")
-            return "image" if first.lower().endswith(IMAGE_SUFFIXES) else "text"
-        return "image" if _is(self.array.type, *_BYTES, "struct") else "text"
+        if not self.holds_strings:
+            return "image" if _is(self.array.type, *_BYTES, "struct") else "text"
+        rows = np.unique(np.linspace(0, max(0, len(self) - 1), min(len(self), _VALUES_EXAMINED)).astype(np.int64))
+        values = [value.strip() for value in self.values(rows) if value and value.strip()]
+        names = sum(value.lower().endswith(IMAGE_SUFFIXES) for value in values)
+        modality: Modality = "image" if 0 < len(values) <= 2 * names else "text"
+        # What all values say needs no word.
+        if 0 < names < len(values):
+            logger.warning(
+                "%s: column %r is read as %s: %d of %d values examined end as names of image files do; left_modality "
+                "or right_modality, text or image, decides otherwise",
+                *(self.source, self.name, modality, names, len(values)),
+            )
+        return modality
 
     @cached_property
     def array(self) -> pa.ChunkedArray:
-        """The values as Arrow, lists laid flat."""
+        """The values as Arrow, lists laid flat; NaN, as pandas writes missing values, is null."""
         array = self.dataset.data.column(self.name)
-        return pc.list_flatten(array) if self.is_list else array
+        array = pc.list_flatten(array) if self.is_list else array
+        return pc.if_else(pc.is_nan(array), None, array) if _is(array.type, "floating") else array
 
     def row_of_values(self) -> np.ndarray:
         """The row of each value, (len(self),)."""

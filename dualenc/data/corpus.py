@@ -236,8 +236,9 @@ def table_corpus(
         corpus.columns = metadata_columns(table, columns, rows[kept])
     if label_column is not None:
         labels = labels_of_column(table, label_column)
-        corpus.labels = labels.numbers[kept]
-        corpus.class_names = labels.names
+        if labels is not None:
+            corpus.labels = labels.numbers[kept]
+            corpus.class_names = labels.names
     return corpus
 
 
@@ -245,8 +246,13 @@ def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
     """The id of each row in a column, None where it has none; without a column the row's number."""
     if id_column is None:
         return [str(row) for row in range(len(table))]
-    values = Column(table, id_column, "text").values(np.arange(len(table))).tolist()
-    return [None if value is None else str(value) for value in values]
+    return [id_of(value) for value in Column(table, id_column, "text").values(np.arange(len(table))).tolist()]
+
+
+def id_of(value: Any) -> str | None:
+    """A value of an id column as text; None if it is null, NaN, empty or blank."""
+    name = "" if value is None or value != value else str(value)
+    return name if name.strip() else None
 
 
 def distinct_ids(

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dualenc.data.columns import Column
+from dualenc.data.skips import Skips
 from dualenc.data.tables import DataTable
 
+_WHOLE_FLOAT = re.compile(r"-?[0-9]{1,6}(\.0)?|nan")
 _CLASS_NUMBER = re.compile("-?[0-9]{1,6}")  # larger ones are keys of something: a list of their names would fill memory
 
 
@@ -34,16 +36,33 @@ def labels_of_names(names: Sequence[str]) -> Labels:
     return Labels(numbers.astype(np.int64), classes.tolist())
 
 
-def labels_of_column(table: DataTable, name: str) -> Labels:
-    """The labels in a column of class numbers or names; `datasets.ClassLabel` names its numbers."""
+def labels_of_column(table: DataTable, name: str) -> Labels | None:
+    """The labels in a column of class numbers or names; `datasets.ClassLabel` names its numbers. None without any."""
     column = Column(table, name, "text")
-    values = column.values(np.arange(len(column))).tolist()
-    labelled = np.array([value is not None for value in values])
-    labels = labels_of_names([str(value) for value in values if value is not None])
-    numbers = np.full(len(values), -1, dtype=np.int64)
-    numbers[labelled] = labels.numbers
+    rows = np.flatnonzero(column.filled())
+    texts = [str(value) for value in column.values(rows).tolist()]
+    # Beside missing values pandas writes class 3 as 3.0, and the missing ones in csv may be nan.
+    if all(_WHOLE_FLOAT.fullmatch(text) for text in texts):
+        rows = rows[[text != "nan" for text in texts]]
+        texts = [text.partition(".")[0] for text in texts if text != "nan"]
+    labels = labels_of_names(texts)
+    if (labels.numbers < 0).all():
+        return None
+    numbers = np.full(len(column), -1, dtype=np.int64)
+    numbers[rows] = labels.numbers
     names = getattr(table.dataset.features[name], "names", None)
     return Labels(numbers, labels.names if names is None else list(names))
+
+
+def rows_with_label(labels: np.ndarray, source: object, ids: Sequence[str] | None = None) -> np.ndarray:
+    """The rows (n,) of those labels (N,) that name a class; the others are counted and reported as bad samples."""
+    without = np.flatnonzero(labels < 0)
+    if len(without):
+        skips = Skips(source)
+        place = f"row {without[0]}" if ids is None else ids[without[0]]
+        skips.bad("image without a label", place, "give it one", len(without))
+        skips.report()
+    return np.flatnonzero(labels >= 0)
 
 
 def labels_of_folders(names: Sequence[str]) -> Labels | None:

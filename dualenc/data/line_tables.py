@@ -7,16 +7,16 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pyarrow as pa
 
-from dualenc.data.cache import dataset_of_batches
+from dualenc.data.cache import cached_result, dataset_of_batches
 from dualenc.data.identity import file_identity
-from dualenc.data.lines import read_records
+from dualenc.data.lines import is_json, read_records
 from dualenc.data.skips import Skips
 from dualenc.data.urls import display_name
 from dualenc.errors import DualencError
@@ -31,8 +31,6 @@ LINE = "__line__"
 """Columns that hold the place of each row."""
 
 _BATCH_ROWS = 2000
-_ROWS_PEEKED = 100
-_ROWS_BEFORE_MISSING = 1000  # a column absent from that many records is taken for a typing error
 
 _VECTOR = pa.large_list(pa.float32())
 _TYPES: dict[ColumnKind, pa.DataType] = {
@@ -48,7 +46,7 @@ def table_of_lines(
     columns: Mapping[str, ColumnKind],
     optional: Collection[str],
     skips: Skips,
-    quotes: bool = True,
+    quotes: bool | None = None,
     limit: int | None = None,
     reshape: Reshape | None = None,
 ) -> Dataset:
@@ -65,12 +63,15 @@ def table_of_lines(
     batches = (pa.RecordBatch.from_pylist(block, schema=schema) for block in blocks)
 
     def key() -> str:
-        # The path is part of the key because rows remember their file, for messages.
-        facts = [(str(file.resolve()), file.stat().st_mtime_ns, file_identity(file).decode()) for file in files]
         reshaped = str(reshape and reshape.__qualname__)
-        return json.dumps([facts, list(columns.items()), quotes, limit, skips.on_error, reshaped])
+        return json.dumps([_facts(files), list(columns.items()), quotes, limit, skips.on_error, reshaped])
 
     return dataset_of_batches(batches, schema, sum(file.stat().st_size for file in files), key, skips)
+
+
+def _facts(files: Sequence[Path]) -> list[tuple[str, int, str]]:
+    """What identifies the contents of files, and their paths, which rows remember for messages."""
+    return [(str(file.resolve()), file.stat().st_mtime_ns, file_identity(file).decode()) for file in files]
 
 
 def _rows(
@@ -78,10 +79,10 @@ def _rows(
     columns: Mapping[str, ColumnKind],
     optional: Collection[str],
     skips: Skips,
-    quotes: bool,
+    quotes: bool | None,
     reshape: Reshape | None,
 ) -> Iterator[dict[str, Any]]:
-    """Each record's columns. A required column that no early record has is an error before all files are read."""
+    """Each record's columns. A required column may be missing in some records, but not in all."""
     convert_to = {"value": _text, "list": _texts, "vector": _vector, "vectors": _vectors}
     converters = [(name, convert_to[kind]) for name, kind in columns.items()]
     absent = {name for name in columns if name not in optional}
@@ -93,11 +94,8 @@ def _rows(
                 if reshape is not None:
                     record = reshape(record)
                 if absent:
-                    # A column may be missing in some records; it is absent if none of the first thousand has it.
                     seen.update(dict.fromkeys(record))
                     absent -= record.keys()
-                    if count >= _ROWS_BEFORE_MISSING:
-                        check_columns(str(file), seen, absent)
                 count += 1
                 row = {name: convert(record.get(name)) for name, convert in converters}
             except (TypeError, UnicodeEncodeError) as error:
@@ -156,30 +154,44 @@ def _vectors(value: Any) -> list[list[float] | None]:
     return [_vector(value)]
 
 
-def kinds_of_records(file: Path, skips: Skips, quotes: bool = True) -> dict[str, ColumnKind]:
-    """The columns of a file's first record, and what most of its first hundred records hold in each."""
-    head = [record for _, record in islice(read_records(file, skips, quotes), _ROWS_PEEKED)]
-    result: dict[str, ColumnKind] = {}
-    for name in head[0] if head else ():
-        values = [record.get(name) for record in head]
-        kinds = Counter(kind for kind in map(_kind_of_value, values) if kind is not None)
-        if kinds:
-            result[name] = kinds.most_common(1)[0][0]
-        else:
-            result[name] = "list" if any(isinstance(value, list) for value in values) else "value"
-    return result
+def kinds_of_records(
+    files: Sequence[Path], skips: Skips, quotes: bool | None = None, limit: int | None = None
+) -> dict[str, ColumnKind]:
+    """The columns that any record of the files has, and what most records hold in each, whatever their order.
+
+    With a limit only so many records count.
+    """
+
+    def count_kinds() -> dict[str, dict[str, int]]:
+        # The records of other formats than JSON all have the columns of the first.
+        readers = (islice(read_records(file, skips, quotes), None if is_json(file) else 1) for file in files)
+        kinds: dict[str, Counter[str]] = {}
+        for _, record in islice(chain.from_iterable(readers), limit):
+            for name, value in record.items():
+                kinds.setdefault(name, Counter())[_kind_of_value(value)] += 1
+        return dict(kinds)
+
+    size = sum(file.stat().st_size for file in files if is_json(file))
+    kinds = cached_result(count_kinds, size, lambda: json.dumps(["columns", _facts(files), limit]))
+    return {name: _most_frequent(counts) for name, counts in kinds.items()}
 
 
-def _kind_of_value(value: Any) -> ColumnKind | None:
-    """The kind of column that a value suggests; None for null and for lists of whole numbers, which fit several."""
+def _most_frequent(counts: Mapping[str, int]) -> ColumnKind:
+    """The kind of a column by the number of its values that suggest each."""
+    kind = max(get_args(ColumnKind), key=lambda kind: counts.get(kind, 0))
+    return kind if kind in counts else "list" if "several" in counts else "value"
+
+
+def _kind_of_value(value: Any) -> ColumnKind | Literal["missing", "several"]:
+    """The kind of column that a value suggests; lists of whole numbers fit several."""
     if not isinstance(value, list):
-        return None if value is None else "value"
+        return "missing" if value is None else "value"
     try:
         kind = pa.infer_type([value])
     except pa.ArrowException:  # values of several types
         return "list"
     inner = _innermost(kind)
-    return None if pa.types.is_integer(inner) or pa.types.is_null(inner) else kind_of_type(kind)
+    return "several" if pa.types.is_integer(inner) or pa.types.is_null(inner) else kind_of_type(kind)
 
 
 def kind_of_type(kind: pa.DataType) -> ColumnKind:

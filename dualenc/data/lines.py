@@ -12,8 +12,9 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from tqdm import tqdm
 
@@ -32,8 +33,11 @@ MAX_LINE_BYTES = 64 << 20
 MAX_LIST_BYTES = 1 << 30
 """Size up to which a JSON list of records is read, as a whole."""
 
+# NaN, as `json.dumps` writes the missing values of pandas, is null.
+_parse_json = partial(json.loads, parse_constant=lambda name: None)
 
-def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numbered]:
+
+def read_records(path: Path, skips: Skips, quotes: bool | None = None) -> Iterator[Numbered]:
     """Yield (line number from 1, record) for each record of a file of `LINE_FORMATS`, decompressed on the fly.
 
     A .json file holds a list of records or one record per line; a .txt file one text per line, as {"text": …}.
@@ -41,7 +45,8 @@ def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numb
     Args:
         path: the file, also with .gz.
         skips: counts malformed lines, and lines above 64 MiB.
-        quotes: whether `"` encloses fields of csv and tsv files; False takes every character as it is.
+        quotes: whether `"` encloses fields. By default it does in csv, and in tsv if the header is in quotes; in other
+            tsv files it encloses only fields in which quotes are doubled, as csv writers do.
 
     Raises:
         DualencError: the file is missing, no regular file, not UTF-8, broken, or names a column twice.
@@ -58,6 +63,11 @@ def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numb
                 yield number, {"text": line}
         else:
             yield from _separated(path, stream, skips, "," if suffix == ".csv" else "\t", quotes)
+
+
+def is_json(path: Path) -> bool:
+    """Whether each record of a file has columns of its own."""
+    return file_format(path) in (".jsonl", ".ndjson", ".json")
 
 
 def read_texts(path: Path, skips: Skips) -> Iterator[tuple[int, str]]:
@@ -140,7 +150,7 @@ def _json_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = _parse_json(line)
         except (ValueError, RecursionError) as error:
             skips.bad("malformed JSON line", f"{path}:{number}", f"{_json_fault(error)}; mend or remove the line")
             continue
@@ -173,7 +183,7 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
     if len(data) > MAX_LIST_BYTES:
         raise DualencError(f"{path}: a JSON list above {MAX_LIST_BYTES >> 20} MiB; write one record on each line")
     try:
-        records = json.loads(data)
+        records = _parse_json(data)
     # `_open` explains it.
     except UnicodeDecodeError:
         raise
@@ -189,9 +199,11 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
 
 def check_distinct(where: str, columns: Sequence[str]) -> None:
     """Insist that no two columns have one name."""
-    duplicate = next((name for i, name in enumerate(columns) if name in columns[:i]), None)
-    if duplicate is not None:
-        raise DualencError(f"{where}: two columns are called {duplicate!r}; rename one of them")
+    seen: set[str] = set()
+    for name in columns:
+        if name in seen:
+            raise DualencError(f"{where}: two columns are called {name!r}; rename one of them")
+        seen.add(name)
 
 
 def _csv_line(text: io.TextIOWrapper) -> str:
@@ -203,13 +215,18 @@ def _csv_line(text: io.TextIOWrapper) -> str:
     return line
 
 
-def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quotes: bool) -> Iterator[Numbered]:
+def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quotes: bool | None) -> Iterator[Numbered]:
     # The default refuses documents longer than 131,072 characters.
     csv.field_size_limit(MAX_LINE_BYTES)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     # Not a generator, which ends with the first error: the csv module reads on after a line that is too long.
     lines = iter(partial(_csv_line, text), "")
-    rows = csv.reader(lines, delimiter=delimiter, strict=True, quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE)
+    first = next(lines, "")
+    # In tsv a quote is a character of the text, unless the writer has put even the names of columns in quotes.
+    in_quotes = (delimiter == "," or first.startswith('"')) if quotes is None else quotes
+    lines = chain([first] if first else [], lines)
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if in_quotes else csv.QUOTE_NONE
+    rows = csv.reader(lines, delimiter=delimiter, strict=True, quoting=quoting)
     header = next(rows, None)
     if header is None:
         raise DualencError(f"{path}: empty file; its first line must name the columns")
@@ -228,8 +245,18 @@ def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quote
             row = ["?"] * (len(header) + 1)
             fault = str(error)
         if len(row) == len(header):
+            if quotes is None and not in_quotes:
+                row = [_unquoted(field) for field in row]
             yield rows.line_num, dict(zip(header, row, strict=True))
         elif row:
             # A stray quote swallows the lines up to the next quote: all of them are lost, and counted.
-            mend = f"{fault}: quote fields that hold the delimiter, or pass quotes=False if quotes are characters"
+            hint = "quote fields that hold the delimiter, or pass quotes=false if quotes are characters"
+            mend = f"{fault}: {hint if in_quotes else 'pass quotes=true if quotes enclose fields'}"
             skips.bad("malformed line", f"{path}:{before + 1}", mend, max(1, rows.line_num - before))
+
+
+def _unquoted(field: str) -> str:
+    """A field as its writer had it: quotes are doubled only by writers that enclose the field in quotes."""
+    inner = field[1:-1]
+    enclosed = field[:1] == field[-1:] == '"' and '""' in inner and '"' not in inner.replace('""', "")
+    return inner.replace('""', '"') if enclosed else field

@@ -61,7 +61,7 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
                 values = pc.if_else(pc.is_finite(values), values, None)
             elif not pa.types.is_boolean(kind):
                 values = values.cast(pa.large_string())
-                values = pc.if_else(pc.equal(values, ""), None, values)
+                values = pc.if_else(pc.equal(pc.utf8_trim_whitespace(values), ""), None, values)
                 if LINE in table.dataset.column_names:
                     values = _read_as_looks(values)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
@@ -73,7 +73,9 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
 
 def _read_as_looks(values: pa.Array) -> pa.Array:
     """Texts as what they all look like: truth values, whole numbers, numbers, or texts."""
+    # Among numbers nan is a missing one; among texts it may be a language.
+    numbers = pc.if_else(pc.equal(pc.utf8_lower(values), "nan"), None, values)
     for kind, pattern in _LOOKS.items():
-        if pc.all(pc.match_substring_regex(values, pattern)).as_py():
-            return values.cast(kind)
+        if pc.all(pc.match_substring_regex(numbers, pattern)).as_py():
+            return numbers.cast(kind)
     return values

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dualenc.data.columns import Picked
-from dualenc.data.corpus import Corpus, distinct_ids
+from dualenc.data.corpus import Corpus, distinct_ids, id_of
 from dualenc.data.line_tables import check_columns
 from dualenc.data.remote import RemoteFile
 from dualenc.data.skips import Skips
@@ -83,7 +83,7 @@ class RemoteTexts:
         except UnicodeDecodeError:
             raise BadSample(f"{self.where(index)}: not UTF-8 text; mend or remove it") from None
         # Missing titles and texts are empty; numbers are spelled out.
-        text, *title = ("" if value is None else str(value) for value in values)
+        text, *title = ("" if value is None or value != value else str(value) for value in values)
         if title:
             text = f"{title[0]} {text}".strip()
         if not text.strip():
@@ -126,6 +126,6 @@ def remote_corpus(texts: RemoteTexts, id_column: str | None, skips: Skips, limit
     """Remote texts as items to embed; their ids are those of a column, read at once, or the rows' numbers."""
     rows = range(len(texts) if limit is None else min(limit, len(texts)))
     values = rows if id_column is None else texts.values(id_column)
-    named = ((row, None if value is None else str(value)) for row, value in zip(rows, values))
+    named = zip(rows, map(id_of, values))
     ids, positions = distinct_ids(named, skips, texts.where, "document")
     return Corpus(ids, Picked(texts, positions), "text")

@@ -57,6 +57,7 @@ def open_corpus(
     split: str = "train",
     subset: str | None = None,
     limit: int | None = None,
+    quotes: bool | None = None,
     allow_outside: bool = False,
     on_error: OnError = "skip",
 ) -> Corpus:
@@ -77,6 +78,7 @@ def open_corpus(
         split: of a folder of tables, saved data set or hub name; of tables a slice such as train[:90%].
         subset: configuration of a hub data set.
         limit: read the first rows of a table only.
+        quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
 
@@ -116,8 +118,8 @@ def open_corpus(
     else:
         named = {"text_column": text_column, "title_column": title_column, "image_column": image_column}
         named |= {"id_column": id_column, "label_column": label_column}
-        roles = _column_roles(path, peek_columns(path, split, subset), part, modality, **named)
-        corpus = _read_roles(path, roles, columns, skips, allow_outside=allow_outside, **how)
+        roles = _column_roles(path, peek_columns(path, split, subset, limit, quotes), part, modality, **named)
+        corpus = _read_roles(path, roles, columns, skips, quotes=quotes, allow_outside=allow_outside, **how)
     corpus.skipped = skips.report()
     return corpus
 
@@ -129,8 +131,11 @@ def open_pairs(
     *,
     split: str = "train",
     subset: str | None = None,
+    left_modality: Modality | None = None,
+    right_modality: Modality | None = None,
     deduplicate: bool = True,
     limit: int | None = None,
+    quotes: bool | None = None,
     allow_outside: bool = False,
     on_error: OnError = "skip",
 ) -> PairDataset:
@@ -141,6 +146,8 @@ def open_pairs(
     Args:
         left_column: of a table; by default `image` or `query` or another usual name.
         right_column: of a table; by default `captions`, `document` or another usual name.
+        left_modality: of a table: "text", "image" or "vector"; by default as the values look.
+        right_modality: the same for the right column.
         deduplicate: equal texts of a table are the same item and share an id.
 
     Raises:
@@ -153,14 +160,15 @@ def open_pairs(
         check_whole(path, split)
         return WebDatasetPairs(path, deduplicate=deduplicate, on_error=on_error)
     if is_image_folder(path):
-        return ImageFolderPairs(path, deduplicate=deduplicate, on_error=on_error)
-    kinds = peek_columns(path, split, subset)
+        return ImageFolderPairs(path, deduplicate=deduplicate, quotes=quotes, on_error=on_error)
+    kinds = peek_columns(path, split, subset, limit, quotes)
     # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
         return MinedPairs(path, split=split, limit=limit, on_error=on_error)
     left = left_column or usual_column(path, kinds, (*_SURELY_IMAGES, *_QUERIES, "title", "file_name"), "left_column")
     right = right_column or usual_column(path, kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), "right_column", but=left)
     how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "allow_outside": allow_outside}
+    how |= {"left_modality": left_modality, "right_modality": right_modality, "quotes": quotes}
     return TablePairs(path, left, right, deduplicate=deduplicate, on_error=on_error, **how)
 
 
@@ -229,6 +237,7 @@ def _read_roles(
     split: str,
     subset: str | None,
     limit: int | None,
+    quotes: bool | None,
     allow_outside: bool,
 ) -> Corpus:
     """The items of a table."""
@@ -241,7 +250,8 @@ def _read_roles(
     # A column may have two roles, such as text and filter.
     others = [name for name in (roles.title, roles.label, roles.id, *columns) if name is not None]
     to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), roles.main: roles.kind}
-    table = open_table(path, to_read, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
+    how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "quotes": quotes}
+    table = open_table(path, to_read, skips, allow_outside=allow_outside, **how)
     own: dict[str, Any] = {"title_column": roles.title, "label_column": roles.label, "id_column": roles.id}
     return table_corpus(table, roles.main, roles.modality, columns=columns, **own)
 

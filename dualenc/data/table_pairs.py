@@ -53,7 +53,7 @@ class TablePairs(ColumnPairs):
         deduplicate: equal texts, vectors and image paths of one side are the same item and share an id.
         max_negatives: keep that many negatives of each row, from the front.
         limit: read the first rows only.
-        quotes: whether `"` encloses fields of csv and tsv files.
+        quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first. Vectors that are not
             finite, zero, or of another size than most are bad.
 
@@ -79,13 +79,13 @@ class TablePairs(ColumnPairs):
         deduplicate: bool = True,
         max_negatives: int | None = None,
         limit: int | None = None,
-        quotes: bool = True,
+        quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
         skips = Skips(path, on_error)
         columns: dict[str, ColumnKind] = {left_column: "value", right_column: "list"}
-        # Lines carry no types: their first records decide how columns are read.
-        kinds = peek_columns(path, split, subset, quotes)
+        # Lines carry no types: what most records hold decides how columns are read.
+        kinds = peek_columns(path, split, subset, limit, quotes)
         if negative_column is None:
             negative_column = _usual_negatives(kinds, (left_column, right_column))
         negatives = [negative_column] if isinstance(negative_column, str) else list(negative_column)
@@ -170,7 +170,7 @@ class MinedPairs(ColumnPairs):
         # Of vectors the file holds the ids alone.
         if left is not None:
             reshape = _mined_ids
-        elif peek_columns(path, split).get("query") == "vector":
+        elif peek_columns(path, split, limit=limit).get("query") == "vector":
             columns = {"query": "vector", "pos": "vectors", "neg": "vectors"}
             modality = "vector"
         score_columns = ("pos_scores", "neg_scores") if scores else None
@@ -249,6 +249,7 @@ class ImageFolderPairs(ColumnPairs):
         image_column: file names, relative to the folder; by default one of file_name, image, filename, path.
         caption_column: captions; by default one of captions, caption, text.
         deduplicate: equal captions are the same item and share an id.
+        quotes: as for `TablePairs`.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
 
     Raises:
@@ -264,6 +265,7 @@ class ImageFolderPairs(ColumnPairs):
         image_column: str | None = None,
         caption_column: str | None = None,
         deduplicate: bool = True,
+        quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
         folder = Path(path)
@@ -274,10 +276,11 @@ class ImageFolderPairs(ColumnPairs):
             caption_column = "captions"
             table = _table_of_text_files(folder, names, Skips(path, on_error))
         else:
-            known = peek_columns(file)
+            known = peek_columns(file, quotes=quotes)
             image_column = image_column or usual_column(file, known, IMAGE_NAMES, "image_column")
             caption_column = caption_column or usual_column(file, known, CAPTION_NAMES, "caption_column")
-            table = open_table(file, {image_column: "value", caption_column: "list"}, Skips(file, on_error))
+            columns: dict[str, ColumnKind] = {image_column: "value", caption_column: "list"}
+            table = open_table(file, columns, Skips(file, on_error), quotes=quotes)
             table.root = folder
             # Links among a folder's images are followed.
             table.allow_outside = True
@@ -362,7 +365,8 @@ class ImageViews(PairDataset):
 class TableViews(ImageViews):
     """Images of a table: a parquet or other local file, a saved data set, or the Hugging Face hub.
 
-    The arguments `path`, `split`, `subset`, `limit`, `allow_outside` and `on_error` are those of `TablePairs`.
+    The arguments `path`, `split`, `subset`, `limit`, `quotes`, `allow_outside` and `on_error` are those of
+    `TablePairs`.
 
     Args:
         image_column: file contents, `datasets` images, or paths relative to the table.
@@ -383,13 +387,15 @@ class TableViews(ImageViews):
         subset: str | None = None,
         limit: int | None = None,
         allow_outside: bool = False,
+        quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
         label = label_column or "label"
         columns: dict[str, ColumnKind] = {image_column: "value", label: "value"}
         optional = () if label_column else (label,)
-        how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "allow_outside": allow_outside}
-        table = open_table(path, columns, Skips(path, on_error), optional=optional, **how)
+        how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "quotes": quotes}
+        skips = Skips(path, on_error)
+        table = open_table(path, columns, skips, optional=optional, allow_outside=allow_outside, **how)
         corpus = table_corpus(table, image_column, "image", label_column=label if table.has(label) else None)
         labels = None if corpus.labels is None else Labels(corpus.labels, corpus.class_names or [])
         super().__init__(corpus.items, labels)

@@ -72,8 +72,8 @@ class DataTable:
         return len(self.dataset)
 
     def has(self, name: str) -> bool:
-        """Whether there is such a column with at least one value in it."""
-        return name in self.dataset.column_names and self.dataset.data.column(name).null_count < len(self)
+        """Whether there is such a column."""
+        return name in self.dataset.column_names
 
     def skip_rows(self, reason: str, rows: np.ndarray, mend: str) -> None:
         """Count rows (n,) as bad samples; the first one's place is reported."""
@@ -98,7 +98,7 @@ def open_table(
     split: str = "train",
     subset: str | None = None,
     limit: int | None = None,
-    quotes: bool = True,
+    quotes: bool | None = None,
     reshape: Reshape | None = None,
     allow_outside: bool = False,
 ) -> DataTable:
@@ -118,8 +118,7 @@ def open_table(
         DualencError: no such file, column or split; a broken file.
     """
     source = str(source)
-    if limit is not None and not 1 <= limit <= sys.maxsize:
-        raise DualencError(f"{display_name(source)}: limit is {limit}; give the number of rows to read, from 1 on")
+    _check_limit(source, limit)
     files = find_files(source, split)
     local: list[Path] = []
     required = [name for name in columns if name not in optional]
@@ -146,6 +145,11 @@ def open_table(
     return DataTable(display_name(source), dataset, skips, root, local, allow_outside and not is_url(source))
 
 
+def _check_limit(source: str | Path, limit: int | None) -> None:
+    if limit is not None and not 1 <= limit <= sys.maxsize:
+        raise DualencError(f"{display_name(source)}: limit is {limit}; give the number of rows to read, from 1 on")
+
+
 def _root(source: str, files: Sequence[TableFile]) -> Path:
     """Where relative paths of a table start; for a remote one a folder of the cache without any images in it."""
     from datasets import config
@@ -156,9 +160,13 @@ def _root(source: str, files: Sequence[TableFile]) -> Path:
 
 
 def peek_columns(
-    source: str | Path, split: str = "train", subset: str | None = None, quotes: bool = True
+    source: str | Path,
+    split: str = "train",
+    subset: str | None = None,
+    limit: int | None = None,
+    quotes: bool | None = None,
 ) -> dict[str, ColumnKind]:
-    """The columns of a table and their kinds, without reading it whole: of records, those of the first hundred.
+    """The columns of a table, in any of its files and records, and their kinds; with a limit, of the first rows.
 
     Lists of floating-point numbers are vectors ("vector"), lists of those several vectors ("vectors"); all other lists
     are lists.
@@ -166,14 +174,15 @@ def peek_columns(
     Raises:
         DualencError: no such file or split; a broken file.
     """
+    _check_limit(source, limit)
     files = find_files(str(source), split)
     if files and not is_parquet(files[0]):
         skips = Skips(source)
-        kinds = kinds_of_records(local_copies(files[:1])[0], skips, quotes)
+        kinds = kinds_of_records(local_copies(files), skips, quotes, limit)
         skips.demand(len(kinds), "record")
         return kinds
     if files:
-        schema = _footer(files[0]).schema.to_arrow_schema()
+        schema = _one_schema(files, [_footer(file) for file in files])
     else:
         schema = _from_datasets(str(source), subset, split).data.schema
     return {column.name: kind_of_type(column.type) for column in schema}
@@ -223,15 +232,10 @@ def _from_parquet(
 ) -> Dataset:
     """The named columns of parquet files, as far as they have them."""
     footers = [_footer(file) for file in files]
-    schema = footers[0].schema.to_arrow_schema()
+    schema = _one_schema(files, footers)
     check_columns(source, schema.names, required)
     names = [name for name in schema.names if name in columns] or schema.names
-    for file, footer in zip(files, footers):
-        check_columns(str(file), footer.schema.to_arrow_schema().names, names)
-    fields = [schema.field(name) for name in names]
-    # Dictionaries differ from row group to row group; their values are what counts.
-    plain = [f.with_type(f.type.value_type) if pa.types.is_dictionary(f.type) else f for f in fields]
-    schema = pa.schema(plain, metadata=schema.metadata)
+    schema = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
     size = sum(file.size if isinstance(file, RemoteFile) else file.stat().st_size for file in files)
 
     def key() -> str:
@@ -239,6 +243,38 @@ def _from_parquet(
         return json.dumps(["parquet", facts, names])
 
     return dataset_of_batches(_parquet_batches(files, footers, schema), schema, size, key)
+
+
+def _one_schema(files: Sequence[TableFile], footers: Sequence[pq.FileMetaData]) -> pa.Schema:
+    """The columns of all files, each of a type that holds the values of every file."""
+    schemas = [footer.schema.to_arrow_schema() for footer in footers]
+    types: dict[str, pa.DataType] = {}
+    for file, schema in zip(files, schemas):
+        for name, kind in zip(schema.names, schema.types):
+            # Dictionaries differ from row group to row group; their values are what counts.
+            kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+            try:
+                types[name] = _common_type(types.get(name, kind), kind)
+            except pa.ArrowException:
+                held = f"{kind} in column {name!r} where files before it have {types[name]}"
+                raise DualencError(f"{file}: {held}; write all files with one type") from None
+    return pa.schema(types.items(), metadata=schemas[0].metadata)
+
+
+def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType:
+    """The type that the values of both can be cast to; an ArrowException if there is none."""
+    schemas = [pa.schema([("value", kind)]) for kind in (left, right)]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field("value").type
+    except pa.ArrowException:
+        # What is a number in one file may be a text in another.
+        if (
+            pa.types.is_nested(left)
+            or pa.types.is_nested(right)
+            or not {left, right} & {pa.string(), pa.large_string()}
+        ):
+            raise
+        return pa.large_string()
 
 
 def _parquet_batches(
@@ -251,7 +287,15 @@ def _parquet_batches(
                 for group in range(parquet.num_row_groups):
                     for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=schema.names):
                         bar.update(len(batch))
-                        yield from pa.Table.from_batches([batch]).select(schema.names).cast(schema).to_batches()
+                        yield from _with_schema(batch, schema).to_batches()
+
+
+def _with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
+    """A batch with all columns of a schema; columns that its file lacks are null."""
+    missing = pa.nulls(len(batch))
+    names = batch.schema.names
+    arrays = [batch.column(field.name) if field.name in names else missing for field in schema]
+    return pa.table(arrays, names=schema.names).cast(schema)
 
 
 @contextmanager

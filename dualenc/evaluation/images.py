@@ -12,6 +12,7 @@ from PIL import Image
 
 from dualenc.data import Corpus, open_corpus
 from dualenc.data.columns import Picked
+from dualenc.data.labels import rows_with_label
 from dualenc.data.sources import is_image_folder
 from dualenc.data.views import SimCLR
 from dualenc.encoders import Tower, load_model
@@ -27,29 +28,33 @@ def random_rows(total: int, limit: int | None) -> np.ndarray:
     return np.sort(np.random.default_rng(0).permutation(total)[:limit])
 
 
-def open_images(data: str, split: str, *, label_column: str | None = None, limit: int | None = None) -> Corpus:
+def open_images(
+    data: str, split: str, *, label_column: str | None = None, quotes: bool | None = None, limit: int | None = None
+) -> Corpus:
     """The images of whatever `data.open_corpus` reads, with their labels if there are any; `limit` of them at random.
 
+    If some images have labels, those without are left out, counted and reported.
     `data` may also be a folder of images with a subfolder for each split; without such a subfolder it is taken whole.
     """
     folder = Path(data) / split
     # A split is a name, not a way out of the folder.
     is_subfolder = Path(split).name == split != ".." and is_image_folder(data) and folder.is_dir()
     source = folder if is_subfolder else data
-    images = open_corpus(source, modality="image", split=split, label_column=label_column)
+    images = open_corpus(source, modality="image", split=split, label_column=label_column, quotes=quotes)
     if images.modality != "image":
         raise DualencError(f"{data}: holds {images.modality}; give images")
+    if images.labels is not None:
+        rows = rows_with_label(images.labels, data, images.ids)
+        images = images if len(rows) == len(images) else images.take(rows)
     if limit is None or limit >= len(images):
         return images
     return images.take(random_rows(len(images), limit))
 
 
 def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> np.ndarray:
-    """The (N,) labels of a corpus, which every image must have; for training two classes or more."""
+    """The (N,) labels of a corpus that `open_images` opened; for training two classes or more."""
     if corpus.labels is None:
         raise DualencError(f"{what}: there are no labels; name their column with --label-column, or use class folders")
-    if (corpus.labels < 0).any():
-        raise DualencError(f"{what}: image {int(np.argmax(corpus.labels < 0))} has no label; give every image one")
     if for_training and len(np.unique(corpus.labels)) < 2:
         raise DualencError(f"{what}: all images are of one class; a probe needs two or more")
     return corpus.labels

@@ -29,10 +29,16 @@ class ColumnOptions:
         left_column: of a table of pairs, with queries or images, where it has no usual name.
         right_column: of a table of pairs, with documents or captions (one, or a list in each row), where it has no
             usual name.
+        left_modality: of the left column; by default as its values look.
+        right_modality: of the right column; by default as its values look.
+        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
     """
 
     left_column: str | None = None
     right_column: str | None = None
+    left_modality: Literal["text", "image", "vector"] | None = None
+    right_modality: Literal["text", "image", "vector"] | None = None
+    quotes: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class ZeroShotOptions:
         split: of a folder of tables or a hub name, by default test; of a file a slice such as train[90%:], by default
             all.
         label_column: of a table, class numbers or names; by default `label`.
+        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         class_names: text file with the name of each class on a line; by default the names that the data brings.
         templates: text file with prompt templates, one on a line, {} for the class; by default a set of eight.
         batch_size: items encoded at once.
@@ -116,6 +123,7 @@ class ZeroShotOptions:
 
     split: str | None = None
     label_column: str | None = None
+    quotes: bool | None = None
     class_names: str | None = None
     templates: str | None = None
     batch_size: int = 64
@@ -130,6 +138,7 @@ class ImageOptions:
         train: images to train a probe on; by default (`probe`) another split of the same data, or (`corrupted`) none.
         train_split: which split is trained on.
         label_column: of a table; by default `label`.
+        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         limit: test so many images, chosen at random.
         train_limit: train on so many images, chosen at random.
         seed: of everything random.
@@ -140,6 +149,7 @@ class ImageOptions:
     train: str | None = None
     train_split: str = "train"
     label_column: str | None = None
+    quotes: bool | None = None
     limit: int | None = None
     train_limit: int | None = None
     seed: int = 0

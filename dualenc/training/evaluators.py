@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dualenc.data.beir import read_beir
+from dualenc.data.columns import Picked
 from dualenc.data.corpus import Corpus, RetrievalSet, held_out, used_items
 from dualenc.data.embeddings import Embeddings
+from dualenc.data.labels import rows_with_label
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders.dual import DualEncoder
@@ -302,8 +304,9 @@ class KNNEvaluator(Evaluator):
                 raise DualencError(
                     f"KNNEvaluator: {name} has no labels; name its label column or sort images into folders"
                 )
-            self.corpora.append(Corpus([str(row) for row in range(len(images))], images.left_items, "image"))
-            self.labels.append(images.labels)
+            rows = rows_with_label(images.labels, f"KNNEvaluator: {name}")
+            self.corpora.append(Corpus([str(row) for row in rows], Picked(images.left_items, rows), "image"))
+            self.labels.append(images.labels[rows])
         self.k = k
         self.temperature = temperature
         self.batch_size = batch_size

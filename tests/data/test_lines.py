@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def test_csv_and_tsv_give_what_the_csv_module_wrote(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], kind: tuple[str, str]
 ) -> None:
     path = write_csv(tmp_path_factory.mktemp("lines") / f"x{kind[0]}", ["a", "b"], rows, kind[1])
-    assert [record for _, record in read(path)] == [{"a": a, "b": b} for a, b in rows]
+    assert [record for _, record in read(path, quotes=True)] == [{"a": a, "b": b} for a, b in rows]
 
 
 @pytest.mark.parametrize("name", ["list.json", "lines.json"])
@@ -65,11 +66,36 @@ def test_documents_longer_than_the_csv_modules_limit(tmp_path: Path) -> None:
 
 
 def test_quotes_can_be_ordinary_characters(tmp_path: Path) -> None:
+    for path, delimiter in ((tmp_path / "x.tsv", "\t"), (tmp_path / "x.csv", ",")):
+        path.write_text(f'a{delimiter}b\n"5 inches{delimiter}six"\n')
+        assert read(path, quotes=False) == [(2, {"a": '"5 inches', "b": 'six"'})]
+        with pytest.raises(BadSample, match="quotes=false"):
+            read(path, quotes=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        # Characters of the text, also where they open in one row and close in another.
+        ('id\ttext\n1\t"Hello\n2\tworld"\n3\t"all"\n4\t5" and 6"\n', ['"Hello', 'world"', '"all"', '5" and 6"']),
+        # The csv module and pandas double the quotes of a field, and then enclose it.
+        ('id\ttext\n1\t"a ""b"" c"\n2\t""a"\n3\t"\n4\t""\n', ['a "b" c', '""a"', '"', '""']),
+        # R, and pandas with QUOTE_ALL, enclose every field.
+        ('"id"\t"text"\n"1"\t"one"\n"2"\t"two\tlines\nhere"\n', ["one", "two\tlines\nhere"]),
+    ],
+)
+def test_quotes_in_tsv(tmp_path: Path, content: str, texts: list[str]) -> None:
     path = tmp_path / "x.tsv"
-    path.write_text('a\tb\n"5 inches\tsix"\n')
-    assert read(path, quotes=False) == [(2, {"a": '"5 inches', "b": 'six"'})]
-    with pytest.raises(BadSample, match="quotes=False"):
-        read(path)
+    path.write_text(content)
+    assert [record["text"] for _, record in read(path)] == texts
+
+
+def test_a_header_of_many_columns_is_read_at_once(tmp_path: Path) -> None:
+    names = [f"c{i}" for i in range(100_000)]
+    path = write_csv(tmp_path / "x.csv", names, [names])
+    begin = time.perf_counter()
+    assert len(read(path)[0][1]) == 100_000
+    assert time.perf_counter() - begin < 5
 
 
 def test_lines_swallowed_by_a_stray_quote_are_all_counted(tmp_path: Path) -> None:

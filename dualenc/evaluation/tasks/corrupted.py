@@ -51,8 +51,8 @@ def evaluate(model: str, data: str, given: ImageOptions, options: CorruptionOpti
     severities = options.severities or list(SEVERITIES)
     if given.train is not None:
         where = f"{given.train} ({given.train_split})"
-        column = given.label_column
-        training = open_images(given.train, given.train_split, label_column=column, limit=given.train_limit)
+        columns: dict[str, Any] = {"label_column": given.label_column, "quotes": given.quotes}
+        training = open_images(given.train, given.train_split, limit=given.train_limit, **columns)
         labels = require_labels(training, where, for_training=True)
         # Classes that the training images lack are an error before hours of encoding.
         tested_labels(source, training.class_names)
@@ -105,11 +105,11 @@ def _open(
     if is_corrupted_folder(data):
         source = read_corrupted(data, corruptions)
         if options.clean is not None:
-            clean = open_images(options.clean, split, label_column=given.label_column)
+            clean = open_images(options.clean, split, label_column=given.label_column, quotes=given.quotes)
     else:
         if options.clean is not None:
             raise DualencError(f"{data}: is no CIFAR-C or Tiny-ImageNet-C folder but clean images; leave --clean out")
-        clean = open_images(data, split, label_column=given.label_column)
+        clean = open_images(data, split, label_column=given.label_column, quotes=given.quotes)
         names = clean.class_names
         source = GeneratedCorruptions(
             clean.items, corruptions or ALL, seed=given.seed, labels=clean.labels, class_names=names

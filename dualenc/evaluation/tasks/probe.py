@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,10 +32,10 @@ def evaluate(model: str, data: str, given: ImageOptions, options: ProbeOptions, 
     split = given.split or usual_split(data, "test")
     source = given.train or data
     evaluation = Evaluation("probe", model, data, output)
-    column = given.label_column
+    columns: dict[str, Any] = {"label_column": given.label_column, "quotes": given.quotes}
     images = {
-        "train": open_images(source, given.train_split, label_column=column, limit=given.train_limit),
-        "test": open_images(data, split, label_column=column, limit=given.limit),
+        "train": open_images(source, given.train_split, limit=given.train_limit, **columns),
+        "test": open_images(data, split, limit=given.limit, **columns),
     }
     labels = {
         "train": require_labels(images["train"], f"{source} ({given.train_split})", for_training=True),

@@ -39,7 +39,7 @@ def evaluate(model: str, data: str, options: ZeroShotOptions, output: OutputOpti
     evaluation = Evaluation("zero-shot", model, data, output)
     templates = TEMPLATES if options.templates is None else read_templates(options.templates)
     split = options.split or usual_split(data, "test")
-    images = open_images(data, split, label_column=options.label_column)
+    images = open_images(data, split, label_column=options.label_column, quotes=options.quotes)
     labels = require_labels(images, f"{data}, {split}")
     names = _class_names(options.class_names, images.class_names, labels, data)
     prompts = class_prompts(names, templates)
