@@ -298,6 +298,13 @@ class Objective(nn.Module):
         """All directions of `Anchors`: 0 for left anchors, and for views; 1 for right ones."""
         return (0,) if self.views else (0, 1)
 
+    def log_odds(self, log_partition: Tensor, positive: Tensor) -> Tensor:
+        """(X, A) log(Z/e⁺) without gradient. Of an anchor without negatives, whose log Z is -inf, −s⁺/τ; or with
+        `positive_in_softmax` -inf, which makes its loss and gradient 0."""
+        if not self.positive_in_softmax:
+            log_partition = log_partition.nan_to_num(neginf=0.0)
+        return log_partition.detach() - positive.detach()
+
     def watch(self, **values: Tensor) -> None:
         """Keep tensors of this call for `diagnostics`."""
         for name, value in values.items():

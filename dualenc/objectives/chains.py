@@ -24,6 +24,7 @@ from dualenc.objectives.base import Objective
 from dualenc.objectives.checks import fail
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.memory import EmbeddingMemory
+from dualenc.objectives.metrics import log_mean
 from dualenc.objectives.surrogate import Estimate
 from dualenc.objectives.tables import first_occurrence, write_rows
 
@@ -38,7 +39,7 @@ class Visit(NamedTuple):
         state: (X, A) the key that each chain is on, or starts on; NO_STATE for none.
         started: (X, A) whether the chain starts in this step.
         start_scores: (X, A) s/τ of what it starts on, with the remembered embedding.
-        log_sum: (X, A) log of the sum of exp(s/τ) over the remembered negatives; NaN where that was not needed.
+        log_partition: (X, A) log Z by what is remembered; any number where that was not needed.
         keys: (X, C) the proposals.
         is_found: (X, A, S) whether an item of the state is among the proposals.
         column: (X, A, S) where; any number where it is not.
@@ -48,7 +49,7 @@ class Visit(NamedTuple):
     state: Tensor
     started: Tensor
     start_scores: Tensor
-    log_sum: Tensor
+    log_partition: Tensor
     keys: Tensor
     is_found: Tensor
     column: Tensor
@@ -76,9 +77,9 @@ class ChainObjective(Objective):
     complete for the first time (after an epoch, or 2·`recent` items of a larger corpus) every chain starts anew.
 
     Chains give the gradient of the loss and not its value. Where the corpus has no more than `recent` items, the value
-    takes the partition function from their latest embeddings: exact at fixed parameters from the second epoch on. Of a
-    larger corpus they are a sample, which errs low by nats at small τ: `reports_loss` is False then, and `loss` has the
-    value of the surrogate.
+    takes the partition function from their latest embeddings: exact at fixed parameters from the second epoch on.
+    Before, it is estimated from those that came, and for a larger corpus from the proposals: these are a sample, which
+    errs low by nats at small τ, so `reports_loss` is False then.
 
     Mined negatives are no uniform proposals and take no part. In-batch proposals are uniform only if batches are
     random: with selected batches draw them from the corpus (`proposals=64`).
@@ -187,7 +188,7 @@ class ChainObjective(Objective):
         # A state may have become a positive since it was stored: lists of positives come with the batch.
         is_positive = is_listed(items, anchors.hidden_items)[..., 0]
         started = (state == NO_STATE) | is_positive
-        start_keys, start_scores, log_sum = self._starts(anchors, started)
+        start_keys, start_scores, log_partition = self._starts(anchors, started)
         state = torch.where(started, start_keys, state)
 
         keys = batch_keys
@@ -196,7 +197,7 @@ class ChainObjective(Objective):
             keys = self.keys_of_draws(ids)
         is_found, column = find(self.items_of(keys), self.items_of_state(state))
         self.watch(started=started, before=state)
-        return Visit(chains, state, started, start_scores, log_sum, keys, is_found, column)
+        return Visit(chains, state, started, start_scores, log_partition, keys, is_found, column)
 
     def plan_encoding(self, visit: Visit, needed: Tensor) -> Plan:
         """What to embed: this rank's share of the draws, and states that are not among the proposals.
@@ -231,7 +232,7 @@ class ChainObjective(Objective):
         return anchors, similarities / anchors.temperature
 
     def chain_losses(
-        self, block: Anchors, weights: Tensor, scores: Tensor, state_scores: Tensor, log_sum: Tensor
+        self, block: Anchors, weights: Tensor, scores: Tensor, state_scores: Tensor, log_partition: Tensor
     ) -> Tensor:
         """(X, a) losses with the gradient Σ_c w_c·∇(s_c/τ) − ∇(s⁺/τ) over proposals and states.
 
@@ -239,17 +240,19 @@ class ChainObjective(Objective):
             weights: (X, a, C + S) of the proposals, then of the states.
             scores: (X, a, C) of the proposals.
             state_scores: (X, a, S) of the states.
-            log_sum: (X, a) see `Visit`.
+            log_partition: (X, a) see `Visit`.
         """
         positive = block.positive_scores
         all_scores = torch.cat([scores, state_scores, positive[..., None]], dim=-1)
         pull = torch.full_like(positive, -1.0)[..., None]
         all_weights = torch.cat([weights, pull], dim=-1).to(all_scores)
-        # The surrogate, unless the partition function is known.
-        value = (all_weights * all_scores).sum(dim=-1)
-        if self.reports_loss:
-            value = log_sum.nan_to_num(neginf=0.0) - positive
-        return Estimate.apply(value.detach(), all_scores, all_weights)
+        if not self.reports_loss:
+            # The proposals are uniform draws from the corpus, but fewer than what is remembered of a small one.
+            logits = scores.detach().masked_fill(block.not_negative, -torch.inf)
+            by_proposals = log_mean(logits) + self.corpus.log_num_negatives(block)
+            by_memory = log_partition.isfinite() & all(memory.has_every_slot for memory in self._memories)
+            log_partition = torch.where(by_memory, log_partition, by_proposals)
+        return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights)
 
     def store(self, anchors: Anchors, visit: Visit, state: Tensor, *tables: tuple[Tensor, Tensor]) -> None:
         """Write the new states (X, A) of the chains; of several anchors of one chain, the first with a state counts.
@@ -300,8 +303,7 @@ class ChainObjective(Objective):
                 state.fill_(NO_STATE)
 
     def _starts(self, anchors: Anchors, started: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(X, A) keys to start on, (X, A) their s/τ, (X, A) log of the sum of exp(s/τ) over the remembered
-        negatives."""
+        """(X, A) keys to start on, (X, A) their s/τ, (X, A) log Z by what is remembered."""
         no_keys = torch.full_like(anchors.rows, NO_STATE)
         no_scores = torch.full_like(anchors.positive_scores, -torch.inf)
         # Drawn even where unused: the number of draws must not depend on what is remembered.
@@ -317,18 +319,18 @@ class ChainObjective(Objective):
         hidden = anchors.gather_lists(anchors.hidden_items)
         keys = []
         scores = []
-        log_sums = []
+        log_means = []
         for x, (direction, memory) in enumerate(zip(anchors.directions, self._memories, strict=True)):
             counts = self.corpus.item_counts(direction)
             draws = memory.draw(queries[x], hidden[x], uniform[:, x], counts)
             keys.append(draws.keys)
             scores.append(draws.scores)
-            # Items that are not remembered yet are taken to be like those that are.
-            total = self.corpus.size(direction) * self.num_views
-            log_missing = (total / memory.num_remembered(counts)).log()
-            log_sums.append(draws.log_sum + log_missing.to(queries))
+            # Items that are not remembered are taken to be like those that are.
+            num_remembered = memory.num_negatives(hidden[x], counts).clamp(min=1)
+            log_means.append(draws.log_sum - num_remembered.log().to(queries))
         own = anchors.batch_rows
-        return torch.stack(keys)[:, own], torch.stack(scores)[:, own], torch.stack(log_sums)[:, own]
+        log_partition = torch.stack(log_means)[:, own] + self.corpus.log_num_negatives(anchors)
+        return torch.stack(keys)[:, own], torch.stack(scores)[:, own], log_partition
 
     def _draw_ids(self, anchors: Anchors) -> Tensor:
         """(X, R) uniform draws from the id spaces."""

@@ -44,6 +44,11 @@ class EmbeddingQueue(nn.Module):
         self.num_written = 0
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever written."""
+        return self.num_written == 0
+
+    @property
     def is_full(self) -> bool:
         """Whether as many embeddings were written as it can hold."""
         return self.num_written >= self.size

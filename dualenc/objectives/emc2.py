@@ -98,14 +98,19 @@ class EMC2(ChainObjective):
         self._store(proposed, visit, walk, start_scores)
 
         def weigh(
-            block: Anchors, is_found: Tensor, column: Tensor, outside_scores: Tensor, weights: Tensor, log_sum: Tensor
+            block: Anchors,
+            is_found: Tensor,
+            column: Tensor,
+            outside_scores: Tensor,
+            weights: Tensor,
+            log_partition: Tensor,
         ) -> Tensor:
             scores = block.scores  # (X, a, C)
             # States in the batch take their gradient through the batch, and are not encoded again.
             state_scores = torch.where(is_found, scores.gather(-1, column), outside_scores)  # (X, a, 1)
-            return self.chain_losses(block, weights, scores, state_scores, log_sum)
+            return self.chain_losses(block, weights, scores, state_scores, log_partition)
 
-        rows = (visit.is_found, visit.column, outside_scores, walk.weights, visit.log_sum)
+        rows = (visit.is_found, visit.column, outside_scores, walk.weights, visit.log_partition)
         return proposed.by_blocks(weigh, *rows)
 
     def keys_of_draws(self, ids: Tensor) -> Tensor:

@@ -64,17 +64,19 @@ class ExactGlobal(Objective):
                 scores, log_counts = scores_and_counts(items)
                 log_sum = torch.logsumexp(scores + log_counts, dim=-1)
                 log_partition = torch.logaddexp(log_partition, log_sum)
-            # An anchor without negatives only pulls its positive.
-            log_partition = log_partition.nan_to_num(neginf=0.0)
         self.watch(log_partition=log_partition)
 
         def chunk_gradient(items: Tensor) -> Tensor:
             """(X, A) zeros with the gradient Σ_z p(z)·∇s_z/τ over the chunk."""
             scores, log_counts = scores_and_counts(items)
-            weights = torch.exp(scores.detach() + log_counts - log_partition[..., None])  # (X, A, n)
+            # An anchor without negatives only pulls its positive.
+            log_sum = log_partition.nan_to_num(neginf=0.0)[..., None]
+            weights = torch.exp(scores.detach() + log_counts - log_sum)  # (X, A, n)
             return Estimate.apply(torch.zeros_like(log_partition), scores, weights)
 
-        losses = log_partition - anchors.positive_scores
+        positive = anchors.positive_scores[..., None]
+        value = self.log_odds(log_partition, positive[..., 0])
+        losses: Tensor = Estimate.apply(value, positive, torch.full_like(positive, -1.0))
         for items in chunks:
             # The backward pass encodes a chunk again, so that one chunk's activations exist at a time.
             losses = losses + checkpoint(chunk_gradient, items, use_reentrant=False)

@@ -52,7 +52,7 @@ class Plan(NamedTuple):
         is_known: (X, C + R) whether there is one.
         log_weights: (X, C + R) log of how often an item is here over how often that was to be expected; -inf for never.
         seen_mean: (X, A, D) what each anchor sees of the memory.
-        log_partition: (X, A) log Z by the memory; -inf where it is empty.
+        log_partition: (X, A) log Z by the memory and, while that is incomplete, the batch; -inf without negatives.
     """
 
     outside: Tensor
@@ -115,15 +115,16 @@ class GlobalCache(MemoryObjective):
     and -0.01 at the third, fifth and tenth visit of an anchor at τ = 0.02, and by at most 0.01 at τ = 0.07
     (`eval/estimator_bias.py --visits 20 --num_pairs 1000000`).
 
-    `reports_loss` is False in the first epoch, while items are missing, and with a pool for 1/π epochs more.
+    While items are missing, in the first epoch, Z is estimated from what is remembered and the batch: the value is low
+    by nats at small τ, so `reports_loss` is False, and with a pool for 1/π epochs more.
 
     Args:
         extra_encodes: items drawn per pair of the batch, for both directions together: R = extra_encodes·B/2 of each
             side, at least 1, and with views R = extra_encodes·B views. 0 draws none.
         control: α in [0, 1]; unused with partition="memory".
         partition: what weights are divided by: the sum over batch and draws ("sample"), or over the memory ("memory").
-        pool: look at so many remembered items of each side per step, in random blocks, and at no more than as many
-            that anchors keep; null: at all of them.
+        pool: look at so many remembered items of each side per step, in random blocks of ids that are far apart, and at
+            no more than as many that anchors keep; null: at all of them.
         **memory: see `MemoryObjective`.
     """
 
@@ -193,8 +194,6 @@ class GlobalCache(MemoryObjective):
         in_batch = [self._expected_in_batch(anchors, direction) for direction in anchors.directions]
         expected = queries.new_tensor(in_batch)[:, None] + drawn.shape[1] * shares.where(is_known, 0.0)
         log_expected = expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
-        log_missing = torch.stack([self.log_missing(direction) for direction in anchors.directions])
-        log_partition = (log_sum + log_missing[:, None].to(queries)).where(log_sum.isfinite(), -torch.inf)
         # All ranks made the same draws; each encodes a part of them.
         own, sizes = distributed.share(items[:, anchors.candidates.shape[1] :].T)
         return Plan(
@@ -205,7 +204,7 @@ class GlobalCache(MemoryObjective):
             is_known=is_known,
             log_weights=number.to(queries).log() - log_expected,
             seen_mean=seen_mean[:, anchors.batch_rows],
-            log_partition=log_partition[:, anchors.batch_rows],
+            log_partition=self._log_partition(anchors, log_sum, hidden),
         )
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
@@ -234,8 +233,7 @@ class GlobalCache(MemoryObjective):
                 all_weights = torch.cat([p, missed, pull], dim=-1)
             # The anchor's own coordinates are scores too: what was missed is their gradient.
             all_scores = torch.cat([scores, block.embeddings / block.temperature, positive[..., None]], dim=-1)
-            value = log_partition.nan_to_num(neginf=0.0) - positive
-            return Estimate.apply(value.detach(), all_scores, all_weights)
+            return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights)
 
         against_all = anchors.with_candidates(candidates, plan.items // self.num_views)
         width = 4 * candidates.shape[1]
@@ -271,6 +269,33 @@ class GlobalCache(MemoryObjective):
         drawn = sample(seen, self._num_draws(anchors), self.draws.uniform(1, like=queries))
         return Looked(drawn, seen.log_sum, seen.mean, pool)
 
+    def _log_partition(self, anchors: Anchors, log_sum: Tensor, hidden: Tensor) -> Tensor:
+        """(X, A) log Z: what is remembered stands for the corpus; while items are missing, or where nothing is seen,
+        together with the batch.
+
+        Args:
+            log_sum: (X, G) log of the sum over what is remembered.
+            hidden: (X, G, K) items that an anchor does not see.
+        """
+        log_sum = log_sum[:, anchors.batch_rows]
+        # A pool of a share π of the memory has seen so much less.
+        chances = [self._chance(direction) for direction in anchors.directions]
+        chance = log_sum.new_tensor(chances)[:, None]
+        number = chance * self.num_remembered(anchors, hidden)
+        log_seen = log_sum + chance.log()
+
+        is_complete = all(self.memory_of(direction).holds_corpus for direction in anchors.directions)
+        with_batch = (log_sum == -torch.inf) | (not is_complete)
+        # Without mined negatives, which are harder than most.
+        batch = slice(anchors.num_batch)
+        in_batch = anchors.with_candidates(anchors.candidates[:, batch], anchors.candidate_ids[:, batch])
+        log_batch, num_batch = in_batch.by_blocks(lambda block: (block.logits.logsumexp(dim=-1), block.num_negatives))
+        number = number + num_batch * with_batch
+        log_seen = torch.logaddexp(log_seen, log_batch.masked_fill(~with_batch, -torch.inf))
+        return (
+            log_seen - number.clamp(min=torch.finfo(number.dtype).tiny).log() + self.corpus.log_num_negatives(anchors)
+        )
+
     def _num_draws(self, anchors: Anchors) -> int:
         """R."""
         if not self.extra_encodes or not anchors.num_batch:
@@ -291,6 +316,11 @@ class GlobalCache(MemoryObjective):
         num_blocks = math.ceil(self.pool / memory.block_size)
         return num_blocks if num_blocks < memory.num_blocks else None
 
+    def _chance(self, direction: int) -> float:
+        """π, the chance of a slot to be in the random part of the pool."""
+        num_blocks = self._num_blocks(direction)
+        return 1.0 if num_blocks is None else num_blocks / self.memory_of(direction).num_blocks
+
     def _rows_of_kept(self, anchors: Anchors) -> Tensor:
         """(X, G) rows of all ranks' anchors in the table of kept items."""
         rows = anchors.gather(anchors.rows)
@@ -309,16 +339,15 @@ class GlobalCache(MemoryObjective):
         """
         memory = self.memory_of(anchors.directions[x])
         kept = torch.cat([self.kept[rows].flatten(), self._kept_by_neighbors(anchors, x).flatten()])
-        # One more than the blocks have slots, which padding, -1, is written to.
-        is_kept = torch.zeros(memory.num_blocks * memory.block_size + 1, dtype=torch.bool, device=rows.device)
+        # One more than there are slots, which padding, -1, is written to.
+        is_kept = torch.zeros(memory.num_slots + 1, dtype=torch.bool, device=rows.device)
         is_kept[kept] = True
         is_looked_at = is_kept.clone()
         shuffled = self.draws.permutation(memory.num_blocks, torch.device("cpu"))
-        blocks = shuffled[:num_blocks].to(rows.device)
-        is_looked_at[:-1].view(memory.num_blocks, -1)[blocks] = True
+        is_looked_at[memory.scattered(shuffled[:num_blocks].to(rows.device))] = True
         is_looked_at = is_looked_at[: memory.num_slots]
         slots = is_looked_at.nonzero()[:, 0]
-        log_chance = math.log(num_blocks / memory.num_blocks)
+        log_chance = math.log(self._chance(anchors.directions[x]))
         log_weights = torch.full(slots.shape, -log_chance, device=slots.device).masked_fill_(is_kept[slots], 0.0)
         return Pool(slots, log_weights, is_looked_at, log_chance)
 
@@ -349,7 +378,7 @@ def shares_of_memory(logits: Tensor, log_partition: Tensor, seen_mean: Tensor) -
 
     Args:
         logits: (X, a, n) s/τ plus the log of how often a candidate is here over how often that was to be expected.
-        log_partition: (X, a) log Z; -inf where nothing is remembered.
+        log_partition: (X, a) log Z; -inf without negatives.
         seen_mean: (X, a, D) what each anchor sees of the memory.
 
     Returns:

@@ -76,7 +76,7 @@ class ISIR(ChainObjective):
             column: Tensor,
             outside_scores: Tensor,
             counts_apart: Tensor,
-            log_sum: Tensor,
+            log_partition: Tensor,
             uniform: Tensor,
         ) -> tuple[Tensor, Tensor]:
             scores = block.scores  # (X, a, C)
@@ -86,9 +86,9 @@ class ISIR(ChainObjective):
                 logits = logits - log_copies[:, None]
                 state_logits = state_scores.masked_fill(~counts_apart, -torch.inf)
                 weights, drawn = isir_step(logits, state_logits, uniform)
-            return self.chain_losses(block, weights, scores, state_scores, log_sum), drawn
+            return self.chain_losses(block, weights, scores, state_scores, log_partition), drawn
 
-        rows = (visit.is_found, visit.column, outside_scores, counts_apart, visit.log_sum)
+        rows = (visit.is_found, visit.column, outside_scores, counts_apart, visit.log_partition)
         losses, drawn = proposed.by_blocks(weigh, *rows, uniform[:, anchors.batch_rows])
         self.store(anchors, visit, self._drawn_keys(visit, drawn))
         return losses

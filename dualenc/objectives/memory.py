@@ -5,6 +5,7 @@ Shapes: G anchors of all ranks of one direction, K hidden items of each, N items
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -106,6 +107,7 @@ class EmbeddingMemory(nn.Module):
         self.on_cpu = device == "cpu"
         self.block_size = max(64, -(-self.num_slots // MAX_BLOCKS))
         self.num_blocks = -(-self.num_slots // self.block_size)
+        self.stride = _stride(self.num_slots)
         # Allocated with the first write, when the dimension is known.
         self.register_buffer("keys", torch.full((0,), PADDING), persistent=False)
         self.register_buffer("embeddings", torch.zeros(0, 0), persistent=False)
@@ -119,9 +121,14 @@ class EmbeddingMemory(nn.Module):
         return self.embeddings.shape[1] == 0
 
     @property
+    def has_every_slot(self) -> bool:
+        """Whether every item has a slot of its own."""
+        return self.num_slots == self.num_items
+
+    @property
     def holds_corpus(self) -> bool:
         """Whether every item has a slot, and the first pass over all of them is done."""
-        return self.num_slots == self.num_items and self.num_seen >= self.num_expected
+        return self.has_every_slot and self.num_seen >= self.num_expected
 
     def expect(self, num_rows: int) -> None:
         """Set how many rows the batches of an epoch bring: then, or at twice the slots of a sample, it is complete."""
@@ -167,18 +174,27 @@ class EmbeddingMemory(nn.Module):
         """(n, D) remembered embeddings of items (n,), the same on every rank, 0 where none; (n,) whether there is
         one."""
         found = like.new_zeros(len(items), like.shape[-1])
-        is_known = torch.zeros_like(items, dtype=torch.bool)
+        rows, is_known = self._find(items)
         if len(self.keys):
-            rows = self._rows_of(items)
-            inside = rows.clamp(0, len(self.keys) - 1)
-            is_known = (self._items_at(inside) == items) & (rows == inside)
-            found = self._embeddings_at(inside, like) * is_known[:, None]
+            found = self._embeddings_at(rows, like) * is_known[:, None]
         return distributed.all_reduce(found), distributed.all_reduce(is_known.long()) > 0
 
-    def num_remembered(self, counts: Tensor | None = None) -> Tensor:
-        """Scalar: items that have an embedding, each as often as counts (N,) say; all ranks ask together."""
-        number = _counts_of(self.keys // self.keys_per_item, counts)
-        return distributed.all_reduce(number.sum().double())
+    def scattered(self, blocks: Tensor) -> Tensor:
+        """(n,) slots in blocks (k,) of a fixed permutation, -1 beyond the last: slots of one block are far apart, since
+        neighbouring ids are often of one topic."""
+        places = blocks[:, None] * self.block_size + torch.arange(self.block_size, device=blocks.device)
+        return torch.where(places < self.num_slots, places * self.stride % self.num_slots, PADDING).flatten()
+
+    def num_remembered(self) -> Tensor:
+        """Scalar: items that have an embedding; all ranks ask together."""
+        return distributed.all_reduce((self.keys != PADDING).sum().double())
+
+    def num_negatives(self, hidden: Tensor, counts: Tensor | None = None) -> Tensor:
+        """(G,) remembered items that anchors see, each as often as counts (N,) say; `hidden` (G, K) see `draw`."""
+        _, is_known = self._find(hidden)
+        total = _counts_of(self.keys // self.keys_per_item, counts).sum()
+        number_hidden = (_counts_of(hidden, counts) * is_known).sum(dim=1)
+        return distributed.all_reduce((total.to(number_hidden.device) - number_hidden).double())
 
     @torch.no_grad()
     def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor, counts: Tensor | None = None) -> Draws:
@@ -345,6 +361,14 @@ class EmbeddingMemory(nn.Module):
         """Whether ascending rows are all of this rank: there is nothing to select, then."""
         return rows.dim() == 1 and len(rows) == len(self.keys)
 
+    def _find(self, items: Tensor) -> tuple[Tensor, Tensor]:
+        """(…) rows of items (…), any row where this rank has none; (…) whether it has one."""
+        rows = self._rows_of(items)
+        if not len(self.keys):
+            return rows, torch.zeros_like(items, dtype=torch.bool)
+        inside = rows.clamp(0, len(self.keys) - 1)
+        return inside, (self._items_at(inside) == items) & (rows == inside)
+
     def _rows_of(self, items: Tensor) -> Tensor:
         """(…) where this rank holds items (…); outside [0, rows) for those that other ranks hold."""
         return items % self.num_slots - self._own_slots.start
@@ -441,6 +465,15 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     target = uniform[..., None] * cumulative[..., -1:]
     column = torch.searchsorted(cumulative, target, right=True)[..., 0]
     return column.clamp(max=weights.shape[-1] - 1)
+
+
+def _stride(number: int) -> int:
+    """The first number above the golden section of `number` that has no divisor in common with it: its multiples mod
+    `number` are a permutation, in which any stretch is spread evenly."""
+    stride = round(number * (math.sqrt(5) - 1) / 2)
+    while math.gcd(stride, number) > 1:
+        stride += 1
+    return stride
 
 
 def _rank_bounds(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ from dualenc.objectives.memory import EmbeddingMemory
 class MemoryObjective(Objective):
     """Base of the objectives that remember the latest embedding of every item.
 
-    The value of the loss takes the partition function from the memory: `reports_loss` is False until every pair was
-    seen once.
+    The value of the loss takes the partition function from the memory, whose items stand for those that are missing:
+    `reports_loss` is False until every pair was seen once.
 
     Args:
         memory_device: where embeddings are kept: "auto" is where the objective is, "cpu" the CPU's memory, from which a
@@ -57,12 +57,13 @@ class MemoryObjective(Objective):
             # The rest does not count: batches alone pass through the corpus.
             memory.count(anchors.num_batch)
 
-    def log_missing(self, direction: int) -> Tensor:
-        """Scalar: log of the items of the corpus over those that are remembered, which stand for the rest."""
-        counts = self.corpus.item_counts(direction)
-        remembered = self.memory_of(direction).num_remembered(counts)
-        total = self.corpus.size(direction) * self.num_views
-        return (total / remembered).log()
+    def num_remembered(self, anchors: Anchors, hidden: Tensor) -> Tensor:
+        """(X, A) how many negatives of each anchor are remembered, by the hidden items (X, G, K) of all ranks'."""
+        numbers = [
+            self.memory_of(direction).num_negatives(hidden[x], self.corpus.item_counts(direction))
+            for x, direction in enumerate(anchors.directions)
+        ]
+        return torch.stack(numbers)[:, anchors.batch_rows].to(anchors.embeddings)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The logs of the mean of exp(s/τ) over the corpus, and what share of all items is remembered."""

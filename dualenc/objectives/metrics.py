@@ -65,9 +65,9 @@ def batch_metrics(
     estimates = []
     values: dict[str, list[Tensor]] = {name: [] for name in Metrics.NAMES}  # (X,) each
     for anchors in directions:
-        log_mean, hardest, has_negatives = anchors.by_blocks(_log_mean_and_hardest)
+        batch_mean, hardest, has_negatives = anchors.by_blocks(_log_mean_and_hardest)
         positive = anchors.positive_scores
-        estimate = log_mean + log_num_negatives(anchors) - positive
+        estimate = batch_mean + log_num_negatives(anchors) - positive
         estimate = estimate.where(has_negatives, 0.0)
         estimates.append(estimate.flatten())
         # A rank without anchors reports 0, not NaN.
@@ -81,14 +81,17 @@ def batch_metrics(
 
 def log_mean_exp(block: Anchors) -> Tensor:
     """(X, A) log of the mean of exp(s/τ) over the negatives of the batch; -inf without any."""
-    logits = block.logits  # (X, a, C)
+    return log_mean(block.logits)
+
+
+def log_mean(logits: Tensor) -> Tensor:
+    """(X, A) log of the mean of exp of those of logits (X, A, C) that are not -inf; -inf without any."""
     return logits.logsumexp(dim=-1) - log_count(logits > -torch.inf, like=logits)
 
 
 def _log_mean_and_hardest(block: Anchors) -> tuple[Tensor, ...]:
     logits = block.logits  # (X, a, C)
     is_negative = logits > -torch.inf
-    log_mean = logits.logsumexp(dim=-1) - log_count(is_negative, like=logits)
     # A rank with no candidates at all has no maximum.
     hardest = logits.amax(dim=-1) if logits.shape[-1] else block.positive_scores
-    return log_mean, hardest, is_negative.any(dim=-1)
+    return log_mean(logits), hardest, is_negative.any(dim=-1)

@@ -78,10 +78,14 @@ class NegativeCache(MemoryObjective):
         for x, direction in enumerate(anchors.directions):
             draws = self.memory_of(direction).draw(queries[x], hidden[x], uniform[:, direction])
             keys.append(draws.keys)
-            log_sums.append(draws.log_sum + self.log_missing(direction).to(queries))
+            log_sums.append(draws.log_sum)
         # Every rank has drawn for the global batch, so that any number of ranks draws the same.
         drawn = torch.stack(keys)[:, anchors.batch_rows]
-        log_partition = torch.stack(log_sums)[:, anchors.batch_rows]
+        # The batch is remembered already, so that there is always something to go by.
+        log_mean = (
+            torch.stack(log_sums)[:, anchors.batch_rows] - self.num_remembered(anchors, hidden).clamp(min=1).log()
+        )
+        log_partition = log_mean + self.corpus.log_num_negatives(anchors)
         is_found, column = find(anchors.candidate_items, drawn)
         outside = drawn.masked_fill(is_found, PADDING)
         return Plan(outside, drawn, is_found, column, log_partition)
@@ -105,8 +109,7 @@ class NegativeCache(MemoryObjective):
         pull = torch.full_like(positive, -1.0)
         weights = torch.stack([push, pull], dim=-1)
         self.watch(log_mean_exp=plan.log_partition - self.corpus.log_num_negatives(anchors))
-        value = plan.log_partition.nan_to_num(neginf=0.0) - positive
-        return Estimate.apply(value.detach(), scores, weights)
+        return Estimate.apply(self.log_odds(plan.log_partition, positive), scores, weights)
 
     def _encode_oldest(self, anchors: Anchors, encoder: ItemEncoder) -> None:
         """Encode a share of the corpus anew, the items that waited longest; ranks split the work."""

@@ -76,7 +76,8 @@ class MomentumQueue(QueueObjective):
     encoder is a moving average of the towers, θ̄ ← μ·θ̄ + (1 − μ)·θ after each step: `Trainer` keeps it and gives
     `forward` its embeddings of the batch, `keys_left` and `keys_right`. So a pair costs two more forward passes.
 
-    Mined negatives join the queue's, with gradient. In the first step there are no negatives, and no gradient.
+    Mined negatives join the queue's, with gradient. In the first step, where the queue is empty, the momentum encoder's
+    embeddings of the batch itself are the negatives.
 
     Args:
         queue_size: see `QueueObjective`.
@@ -98,7 +99,11 @@ class MomentumQueue(QueueObjective):
         own_keys = keys.gather(1, column)  # (X, A, D)
         positive = (anchors.embeddings * own_keys).sum(dim=-1) / anchors.temperature  # (X, A)
         # Behind those of the batch stand mined negatives.
-        against_queue = self.add_queues(anchors, first=anchors.num_batch)
+        mined = anchors.num_batch
+        against_queue = self.add_queues(anchors, first=mined)
+        if any(self.queue_of(direction).is_empty for direction in anchors.directions):
+            candidates = torch.cat([keys, anchors.candidates[:, mined:]], dim=1)
+            against_queue = anchors.with_candidates(candidates, anchors.candidate_ids)
         losses: Tensor = against_queue.by_blocks(_info_nce, positive)
         self.enqueue(anchors, keys)
         return losses

@@ -61,7 +61,7 @@ class SogCLR(Objective):
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         with torch.no_grad():
             log_u = self.update_averages(anchors, anchors.by_blocks(log_mean_exp))
-            value = log_u + self.corpus.log_num_negatives(anchors) - anchors.positive_scores
+            value = self.log_odds(log_u + self.corpus.log_num_negatives(anchors), anchors.positive_scores)
         return anchors.by_blocks(self._losses, log_u, value)
 
     @staticmethod
@@ -77,7 +77,7 @@ class SogCLR(Objective):
         return Estimate.apply(value, scores, weights) + temperature_term(positive_scores, weight_sum)
 
     def update_averages(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
-        """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; 0 where no negative was ever met."""
+        """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; -inf without a negative so far."""
         remembered = self.log_u[anchors.rows].to(log_mean)
         log_u = log_average(remembered, log_mean, self.scheduled_gamma)
         if self.updates_state:
@@ -86,7 +86,7 @@ class SogCLR(Objective):
             has_negatives = anchors.gather(log_mean > -torch.inf).flatten()
             write_log_means(self.log_u, rows, anchors.gather(log_u).flatten(), has_negatives)
         self.watch(log_mean_exp=log_u)
-        return log_u.nan_to_num(nan=0.0)
+        return log_u.nan_to_num(nan=-torch.inf)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The logs of u, so of the mean of exp(s/τ) over all negatives: equal ones need no memory."""
@@ -161,7 +161,7 @@ class ISogCLR(SogCLR):
                 weighted_margin = torch.exp(log_mean - log_u) * (mean_similarity - positive)  # Σ_c w_c (s_c − s⁺)
                 slope = log_u - positive / tau + self.radius - weighted_margin / tau
                 self._move_temperatures(anchors, slope, log_mean > -torch.inf)
-            value = log_u + self.corpus.log_num_negatives(anchors) - positive / tau
+            value = self.log_odds(log_u + self.corpus.log_num_negatives(anchors), positive / tau)
         self.watch(own_temperature=tau)
         return anchors.by_blocks(self._own_losses, tau, log_u, value)
 

@@ -69,9 +69,13 @@ class Slow:
             weights = [mass(anchor, item, vector) / count[item.id] / expected(item) for item, vector in present]
             partition = max(sum(weights), 1e-300)
             if self.control is None:
-                # What is remembered stands for the whole corpus.
-                scale = len(sides) * sum(count) / max(sum(count[item.id] for item in remembered), 1)
-                partition = max(partition, total * scale)
+                # What is remembered and the batch stand for the whole corpus.
+                own = [vector for item, vector in batch if not is_hidden(case, anchor, item)]
+                known = total + sum(math.exp(float(anchor.vector @ vector) / self.temperature) for vector in own)
+                seen = [count[item.id] for item in remembered if not is_hidden(case, anchor, item)]
+                corpus_items = [Item(s, i) for s in sides for i in range(len(count))]
+                negatives = [count[item.id] for item in corpus_items if not is_hidden(case, anchor, item)]
+                partition = max(partition, known * sum(negatives) / max(len(own) + sum(seen), 1))
             pushed = torch.zeros((), dtype=torch.float64)
             for weight, (_, vector) in zip(weights, present):
                 pushed = pushed + weight / partition * (anchor.vector @ vector)

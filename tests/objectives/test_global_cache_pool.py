@@ -115,3 +115,28 @@ def test_a_resumed_run_goes_on_bit_by_bit(views: bool) -> None:
 def test_without_a_smaller_pool_nothing_is_kept() -> None:
     pooled, whole = (GlobalCache(num_left=NUM_PAIRS, pool=pool).state_dict() for pool in (64, 65_536))
     assert sum(values.numel() for values in pooled.values()) > sum(values.numel() for values in whole.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_pairs", [2000, 2048])
+def test_neighbouring_ids_of_one_topic_need_no_shuffling(num_pairs: int) -> None:
+    """Clusters of 20 consecutive ids, in a memory that is full: after three visits the value is near the exact one."""
+    draw = torch.Generator().manual_seed(0)
+    centres = normalize(torch.randn(num_pairs // 20 + 1, 64, generator=draw), dim=1)
+    topics = centres.repeat_interleave(20, dim=0)[:num_pairs]
+    left = normalize(topics + 0.07 * torch.randn(num_pairs, 64, generator=draw), dim=1)
+    right = normalize(left + 0.05 * torch.randn(num_pairs, 64, generator=draw), dim=1)
+    criterion = GlobalCache(num_left=num_pairs, temperature=0.02, pool=128)
+    for direction, table in enumerate((right, left)):
+        criterion.memory_of(direction).write(torch.arange(num_pairs), table)
+        criterion.memory_of(direction).count(num_pairs)
+    true = exact(left, right, 0.02)[0]
+    for _ in range(3):
+        errors = []
+        for anchor in torch.randperm(60, generator=draw):
+            others = 60 + torch.randperm(num_pairs - 60, generator=draw)[:15]
+            ids = torch.cat([anchor[None], others])
+            given = [table[ids].requires_grad_() for table in (left, right)]
+            out = criterion(*given, ids, encode=lambda side, ids: (left if side == "left" else right)[ids])
+            errors.append(float(out.per_anchor[0] - true[anchor]))
+    assert abs(statistics.mean(errors)) < 1

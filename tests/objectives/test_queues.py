@@ -37,7 +37,8 @@ def partner_key(keys: Case, side: str, place: int) -> Tensor:
 
 
 def loop_loss(case: Case, keys: Case | None, queues: dict[str, Queue], uses_queue: bool = True) -> Tensor:
-    """He et al. 2020, Algorithm 1, or without keys InfoNCE over batch and queue; appends to the queues, in place."""
+    """He et al. 2020, Algorithm 1, in the first step against the batch's own keys; or without keys InfoNCE over batch
+    and queue. Appends to the queues, in place."""
     losses = []
     for side in sides_of(case.views):
         of_side = []
@@ -45,6 +46,8 @@ def loop_loss(case: Case, keys: Case | None, queues: dict[str, Queue], uses_queu
         for place, anchor in enumerate(item_anchors(case, side)):
             positive = anchor.positive if keys is None else anchor.vector @ partner_key(keys, side, place)
             seen = list(queues[side]) if uses_queue else []
+            if keys is not None and not seen:
+                seen = batch_items(keys, side)
             if keys is None:
                 seen += [item for _, item in candidates]
             negatives = [anchor.vector @ vector for item, vector in seen if not is_hidden(case, anchor, item)]

@@ -1,0 +1,88 @@
+"""What objectives report before their memory knows Z: an estimate of L(θ) from the first step on, and a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from dualenc.objectives import ExactGlobal, GlobalCache, NegativeCache, Objective, SigLIP
+from tests.objectives.every import SETTINGS, Setting
+from tests.objectives.frozen import Frozen, batches
+
+N, B = 200, 40
+
+BOUNDS = {
+    # The batch alone: B − 1 negatives in place of N − 1, a factor of log((N − 1)/(B − 1)) = 1.6.
+    "InfoNCE": (-1.6, 0.0),
+    "XBM": (-1.6, 0.2),
+    "MomentumQueue": (-2.8, 0.2),  # log(N/12), by its queue
+    "DCL": (-2.3, 0.0),
+    # Other losses than L(θ).
+    "HCL": (-0.5, 1.2),
+    "SACLR": (-0.6, 1.7),
+    "ExactGlobal": (-1e-4, 1e-4),
+}
+ESTIMATE_BOUNDS = (-0.7, 0.2)
+"""Of all that estimate Z: what is said in docs/objectives.md."""
+
+IN_SOFTMAX = [
+    Setting(kind, views, {**arguments, "positive_in_softmax": True})
+    for kind, arguments in ((GlobalCache, {}), (GlobalCache, {"partition": "memory"}), (NegativeCache, {}))
+    for views in (False, True)
+]
+POOLED = [Setting(GlobalCache, views, {"pool": 64, "positive_in_softmax": True}) for views in (False, True)]
+WITH_LOSS = [setting for setting in SETTINGS if setting.objective is not SigLIP] + IN_SOFTMAX + POOLED
+
+
+def outcome(frozen: Frozen, criterion: Objective, ids: Tensor) -> tuple[float, Tensor]:
+    """The loss, and its gradient into both tables."""
+    left, right = frozen.left[ids], frozen.right[ids]
+    keys = {}
+    if criterion.momentum is not None:
+        keys = {"keys_left": left.detach(), "keys_right": right.detach()}
+    loss = criterion(left, right, ids, encode=frozen.encode, **keys).loss
+    gradients = torch.autograd.grad(loss, [frozen.left, frozen.right], allow_unused=True)
+    return float(loss.detach()), torch.cat([g for g in gradients if g is not None])
+
+
+@pytest.mark.parametrize("setting", WITH_LOSS, ids=lambda setting: setting.name)
+def test_the_first_values_are_near_the_loss_and_the_first_gradient_points_its_way(setting: Setting) -> None:
+    frozen = Frozen.make(N, views=setting.views)
+    name = setting.objective.__name__
+    arguments: dict[str, Any] = dict(setting.arguments)
+    criterion = frozen.build(setting.objective, **arguments)
+    in_softmax = criterion.positive_in_softmax or name in ("InfoNCE", "XBM", "MomentumQueue", "HCL")
+    oracle = frozen.build(ExactGlobal, positive_in_softmax=in_softmax)
+    low, high = BOUNDS.get(name, ESTIMATE_BOUNDS)
+    for step, ids in enumerate(next(batches(N, B, 1))):
+        value, gradient = outcome(frozen, criterion, ids)
+        exact, exact_gradient = outcome(frozen, oracle, ids)
+        assert low <= value - exact <= high, f"step {step}: {value:.2f} for {exact:.2f}"
+        if not step:
+            assert 0.25 < float(gradient.norm() / exact_gradient.norm()) < 2.5
+            assert float(cosine_similarity(gradient.flatten(), exact_gradient.flatten(), dim=0)) > 0.3
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        replace(setting, arguments={**setting.arguments, "positive_in_softmax": True})
+        for setting in SETTINGS
+        if setting.objective.estimates_partition
+    ],
+    ids=lambda setting: setting.name,
+)
+def test_an_anchor_without_negatives_has_no_loss_and_no_gradient(setting: Setting) -> None:
+    """A corpus of one pair, in training and in evaluation."""
+    frozen = Frozen.make(1, views=setting.views)
+    criterion = frozen.build(setting.objective, **setting.arguments)
+    for training in (True, True, False):
+        criterion.train(training)
+        value, gradient = outcome(frozen, criterion, torch.tensor([0]))
+        assert value == 0
+        assert not gradient.any()
