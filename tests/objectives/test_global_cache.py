@@ -71,7 +71,9 @@ class Slow:
             if self.control is None:
                 # What is remembered and the batch stand for the whole corpus.
                 own = [vector for item, vector in batch if not is_hidden(case, anchor, item)]
-                known = total + sum(math.exp(float(anchor.vector @ vector) / self.temperature) for vector in own)
+                known = total + sum(
+                    math.exp(float(anchor.vector.detach() @ vector.detach()) / self.temperature) for vector in own
+                )
                 seen = [count[item.id] for item in remembered if not is_hidden(case, anchor, item)]
                 corpus_items = [Item(s, i) for s in sides for i in range(len(count))]
                 negatives = [count[item.id] for item in corpus_items if not is_hidden(case, anchor, item)]
