@@ -2,7 +2,7 @@
 
 A parameter that may be given by position is a positional argument, a keyword-only one an option: `batch_size: int = 32`
 becomes `--batch-size 32`. Options that several commands share stand in a dataclass; its fields become options of the
-command.
+command. A list is split at commas; a sequence is not, since its texts may hold commas: one for each time it is typed.
 """
 
 from __future__ import annotations
@@ -254,6 +254,8 @@ def _conversion(hint: Any) -> dict[str, Any]:
         return {"type": boolean}
     if origin is Literal:
         return {"choices": inner}
+    if origin is Sequence:
+        return {"type": inner[0], "action": "append"}
     if origin is list:
         return {"type": _list_of(inner[0]), "action": "extend"}
     # "null" is a text like any other for an option that takes text.

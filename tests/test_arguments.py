@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -221,3 +222,13 @@ def test_nearest() -> None:
 )
 def test_an_option_that_takes_a_list_may_be_repeated(words: str) -> None:
     assert called(build, "m", "--out", "o", *words.split())["cutoffs"] == [1, 5]
+
+
+def test_texts_of_a_sequence_are_not_split_at_commas() -> None:
+    conditions: list[Any] = []
+
+    def search(*, where: Sequence[str] | None = None) -> None:
+        conditions.append(where)
+
+    run_function(search, "prog search", ["--where", 'by="Doe, Jane"', "--where=[a],b"])
+    assert conditions == [['by="Doe, Jane"', "[a],b"]]

@@ -27,7 +27,7 @@ def search(
     query: str,
     *,
     k: int = 10,
-    where: list[str] | None = None,
+    where: Sequence[str] | None = None,
     filter: str = "",
     ranking: RankingOptions = RANKING,
     json: bool = False,
@@ -44,7 +44,7 @@ def search(
         query: text; path of an image if the model encodes images; of a .npy file with one vector if it adapts vectors.
         k: how many results.
         where: only what meets this, by columns that were kept (`--columns`): year>=2020, lang=en,de (any of them),
-            lang!=en; may be repeated.
+            lang!=en, author="Doe, Jane"; may be repeated.
         filter: in an engine, only what matches this, in its own language: SQL for LanceDB (year >= 2020 AND
             lang = 'en'), JSON for Qdrant ({"must": [{"key": "year", "range": {"gte": 2020}}]}).
         json: print JSON, in ASCII, instead of a table.

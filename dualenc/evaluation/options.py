@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,7 +70,7 @@ class RetrievalOptions:
         bm25: evaluate BM25 as well as the model; --hybrid does so, too.
         depth: documents to retrieve for each query.
         titles: put a document's title in front of its text.
-        keep_self_matches: keep a document whose id is the query's; by default it is removed, as BEIR does.
+        keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed as its copy.
         small_vectors: compare quality and bytes of vectors cut to their first components, in 8 bits and in one bit a
             number, with and without a second scoring of the best in float32.
         dims: lengths to cut to, such as 256,128,64; by default the whole length and its halves down to 32.
@@ -94,16 +95,16 @@ class EngineOptions:
         engine: folder that `dualenc push` wrote for the documents: ask that engine, too, and compare with exact search.
         qdrant_path: the folder of Qdrant's embedded mode, if ENGINE was pushed there; its files can run code, so name
             only one that you trust.
-        where: search only documents that meet this: year>=2020, lang=en,de, lang!=en; may be repeated. Judgements of
-            others, and queries without a relevant document among them, are left out. The columns are fields of
-            corpus.jsonl or what embeddings have kept (`--columns`).
+        where: search only documents that meet this: year>=2020, lang=en,de, lang!=en, author="Doe, Jane"; may be
+            repeated. Judgements of others, and queries without a relevant document among them, are left out. The
+            columns are fields of corpus.jsonl or what embeddings have kept (`--columns`).
         filter: the same with an engine, in its own language: SQL for LanceDB (year >= 2020 AND lang = 'en'), JSON for
             Qdrant ({"must": [{"key": "year", "range": {"gte": 2020}}]}).
     """
 
     engine: str | None = None
     qdrant_path: str | None = None
-    where: list[str] | None = None
+    where: Sequence[str] | None = None
     filter: str = ""
 
 

@@ -20,7 +20,11 @@ Kinds = Mapping[str, Kind]
 Value = str | int | float | bool
 Operator = Literal["=", "!=", "<", "<=", ">", ">="]
 
-_CONDITION = re.compile(r"\s*(?P<column>[A-Za-z][A-Za-z0-9_]*)\s*(?P<operator>!=|<=|>=|==?|<|>)\s*(?P<value>.*)", re.S)
+_COMPARISON = r"\s*(?P<column>[A-Za-z][A-Za-z0-9_]*)\s*(?P<operator>!=|<=|>=|==?|<|>)"
+_QUOTED = r"""\s*(?:"(?:[^"]|"")*"|'(?:[^']|'')*')\s*"""
+_CONDITION = re.compile(rf"{_COMPARISON}(?P<value>.*)", re.S)
+_PART = re.compile(rf"(?:{_COMPARISON})?(?P<value>{_QUOTED}|[^,]*),")
+"""A condition with its first value, or one more value. A single quote that does not close is an apostrophe."""
 _ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 """The operators that only numbers take."""
 
@@ -40,8 +44,9 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
     """Parse conditions, all of which must hold.
 
     Args:
-        words: `year>=2020`, `lang=en`, `lang!=en`; `lang=en,de` is either of the two, and may come as two words, as a
-            command line splits it at commas.
+        words: `year>=2020`, `lang=en`, `lang!=en`; `lang=en,de` is either of the two, and may come as two words. A
+            value with commas is quoted, as in `author="Doe, Jane","Roe, Max"`, or the whole word is, as in csv:
+            `"author=Doe, Jane"`. A doubled quote stands for one.
         kinds: types of the columns, by name.
 
     Raises:
@@ -75,26 +80,40 @@ def rows_that_meet(words: Sequence[str], columns: pa.Table | None) -> np.ndarray
 def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
     """Conditions as column, operator and values as texts; the columns need not exist."""
     found: list[tuple[str, Operator, list[str]]] = []
-    for word in ",".join(words).split(",") if words else ():
-        match = _CONDITION.fullmatch(word)
-        if match is not None:
-            found.append((match["column"], cast(Operator, match["operator"].replace("==", "=")), [match["value"]]))
-        elif found and found[-1][1] in ("=", "!="):
-            found[-1][2].append(word)
-        else:
-            raise DualencError(f"{word!r} is no condition; write for example year>=2020 or lang=en,de")
+    for word in words:
+        whole = _CONDITION.fullmatch(_without_quotes(word)) if re.fullmatch(_QUOTED, word) else None
+        for part in [whole] if whole else _PART.finditer(f"{word},"):
+            value = _without_quotes(part["value"])
+            if part["column"]:
+                found.append((part["column"], cast(Operator, part["operator"].replace("==", "=")), [value]))
+            elif found and found[-1][1] in ("=", "!="):
+                found[-1][2].append(value)
+            else:
+                example = 'year>=2020, lang=en,de or author="Doe, Jane"'
+                raise DualencError(f"{part['value'][:200]!r} is no condition; write for example {example}")
     return found
 
 
+def _without_quotes(text: str) -> str:
+    text = text.strip()
+    quote = text[:1]
+    if re.fullmatch(_QUOTED, text):
+        return text[1:-1].replace(2 * quote, quote)
+    if quote == '"':
+        raise DualencError(
+            f"condition: {text[:200]!r} does not end with the quote it begins with; double quotes inside it"
+        )
+    return text
+
+
 def _value(name: str, kind: Kind, word: str) -> Value:
-    word = word.strip()
     try:
         if kind == "integer" and abs(int(word)) < 1 << 63:
             return int(word)
         if kind == "number" and np.isfinite(float(word)):
             return float(word)
         if kind == "truth":
-            return {"true": True, "false": False}[word.lower()]
+            return {"true": True, "false": False}[word.strip().lower()]
     except (ValueError, KeyError):
         pass
     if kind == "text" and word:

@@ -15,7 +15,7 @@ Text = Annotated[str, Field(max_length=MAX_CHARACTERS, description="text to sear
 Ids = Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=MAX_IDS, description="more like these")]
 Conditions = Annotated[
     list[Annotated[str, Field(max_length=4096)]],
-    Field(max_length=MAX_CONDITIONS, description="conditions such as year>=2020 or lang=en,de; all must hold"),
+    Field(max_length=MAX_CONDITIONS, description='such as year>=2020, lang=en,de or author="Doe, Jane"; all must hold'),
 ]
 Filter = Annotated[str, Field(max_length=MAX_CHARACTERS, description="of an engine, in its own language: SQL or JSON")]
 

@@ -212,6 +212,25 @@ def test_a_search_without_results_says_so_in_a_line_with_what_to_try(
         assert json.loads(capsys.readouterr().out)["results"] == []
 
 
+@pytest.mark.slow
+def test_a_condition_quotes_a_value_with_commas(
+    tmp_path: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authors = ["Doe, Jane", "Doe", "Jane", "Roe"]
+    rows = [{"_id": author, "text": "a fox", "author": author} for author in authors]
+    (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run("index", toy_text, tmp_path / "docs.jsonl", "--out", tmp_path / "index", "--columns", "author")
+    for words, expected in (
+        (['author="Doe, Jane"'], {"Doe, Jane"}),
+        (['author!="Doe, Jane",Roe'], {"Doe", "Jane"}),
+        (["author=Doe,Jane"], {"Doe", "Jane"}),
+        (['"author=Doe, Jane"'], {"Doe, Jane"}),
+        (["author!=Doe", "author!=Jane,Roe"], {"Doe, Jane"}),
+    ):
+        options = [option for word in words for option in ("--where", word)]
+        assert {row["id"] for row in found(capsys, tmp_path / "index", "fox", *options)} == expected, words
+
+
 def test_search_finds_a_model_that_moved_along(
     tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

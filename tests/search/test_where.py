@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
-from dualenc.search.where import Condition, column_kinds, meets, parse_conditions
+from dualenc.search.where import (
+    Condition,
+    Kinds,
+    column_kinds,
+    meets,
+    named_columns,
+    parse_conditions,
+    rows_that_meet,
+)
 from tests.search.engines.made import KINDS, conditions, met_by_pandas, rows
 
 
@@ -52,6 +60,9 @@ def test_what_conditions_mean() -> None:
         (["lang>en"], "orders a column of text values"),
         (["open<true"], "orders a column of truth values"),
         (["' OR 1=1 --"], "is no condition"),
+        (['lang="Doe, Jane'], "does not end with the quote it begins with"),
+        (['lang="a" b'], "does not end with the quote it begins with"),
+        (['year>=2020,"lang=a, b"'], "is no condition"),
     ],
 )
 def test_what_is_no_condition_is_told(words: list[str], message: str) -> None:
@@ -60,3 +71,39 @@ def test_what_is_no_condition_is_told(words: list[str], message: str) -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(DualencError, match="none were kept; embed with --columns"):
         parse_conditions(["year=1"], {})
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ('lang="Doe, Jane"', ["Doe, Jane"]),
+        ("lang='Doe, Jane'", ["Doe, Jane"]),
+        ('"lang=Doe, Jane"', ["Doe, Jane"]),
+        ('"lang=""Doe, Jane"""', ["Doe, Jane"]),
+        ('lang = "Doe, Jane" , en,"x=1, y" ', ["Doe, Jane", "en", "x=1, y"]),
+        ('lang="say ""a, b"""', ['say "a, b"']),
+        ("lang=' en '", [" en "]),
+        ("lang=O'Brien,'t Hooft,5\" disk", ["O'Brien", "'t Hooft", '5" disk']),
+        ("lang=Doe, Jane", ["Doe", "Jane"]),
+    ],
+)
+def test_values_with_commas_are_quoted(word: str, values: list[str]) -> None:
+    kinds: Kinds = {"lang": "text", "year": "integer"}
+    assert named_columns([word]) == ["lang"]
+    for sign in ("=", "!="):
+        written = [word.replace("=", sign, 1), 'year="2020"']
+        assert parse_conditions(written, kinds) == [
+            Condition("lang", sign, (*values,)),
+            Condition("year", "=", (2020,)),
+        ]
+
+
+def test_quoted_values_meet_the_rows_that_hold_them() -> None:
+    table = pa.table({"author": ["Doe, Jane", "Doe", "Jane", None, 'O"Hara, Kim']})
+    for word, expected in {
+        'author="Doe, Jane"': [1, 0, 0, 0, 0],
+        'author!="Doe, Jane"': [0, 1, 1, 0, 1],
+        'author="O""Hara, Kim",Doe': [0, 1, 0, 0, 1],
+        "author=Doe, Jane": [0, 1, 1, 0, 0],
+    }.items():
+        assert rows_that_meet([word], table).tolist() == [bool(met) for met in expected], word
