@@ -3,18 +3,27 @@
     bm25/    files of bm25s, and meta.json with the checksum of the index's ids
 
 The folder is inside that of the index. Whatever rewrites the index leaves it out, so that it is never of other texts.
+
+Terms are words of any length, without case and in Unicode's form NFKC; English stop words are left out, nothing is
+stemmed. Scripts without spaces, and Hangul for its particles, are split into pairs of neighbouring characters, as by
+Lucene's CJK analyzer; a document's single characters are terms as well, for queries of one character.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import bm25s
 import numpy as np
+import regex
+from bm25s.stopwords import STOPWORDS_EN
+from bm25s.tokenization import Tokenized
 
 from dualenc.data import Corpus
 from dualenc.errors import DualencError
@@ -24,14 +33,39 @@ from dualenc.search.index import Index, rows_in
 
 FOLDER = "bm25"
 FORMAT = "dualenc bm25"
+VERSION = 2
+"""Of the terms: an index and its queries must be split alike."""
 K1 = 1.5
 B = 0.75
-"""Saturation of the term frequency, strength of the length normalisation; as in `evaluate retrieval --bm25`."""
+"""Saturation of the term frequency, strength of the length normalisation."""
 AGAIN = "run dualenc index INDEX --bm25"
+
+_WORDS = regex.compile(r"\w+")
+# Line breaking class SA: Thai, Lao, Khmer, Myanmar and others of South East Asia.
+_WITHOUT_SPACES = regex.compile(
+    r"(?V1)([\w&&[\p{lb=SA}\p{scx=Han}\p{scx=Hiragana}\p{scx=Katakana}\p{scx=Bopomofo}\p{scx=Hangul}]]+)"
+)
+_CHARACTERS = regex.compile(r"\X")
+_STOP_WORDS = frozenset(STOPWORDS_EN)
+
+
+def split_terms(text: str, *, is_query: bool = False) -> list[str]:
+    """The terms of a document or of a query, in order."""
+    terms: list[str] = []
+    for word in _WORDS.findall(unicodedata.normalize("NFKC", text).casefold()):
+        if word.isascii():
+            terms.append(word)
+            continue
+        # Every second part is without spaces; its characters include vowel signs and tone marks.
+        for place, part in enumerate(_WITHOUT_SPACES.split(word)):
+            characters = _CHARACTERS.findall(part) if place % 2 else [part]
+            bigrams = [first + second for first, second in itertools.pairwise(characters)]
+            terms += bigrams if is_query and bigrams else characters + bigrams
+    return [term for term in terms if term and term not in _STOP_WORDS]
 
 
 class Lexical:
-    """BM25 index over the rows of an index (Lucene's variant), English stop words removed, no stemming.
+    """BM25 index over the rows of an index (Lucene's variant).
 
     Create one with `Lexical.build` or `Lexical.open`.
 
@@ -46,38 +80,41 @@ class Lexical:
 
     @classmethod
     def build(cls, texts: Iterable[str]) -> Lexical:
-        """Tokenize and index N texts.
+        """Split and index N texts.
 
         Raises:
             DualencError: no text has a word.
         """
-        tokens = bm25s.tokenize(list(texts), show_progress=False)
-        if not any(tokens.ids):
+        vocabulary: dict[str, int] = {}
+        ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in split_terms(text)] for text in texts]
+        if not vocabulary:
             raise DualencError("BM25: no text holds a word; is the corpus empty?")
         scorer = bm25s.BM25(k1=K1, b=B)
-        scorer.index(tokens, show_progress=False)
-        return cls(scorer, len(tokens.ids))
+        scorer.index(Tokenized(ids, vocabulary), show_progress=False)
+        return cls(scorer, len(ids))
 
     def save(self, index: str | os.PathLike[str], ids: str) -> None:
         """Write the folder inside that of an index, whose file of ids has the checksum `ids`."""
         with atomic_folder(Path(index) / FOLDER, functools.partial(is_folder_of, expected=FORMAT), "BM25") as part:
             part.mkdir()
             self.scorer.save(str(part), show_progress=False)
-            write_json(part / "meta.json", {"format": FORMAT, "version": 1, "count": self.count, "ids": ids})
+            write_json(part / "meta.json", {"format": FORMAT, "version": VERSION, "count": self.count, "ids": ids})
 
     @classmethod
     def open(cls, index: str | os.PathLike[str], ids: str) -> Lexical:
         """Open the folder inside that of an index with the checksum `ids`; arrays are memory-mapped.
 
         Raises:
-            DualencError: it does not exist, is of other texts, or is damaged.
+            DualencError: it does not exist, is of other texts or terms, or is damaged.
         """
         folder = Path(index) / FOLDER
         if not folder.is_dir():
             raise DualencError(f"{index}: has no BM25 beside its vectors; {AGAIN}")
-        meta = read_json_object(folder / "meta.json", {"count": int, "ids": str})
+        meta = read_json_object(folder / "meta.json", {"version": int, "count": int, "ids": str})
         if meta["ids"] != ids:
             raise DualencError(f"{folder}: is of other texts than the index; {AGAIN}")
+        if meta["version"] != VERSION:
+            raise DualencError(f"{folder}: splits texts into other words than this version; {AGAIN}")
         try:
             scorer = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
             sizes = len(scorer.scores["data"]), len(scorer.scores["indices"]), int(scorer.scores["indptr"][-1])
@@ -93,8 +130,7 @@ class Lexical:
 
         With `kept` (N,) bool only those rows are returned; document frequencies still count all rows.
         """
-        words = bm25s.tokenize([query], return_ids=False, show_progress=False)[0]
-        in_vocabulary = [word for word in words if word in self.scorer.vocab_dict]
+        in_vocabulary = [term for term in split_terms(query, is_query=True) if term in self.scorer.vocab_dict]
         if not in_vocabulary:
             return []
         scores = self.scorer.get_scores(in_vocabulary)

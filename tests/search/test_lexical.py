@@ -18,7 +18,7 @@ from dualenc.encoders import load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation.retrieval import bm25_run
 from dualenc.search import Index
-from dualenc.search.lexical import K1, B, Lexical, add_lexical
+from dualenc.search.lexical import K1, B, Lexical, add_lexical, split_terms
 from dualenc.search.searcher import Query, Searcher
 from tests.commands import toy
 from tests.commands.in_process import failure, run
@@ -49,6 +49,24 @@ def test_scores_are_those_of_the_formula(texts: list[str], words: list[str], k: 
     assert len(found) == min(k, int((slow > 0).sum()))
     np.testing.assert_allclose([score for _, score in found], np.sort(slow)[::-1][: len(found)], rtol=1e-5)
     np.testing.assert_allclose([slow[row] for row, _ in found], [score for _, score in found], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "document", "query"),
+    [
+        ("The C of T-cells", ["c", "t", "cells"], None),
+        ("Straße STRASSE ﬁn ２０２０", ["strasse", "strasse", "fin", "2020"], None),
+        ("cafe\u0301 café", ["café", "café"], None),
+        ("हिन्दी, தமிழ்", ["हिन्दी", "தமிழ்"], None),
+        ("iPhone手机。很", ["iphone", "手", "机", "手机", "很"], ["iphone", "手机", "很"]),
+        ("ｺｰﾋｰ", ["コ", "ー", "ヒ", "ー", "コー", "ーヒ", "ヒー"], ["コー", "ーヒ", "ヒー"]),
+        ("서울에", ["서", "울", "에", "서울", "울에"], ["서울", "울에"]),
+        ("ที่ดี5", ["ที่", "ดี", "ที่ดี", "5"], ["ที่ดี", "5"]),
+    ],
+)
+def test_texts_are_split_by_unicode(text: str, document: list[str], query: list[str] | None) -> None:
+    assert split_terms(text) == document
+    assert split_terms(text, is_query=True) == (query or document)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +123,11 @@ def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.C
     run("index", folder, made / "docs.jsonl", "--bm25")
     assert "BM25 over 59 texts" in capsys.readouterr().out
     run("search", folder, "fox", "--hybrid", "rrf", "--model", made / "model")
+    meta = json.loads((folder / "bm25" / "meta.json").read_text())
+    (folder / "bm25" / "meta.json").write_text(json.dumps(meta | {"version": 1}))
+    with pytest.raises(DualencError, match="splits texts into other words than this version; run dualenc index"):
+        Searcher.open(folder, made / "model")
+    run("index", folder, made / "docs.jsonl", "--bm25")
     (folder / "bm25" / "data.csc.index.npy").write_bytes(b"broken")
     with pytest.raises(DualencError, match="corrupt"):
         Searcher.open(folder, made / "model")
