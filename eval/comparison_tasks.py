@@ -73,8 +73,9 @@ class Retrieval(Quality):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         queries = embed_side(model, "left", self.collection.queries, 256)
         documents = embed_side(model, "right", self.collection.corpus, 256)
-        run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, depth=10)
-        scores = Result("model", "held-out", run, self.collection.qrels, len(documents.ids)).per_query
+        qrels = self.collection.qrels
+        run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, depth=10, qrels=qrels)
+        scores = Result("model", "held-out", run, qrels, len(documents.ids)).per_query
         return self.mean(of_query[self.primary] for of_query in scores.values())
 
 

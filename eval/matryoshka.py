@@ -38,7 +38,7 @@ def qualities(model: VectorEncoder, test: Retrieval, dims: list[int]) -> dict[in
     found = {}
     for dim in dims:
         left, right = (first_components(np.asarray(side.vectors), dim) for side in (queries, documents))
-        run = retrieve(queries.ids, left, documents.ids, right, depth=10)
+        run = retrieve(queries.ids, left, documents.ids, right, depth=10, qrels=collection.qrels)
         found[dim] = statistics.mean(scores["ndcg@10"] for scores in score_queries(collection.qrels, run).values())
     return found
 

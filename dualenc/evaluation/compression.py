@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dualenc.evaluation.metrics import Qrels
 from dualenc.evaluation.probe import unit_rows
 from dualenc.evaluation.retrieval import as_run, first_documents
 from dualenc.search.exact import DOCUMENT_BLOCK, exact_search
@@ -75,7 +76,7 @@ def compressed_run(
     size: Size,
     *,
     depth: int = 100,
-    keep_self_matches: bool = False,
+    qrels: Qrels | None = None,
     device: str | torch.device = "cpu",
 ) -> dict[str, dict[str, float]]:
     """The best documents of each query, found among compressed documents.
@@ -89,7 +90,7 @@ def compressed_run(
         document_ids, documents: (N,) ids and (N, D) unit embeddings; may be memory-mapped.
         size: storage of the documents; queries lose the same components.
         depth: how many documents to keep for each query.
-        keep_self_matches: keep a document whose id is the query's; otherwise one more takes its place.
+        qrels: judgements; with them one more takes the place of an unjudged document whose id is the query's.
         device: where to search in float32, as in `exact_search`.
 
     Returns:
@@ -119,7 +120,7 @@ def compressed_run(
         for row, found in enumerate(columns):
             scores[row] = stored[found] @ short[row]
     run = as_run(query_ids, document_ids, scores, columns)
-    return first_documents(run, depth, keep_self_matches=keep_self_matches)
+    return first_documents(run, depth, qrels)
 
 
 def size_rows(results: dict[Size, dict[str, float]], metrics: Sequence[str]) -> list[dict[str, object]]:

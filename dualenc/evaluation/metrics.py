@@ -4,7 +4,7 @@ Runs and judgements follow trec_eval (`pytrec_eval-terrier` computes every numbe
 when its grade is 1 or more, nDCG gains are linear in the grade, MAP@k divides by all relevant documents,
 equal scores (compared as float32, as trec_eval stores them) are ordered by descending document id. Two
 points differ on purpose: a query of the judgements that the run lacks counts as 0, and a document whose id
-equals the query's is removed, as BEIR does.
+equals the query's is removed unless it is judged: some collections hold a copy of each query.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def score_queries(
         qrels: Grade of each judged document by query id; grades below 1 are not relevant.
         run: Score of each retrieved document by query id; queries without judgements are ignored.
         cutoffs: The k of nDCG@k, recall@k, MRR@k, MAP@k, precision@k and hit@k.
-        keep_self_matches: Keep a retrieved document whose id is the query's; by default it is removed.
+        keep_self_matches: Keep an unjudged document whose id is the query's; by default it is removed.
 
     Raises:
         DualencError: no query is judged, or a score is not a number.
@@ -47,15 +47,15 @@ def score_queries(
     if not qrels:
         raise DualencError("the judgements (qrels) are empty; give the split that has judged queries")
     judged = {query: run[query] for query in qrels if query in run}
-    run = judged if keep_self_matches else remove_self_matches(judged)
+    run = judged if keep_self_matches else remove_self_matches(judged, qrels)
     scores = {query: {doc: float(score) for doc, score in docs.items()} for query, docs in run.items()}
     for query, docs in scores.items():
         if not np.isfinite(np.fromiter(docs.values(), float, len(docs))).all():
             raise DualencError(f"query {query}: a score of the run is not finite; does the model give NaN embeddings?")
     ks = ",".join(str(k) for k in cutoffs)
     measures = {"recip_rank", *(f"{name}.{ks}" for name in _MEASURES.values())}
-    # pytrec_eval accepts exact ints and floats only, no numpy scalars.
-    grades = {query: {doc: int(grade) for doc, grade in docs.items()} for query, docs in qrels.items()}
+    # pytrec_eval accepts exact ints and floats only, no numpy scalars, and crashes where all grades are below -1.
+    grades = {query: {doc: max(int(grade), 0) for doc, grade in docs.items()} for query, docs in qrels.items()}
     evaluated = pytrec_eval.RelevanceEvaluator(grades, measures).evaluate(scores)
     per_query = {}
     for query in qrels:
@@ -74,9 +74,12 @@ def mean_scores(per_query: Mapping[str, Mapping[str, float]]) -> Scores:
     return {name: float(np.mean([scores[name] for scores in per_query.values()])) for name in names}
 
 
-def remove_self_matches(run: Run) -> dict[str, dict[str, float]]:
-    """The run without documents whose id is the query's: some collections hold a copy of the query."""
-    return {query: {doc: score for doc, score in docs.items() if doc != query} for query, docs in run.items()}
+def remove_self_matches(run: Run, qrels: Qrels) -> dict[str, dict[str, float]]:
+    """The run without the documents whose id is the query's, except those that are judged for it."""
+    return {
+        query: {doc: score for doc, score in docs.items() if doc != query or doc in qrels.get(query, {})}
+        for query, docs in run.items()
+    }
 
 
 def best_positive_ranks(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import bm25s
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualenc.errors import DualencError
+from dualenc import distributed
+from dualenc.data.corpus import RetrievalSet
 from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores, remove_self_matches, score_queries
 from dualenc.evaluation.runs import ranked, write_per_query, write_trec
 from dualenc.search.exact import exact_search
+from dualenc.search.lexical import Lexical
+
+logger = logging.getLogger("dualenc.evaluation")
 
 
 def retrieve(
@@ -25,7 +29,7 @@ def retrieve(
     documents: npt.NDArray[Any],
     *,
     depth: int = 100,
-    keep_self_matches: bool = False,
+    qrels: Qrels | None = None,
     device: str | torch.device = "cpu",
 ) -> dict[str, dict[str, float]]:
     """The best documents of each query by exact search.
@@ -34,7 +38,7 @@ def retrieve(
         query_ids, queries: (Q,) ids and (Q, D) embeddings.
         document_ids, documents: (N,) ids and (N, D) embeddings; may be memory-mapped.
         depth: How many documents to keep for each query.
-        keep_self_matches: Keep a document whose id is the query's; otherwise one more takes its place.
+        qrels: Judgements; with them one more takes the place of an unjudged document whose id is the query's.
         device: Where to search, as in `exact_search`.
 
     Returns:
@@ -45,7 +49,7 @@ def retrieve(
     """
     # One document more than wanted takes the place of a self-match.
     scores, columns = exact_search(queries, documents, depth + 1, document_ids=document_ids, device=device)
-    return first_documents(as_run(query_ids, document_ids, scores, columns), depth, keep_self_matches=keep_self_matches)
+    return first_documents(as_run(query_ids, document_ids, scores, columns), depth, qrels)
 
 
 def as_run(
@@ -58,13 +62,26 @@ def as_run(
     }
 
 
-def first_documents(run: Run, depth: int, *, keep_self_matches: bool = False) -> dict[str, dict[str, float]]:
-    """The run cut to the `depth` best documents of each query, self-matches removed unless they are kept."""
-    kept = run if keep_self_matches else remove_self_matches(run)
+def first_documents(run: Run, depth: int, qrels: Qrels | None = None) -> dict[str, dict[str, float]]:
+    """The run cut to the `depth` best documents of each query; with judgements, unjudged self-matches are removed."""
+    run = run if qrels is None else remove_self_matches(run, qrels)
     return {
         query: {document: documents[document] for document in ranked(documents)[:depth]}
-        for query, documents in kept.items()
+        for query, documents in run.items()
     }
+
+
+def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: bool) -> None:
+    """Log what becomes of documents with the id of a query, where that is no stray coincidence (1 % of the queries)."""
+    shared = set(collection.queries.ids) & set(collection.corpus.ids)
+    if len(shared) <= len(collection.queries) / 100 or not distributed.is_main():
+        return
+    judged = sum(query in collection.qrels[query] for query in shared)
+    others = "kept, too" if keep_self_matches else "removed as copies of their queries (keep_self_matches keeps them)"
+    logger.warning(
+        f"{name}: {len(shared):,} of {len(collection.queries):,} queries have the id of a document: "
+        f"{judged:,} of these documents are judged and kept, the other {len(shared) - judged:,} are {others}"
+    )
 
 
 def bm25_run(
@@ -74,7 +91,7 @@ def bm25_run(
     documents: Sequence[str],
     k: int,
 ) -> dict[str, dict[str, float]]:
-    """The k best documents of each query by BM25 (Lucene's variant), English stop words removed, no stemming.
+    """The k best documents of each query by BM25, as `dualenc.search.lexical` splits and scores texts.
 
     Documents that share no word with the query are not retrieved, so a query may find fewer than k, or none. Equal
     scores are ordered by descending document id, as trec_eval does.
@@ -87,27 +104,13 @@ def bm25_run(
     Raises:
         DualencError: no document has a word.
     """
-    corpus = bm25s.tokenize(list(documents), show_progress=False)
-    if not any(corpus.ids):
-        raise DualencError("BM25: no document holds a word; is the corpus empty?")
-    scorer = bm25s.BM25()
-    scorer.index(corpus, show_progress=False)
-    # Words and not their ids: ids are those of each call's own vocabulary.
-    words = bm25s.tokenize(list(queries), return_ids=False, show_progress=False)
-    run: dict[str, dict[str, float]] = {}
-    for query, tokens in zip(query_ids, words, strict=True):
-        in_corpus = [token for token in tokens if token in corpus.vocab]
-        scores = np.zeros(len(documents), np.float32)
-        if in_corpus:
-            scores = scorer.get_scores(in_corpus)
-        columns = np.flatnonzero(scores > 0)
-        if len(columns) > k:
-            # Keep whatever ties with the k-th: the ids decide among equals.
-            kth = np.partition(scores[columns], -k)[-k]
-            columns = columns[scores[columns] >= kth]
-        found = sorted(((float(scores[column]), document_ids[column]) for column in columns.tolist()), reverse=True)
-        run[query] = {document: score for score, document in found[:k]}
-    return run
+    # Equal scores are found by ascending row.
+    rows = sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True)
+    lexical = Lexical.build(documents[row] for row in rows)
+    return {
+        query: {document_ids[rows[place]]: score for place, score in lexical.search(text, k)}
+        for query, text in zip(query_ids, queries, strict=True)
+    }
 
 
 HEADLINES = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
@@ -122,7 +125,7 @@ class Result:
         run: Score of each retrieved document by query id.
         qrels: Judgements.
         num_documents: Size of the corpus.
-        keep_self_matches: Keep a retrieved document whose id is the query's; by default it is removed, so that
+        keep_self_matches: Keep an unjudged document whose id is the query's; by default it is removed, so that
             trec_eval finds the same numbers in the file of the run.
 
     Raises:
@@ -134,7 +137,7 @@ class Result:
     ) -> None:
         self.system = system
         self.dataset = dataset
-        self.run = run if keep_self_matches else remove_self_matches(run)
+        self.run = run if keep_self_matches else remove_self_matches(run, qrels)
         self.qrels = qrels
         self.num_documents = num_documents
         self.per_query: dict[str, Scores] = score_queries(qrels, self.run, CUTOFFS, keep_self_matches=True)

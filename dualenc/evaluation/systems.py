@@ -49,16 +49,17 @@ class Systems:
 
     def rank(self, name: str, collection: RetrievalSet, queries: Embeddings, documents: Embeddings) -> list[Result]:
         """Rank the documents by each system and score the rankings; only the main process has all results."""
-        runs: dict[str, Run] = {self.model: retrieve(*_vectors(queries, documents), **self._search_arguments())}
+        limits = self._limits(collection)
+        runs: dict[str, Run] = {self.model: retrieve(*_vectors(queries, documents), **limits, device=self.device)}
         reranked = self.model
         if self.engine is not None:
             reranked = self.engine.system
-            runs[reranked] = self._first(self.engine.run(queries, self.options.depth + 1))
+            runs[reranked] = first_documents(self.engine.run(queries, self.options.depth + 1), **limits)
         if (self.options.bm25 or self.ranking.hybrid) and distributed.is_main():
             texts = [_texts(collection.queries), _texts(collection.corpus)]
             depth = self.options.depth + 1
             words = bm25_run(collection.queries.ids, texts[0], collection.corpus.ids, texts[1], depth)
-            runs[BM25] = self._first(words)
+            runs[BM25] = first_documents(words, **limits)
             if self.ranking.hybrid:
                 runs[HYBRID] = self._fuse(self.ranking.hybrid, runs[self.model], runs[BM25])
         if self.rescore is not None:
@@ -74,7 +75,8 @@ class Systems:
         """Mean metrics of the model with its vectors in each of several smaller sizes."""
         means = {}
         for size in sizes:
-            run = compressed_run(*_vectors(queries, documents), size, **self._search_arguments())
+            limits = self._limits(collection)
+            run = compressed_run(*_vectors(queries, documents), size, **limits, device=self.device)
             means[size] = self._score(size.name, "", run, collection).means
         return means
 
@@ -82,12 +84,10 @@ class Systems:
         keep = self.options.keep_self_matches
         return Result(system, name, run, collection.qrels, len(collection.corpus), keep_self_matches=keep)
 
-    def _search_arguments(self) -> dict[str, Any]:
-        keep = self.options.keep_self_matches
-        return {"depth": self.options.depth, "keep_self_matches": keep, "device": self.device}
-
-    def _first(self, run: Run) -> Run:
-        return first_documents(run, self.options.depth, keep_self_matches=self.options.keep_self_matches)
+    def _limits(self, collection: RetrievalSet) -> dict[str, Any]:
+        """How many documents a run keeps, and the judgements by which it drops copies of queries."""
+        qrels = None if self.options.keep_self_matches else collection.qrels
+        return {"depth": self.options.depth, "qrels": qrels}
 
     def _fuse(self, how: Fusion, *runs: Run) -> Run:
         fused = {}

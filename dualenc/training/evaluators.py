@@ -26,7 +26,7 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
 from dualenc.evaluation.metrics import CUTOFFS
-from dualenc.evaluation.retrieval import HEADLINES, Result, retrieve
+from dualenc.evaluation.retrieval import HEADLINES, Result, report_self_matches, retrieve
 from dualenc.search.embed import embed
 from dualenc.search.where import named_columns, rows_that_meet
 from dualenc.types import Modality, OnError, Output, Side
@@ -83,6 +83,7 @@ class RetrievalEvaluator(Evaluator):
         max_documents: search only so many documents of each folder: all that are judged for a query that is measured,
             and a random sample of the others, the same in every run. That is quick (50 queries and 5,000 documents are
             about the size of NanoBEIR's collections), but scores are higher than on the whole corpus.
+        keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed as its copy.
         batch_size: items encoded at once.
         primary: the metric to keep the best weights by: ndcg, recall, mrr, map, precision or hit at 1, 3, 5, 10 or 100.
 
@@ -104,6 +105,7 @@ class RetrievalEvaluator(Evaluator):
         where: Sequence[str] = (),
         max_queries: int | None = None,
         max_documents: int | None = None,
+        keep_self_matches: bool = False,
         batch_size: int = 64,
         primary: str = "ndcg@10",
     ) -> None:
@@ -126,12 +128,14 @@ class RetrievalEvaluator(Evaluator):
         for name, collection in whole.items():
             # The corpus stays whole unless a sample is asked for: fewer documents would make retrieval easier.
             self.collections[name], limits = _limited(collection, max_queries, max_documents)
+            report_self_matches(name, self.collections[name], keep_self_matches)
             condition = f" where {' and '.join(where)}" if where else ""
             names.append(f"{name}{condition}{limits}")
         mean = f"mean of {len(names)}: " if len(names) > 1 else ""
         self.data = (mean + ", ".join(names), split if pairs is None else None)
         self.modalities = self._shared_modalities()
         self.task = "image-text" if "image" in self.modalities.values() else "retrieval"
+        self.keep_self_matches = keep_self_matches
         self.batch_size = batch_size
         self.primary = primary
         kinds = ("ndcg", "recall", "mrr", "map", "precision", "hit")
@@ -171,8 +175,10 @@ class RetrievalEvaluator(Evaluator):
         queries = embed_side(model, "left", collection.queries, self.batch_size, progress=bars[0])
         documents = embed_side(model, "right", collection.corpus, self.batch_size, progress=bars[1])
         device = next(model.parameters()).device
-        run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, device=device)
-        result = Result("model", name, run, collection.qrels, len(documents.ids))
+        keep = self.keep_self_matches
+        qrels = None if keep else collection.qrels
+        run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, qrels=qrels, device=device)
+        result = Result("model", name, run, collection.qrels, len(documents.ids), keep_self_matches=keep)
         return result.means, self._observe(collection, queries, documents, result)
 
     def _observe(

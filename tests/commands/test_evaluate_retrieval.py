@@ -17,7 +17,7 @@ from dualenc.cli import main
 from dualenc.data.beir import read_beir, read_qrels
 from dualenc.evaluation.runs import read_per_query, read_trec
 from dualenc.search.where import rows_that_meet
-from tests.commands.toy import cross_encoder, text_model, write_beir
+from tests.commands.toy import ANIMALS, WORDS, cross_encoder, text_model, write_beir
 
 
 @pytest.fixture
@@ -98,6 +98,28 @@ def test_columns_of_pairs_can_be_named_and_a_beir_folder_may_stand_beside(
 
 
 @pytest.mark.slow
+def test_bm25_finds_words_in_scripts_without_spaces(model: Path, tmp_path: Path) -> None:
+    documents = [
+        "猫在睡觉。",
+        "北京是中国的首都",
+        "東京は日本の首都です",
+        "กรุงเทพเป็นเมืองหลวง",
+        "vitamin K",
+        "vitamin C",
+    ]
+    queries = ["猫", "中国首都", "日本", "เมืองหลวงคือ", "vitamin k", "C"]
+    data = tmp_path / "scripts"
+    (data / "qrels").mkdir(parents=True)
+    for name, texts in (("corpus", documents), ("queries", queries)):
+        lines = (json.dumps({"_id": f"{name}{row}", "text": text}) for row, text in enumerate(texts))
+        (data / f"{name}.jsonl").write_text("\n".join(lines))
+    (data / "qrels" / "test.tsv").write_text("".join(f"queries{row}\tcorpus{row}\t1\n" for row in range(6)))
+    assert evaluate(model, data, "--out", tmp_path / "out", "--bm25") == 0
+    scores = read_per_query(tmp_path / "out" / "bm25" / "per_query.ndjson")
+    assert [query["ndcg@10"] for query in scores.values()] == [1] * 6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["rrf", "weighted"])
 def test_hybrid_is_the_fusion_of_the_runs_beside_it(model: Path, data: Path, tmp_path: Path, how: str) -> None:
     assert evaluate(model, data, "--out", tmp_path, "--hybrid", how, "--weight", 0.3) == 0
@@ -157,6 +179,45 @@ def test_several_folders_have_a_mean(model: Path, data: Path, tmp_path: Path) ->
 def test_self_matches_can_be_kept(model: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(model, data, "--out", tmp_path, "--keep_self_matches", "--depth", "100") == 0
     assert all(query in found for query, found in read_trec(tmp_path / "run.trec").items())
+
+
+@pytest.mark.slow
+def test_grades_below_minus_one_are_not_relevant(model: Path, tmp_path: Path) -> None:
+    data = write_beir(tmp_path / "toy")
+    judgements = data / "qrels" / "test.tsv"
+    head, first, *others = judgements.read_text().splitlines()
+    judgements.write_text("\n".join([head, *others, first[:-1] + "-2", f"{first.split()[0]}\td9\t-3"]) + "\n")
+    assert evaluate(model, data, "--out", tmp_path / "out", "--bm25") == 0
+    scores = read_per_query(tmp_path / "out" / "bm25" / "per_query.ndjson")
+    assert set(scores[first.split()[0]].values()) == {0.0}
+    assert sum(query["recall@100"] for query in scores.values()) == 7
+
+
+def numbered(folder: Path, offset: int) -> Path:
+    """Ten queries and ten documents, both with the ids 0 to 9; number n is answered by number n + offset."""
+    (folder / "qrels").mkdir(parents=True)
+    words = [*WORDS[:6], *ANIMALS[:4]]
+    queries = [{"_id": str(row), "text": words[(row + offset) % 10]} for row in range(10)]
+    (folder / "queries.jsonl").write_text("\n".join(map(json.dumps, queries)))
+    documents = [{"_id": str(row), "text": word} for row, word in enumerate(words)]
+    (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    (folder / "qrels" / "test.tsv").write_text("".join(f"{row}\t{(row + offset) % 10}\t1\n" for row in range(10)))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("offset", "judged"), [(0, 10), (1, 0)])
+def test_queries_and_documents_may_be_numbered_alike(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, offset: int, judged: int
+) -> None:
+    assert evaluate(model, numbered(tmp_path / "n", offset), "--out", tmp_path / "out", "--hybrid", "rrf") == 0
+    systems = json.loads((tmp_path / "out" / "metrics.json").read_text())["systems"]
+    assert systems["BM25"]["mean"]["ndcg@10"] == 1
+    assert [system["mean"]["recall@100"] for system in systems.values()] == [1, 1, 1]
+    counts = f"{judged} of these documents are judged and kept, the other {10 - judged} are removed"
+    assert caplog.text.count(f"n: 10 of 10 queries have the id of a document: {counts}") == 1
+    retrieved = read_trec(tmp_path / "out" / "run.trec")
+    assert sum(query in documents for query, documents in retrieved.items()) == judged
 
 
 @pytest.mark.slow

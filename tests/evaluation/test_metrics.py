@@ -25,14 +25,14 @@ from dualenc.evaluation.metrics import (
 )
 
 DOCS = [f"d{i}" for i in range(12)]
-# A few values only, so that ties abound; grades run from -1 (junk) over 0 to 3.
+# A few values only, so that ties abound; grades run from -3 (junk) over 0 to 3.
 runs = st.dictionaries(
     st.sampled_from(["q1", "q2", "q3", "d4", "unjudged"]),
     st.dictionaries(st.sampled_from(DOCS), st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0])),
 )
 judgements = st.dictionaries(
     st.sampled_from(["q1", "q2", "q3", "d4"]),
-    st.dictionaries(st.sampled_from(DOCS), st.integers(-1, 3), min_size=1),
+    st.dictionaries(st.sampled_from(DOCS), st.integers(-3, 3), min_size=1),
     min_size=1,
 )
 
@@ -77,7 +77,9 @@ def test_equals_the_definitions_written_out(qrels: dict, run: dict) -> None:
 @given(judgements, runs)
 def test_equals_trec_eval_and_counts_missing_queries_as_zero(qrels: dict, run: dict) -> None:
     means = mean_scores(score_queries(qrels, run, (1, 3, 10), keep_self_matches=True))
-    trec = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.1,3,10", "map_cut.1,3,10", "recall.1,3,10"})
+    # A query with nothing above -2 crashes it.
+    grades = {query: {doc: max(grade, -1) for doc, grade in docs.items()} for query, docs in qrels.items()}
+    trec = pytrec_eval.RelevanceEvaluator(grades, {"ndcg_cut.1,3,10", "map_cut.1,3,10", "recall.1,3,10"})
     per_query = trec.evaluate(run)
     for ours, theirs in {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall"}.items():
         for k in (1, 3, 10):
@@ -108,10 +110,13 @@ def test_mrr_is_cut_exactly_at_k(rank: int) -> None:
     assert scores.get(f"mrr@{rank - 1}", 0.0) == 0.0
 
 
-def test_a_document_with_the_id_of_the_query_is_removed() -> None:
+def test_a_document_with_the_id_of_the_query_is_removed_unless_it_is_judged() -> None:
     run = {"a": {"a": 3.0, "b": 2.0}, "b": {"c": 1.0}}
-    assert remove_self_matches(run) == {"a": {"b": 2.0}, "b": {"c": 1.0}}
     qrels = {"a": {"b": 1}}
+    assert remove_self_matches(run, qrels) == {"a": {"b": 2.0}, "b": {"c": 1.0}}
+    for grade in (-1, 0, 1):
+        assert remove_self_matches(run, {"a": {"a": grade, "b": 1}}) == run
+    assert remove_self_matches(run, {"b": {"a": 1}}) == {"a": {"b": 2.0}, "b": {"c": 1.0}}
     assert score_queries(qrels, run, (1,))["a"]["recall@1"] == 1.0
     assert score_queries(qrels, run, (1,), keep_self_matches=True)["a"]["recall@1"] == 0.0
 

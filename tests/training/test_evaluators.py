@@ -109,6 +109,30 @@ def test_a_beir_folder_and_its_first_queries(model, tmp_path):
     assert {"ndcg@10", "hit@1"} < evaluator(model).keys()
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_judged_document_with_the_id_of_its_query_is_found(model, tmp_path, caplog, keep):
+    """Of three queries the first two are judged with the document of their id, the second with junk alone."""
+    (tmp_path / "qrels").mkdir()
+    rows = [" ".join(f"{x:.3f}" for x in row) for row in np.random.default_rng(0).normal(size=(3, 6))]
+    for name in ("corpus", "queries"):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "\n".join(json.dumps({"_id": str(i), "text": row}) for i, row in enumerate(rows))
+        )
+    (tmp_path / "qrels" / "dev.tsv").write_text("0\t0\t1\n1\t1\t-2\n2\t1\t1\n")
+    evaluator = RetrievalEvaluator(tmp_path, split="dev", keep_self_matches=keep)
+    assert (
+        "3 of 3 queries have the id of a document: 2 of these documents are judged and kept, the other 1 are"
+        in caplog.text
+    )
+    assert evaluator(model)["recall@100"] == pytest.approx(2 / 3)
+    with torch.no_grad():
+        left, right = (model(side, model.tower(side).prepare(rows)) for side in ("left", "right"))
+    order = (-(left @ right.T)).argsort(dim=1)[2].tolist()
+    if not keep:
+        order.remove(2)
+    assert evaluator.observed.scores["2"] == pytest.approx(1 / np.log2(2 + order.index(1)))
+
+
 def test_a_filter_makes_the_corpus_smaller(model, tmp_path):
     (tmp_path / "qrels").mkdir()
     rows = [" ".join(f"{x:.3f}" for x in row) for row in np.random.default_rng(0).normal(size=(6, 6))]

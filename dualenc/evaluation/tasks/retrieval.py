@@ -22,7 +22,15 @@ from dualenc.evaluation.engine import EvaluatedEngine, open_evaluated_engine
 from dualenc.evaluation.metrics import CUTOFFS, Scores
 from dualenc.evaluation.output import Evaluation, display_name, open_model
 from dualenc.evaluation.report import Figure, Gallery, Table, retrieval_galleries
-from dualenc.evaluation.retrieval import HEADLINES, Result, by_system, cutoff_rows, metrics_document, summary_rows
+from dualenc.evaluation.retrieval import (
+    HEADLINES,
+    Result,
+    by_system,
+    cutoff_rows,
+    metrics_document,
+    report_self_matches,
+    summary_rows,
+)
 from dualenc.evaluation.runs import check_trec_names
 from dualenc.evaluation.systems import BM25, HYBRID, RERANKED, Systems
 from dualenc.search.rerank import open_cross_encoder
@@ -59,6 +67,7 @@ def evaluate(
         if name in collections:
             raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
         _check_collection(source, collection, options.bm25 or ranking.hybrid is not None, ranking)
+        report_self_matches(name, collection, options.keep_self_matches)
         collections[name] = collection
     split = _split_of(data[0], options.split)
     encoder = open_model(model, ("query-document", "vector"), evaluation.device)
