@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
+from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -31,6 +32,7 @@ _ORIENTATION = 0x0112  # EXIF tag
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Formats decoded in data. Other plugins of Pillow start programs (Ghostscript, for EPS), read no images of a data set,
 or do not report the true size (an ICO file holds a PNG of any size)."""
+_COMMON_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 UPLOAD_FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 """Formats of uploads: decoded in little more memory than the pixels need, without holding Python's lock."""
 UPLOAD_MEMORY = 1 << 30
@@ -76,13 +78,38 @@ def _decode(data: bytes, where: str, formats: tuple[str, ...]) -> Image.Image:
             # Most images need no copy.
             if image.getexif().get(_ORIENTATION, 1) != 1:
                 image = ImageOps.exif_transpose(image)
-            return image.convert("RGB")
+            return _to_rgb(image)
     except UnidentifiedImageError:
         reason = f"it is no image of a known format: {', '.join(formats)}"
     except Exception as error:  # Pillow's plugins raise many kinds on broken files
         # In one line, without the address of the buffer that Pillow read from.
         reason = re.sub(r"<_io\.[^>]*>", "it", " ".join(str(error).split())) or type(error).__name__
     raise BadSample(f"{where}: image cannot be decoded ({reason}); replace or remove it")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """An image of any mode as RGB; a `ValueError` for pixels without a range that could be scaled to 8 bits."""
+    # Pillow clips these modes to 0 ... 255. Of "I" only PNG and PPM are known to mean 16 bits.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        image = image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
+    elif image.mode in ("I", "F"):
+        kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
+        raise ValueError(f"its pixels are {kind}, which have no range of brightness; save it with 8 or 16 bits")
+    return image.convert("RGB")
+
+
+def rgb_item(item: Any, where: str) -> Any:
+    """A raw item as towers take it: images of any mode as RGB, texts and vectors unchanged.
+
+    Raises:
+        BadSample: an image whose pixels have no range that could be scaled to 8 bits.
+    """
+    if not isinstance(item, Image.Image) or item.mode == "RGB":
+        return item
+    try:
+        return _to_rgb(item)
+    except (ValueError, OSError) as error:  # a file may be read only here
+        raise BadSample(f"{where}: image cannot be used ({error})") from None
 
 
 def decode_upload(data: bytes, where: str) -> Image.Image:
@@ -146,6 +173,16 @@ def _decode_to_stdout(where: str, formats: str, memory: str, max_side: str, max_
     # Smaller before it is sent: pixels travel uncompressed.
     image.thumbnail((int(max_side), int(max_side)))
     image.save(sys.stdout.buffer, "PPM")
+
+
+@cache
+def image_suffixes() -> tuple[str, ...]:
+    """The suffixes of the files that are decoded, as Pillow registers them: in lower case, common ones first."""
+    registered = Image.registered_extensions()
+    return (
+        *_COMMON_SUFFIXES,
+        *sorted(name for name in registered if registered[name] in _FORMATS and name not in _COMMON_SUFFIXES),
+    )
 
 
 @cache

@@ -16,6 +16,7 @@ from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
 from dualenc.data.tables import DataTable
+from dualenc.decoding import rgb_item
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, Side
 
@@ -27,7 +28,7 @@ class Corpus:
 
     Args:
         ids: (N,) distinct strings.
-        items: (N,) raw items: `str`, RGB `PIL.Image`, or `np.ndarray` (D,).
+        items: (N,) raw items: `str`, `PIL.Image`, or `np.ndarray` (D,).
         modality: "text", "image" or "vector".
         labels: (N,) class numbers, where the source has them.
         class_names: name of each class number.
@@ -74,7 +75,7 @@ class Corpus:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Any:
-        return self.items[index]
+        return rgb_item(self.items[index], f"item {index}")
 
     def identity(self, *, labels: bool = False) -> str:
         """Checksum of ids and items, in hexadecimal: equal for equal data, whatever files and folders it came from.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dualenc.data.identity import digest_of, items_identity
+from dualenc.decoding import rgb_item
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, Side
 
@@ -234,8 +235,12 @@ class PairDataset:
         return self.left_id if side == "left" else self.right_id
 
     def item(self, side: Side, item_id: int) -> Any:
-        """The raw item of one side by its id; a `BadSample` if it cannot be read (an image that does not decode)."""
-        return self.items(side)[int(item_id)]
+        """The raw item of one side by its id, images as RGB.
+
+        Raises:
+            BadSample: it cannot be read, such as an image that does not decode.
+        """
+        return rgb_item(self.items(side)[int(item_id)], f"{side} item {int(item_id)}")
 
     def identities(self) -> dict[str, str]:
         """Checksums, in hexadecimal, of the pairs' ids ("pairs"), "negatives", "left_items" and "right_items".

@@ -10,14 +10,18 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from dualenc import decoding
-from dualenc.data import open_image
+from dualenc.data import ImageViews, open_image
 from dualenc.data.images import ImageFiles, find_images
+from dualenc.data.skips import Skips
+from dualenc.data.views import SimCLR
 from dualenc.decoding import decode_image, decode_upload
+from dualenc.encoders.image import ImageEncoder
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture, shade_of
@@ -28,6 +32,31 @@ def test_every_mode_becomes_rgb(mode: str) -> None:
     kind = "JPEG" if mode == "CMYK" else "PNG"
     image = decode_image(encoded(picture(90).convert(mode), kind), "x")
     assert (image.mode, image.size) == ("RGB", (8, 8))
+
+
+GRADIENT = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM", "JPEG2000"])
+def test_16_bit_grey_keeps_its_shades(kind: str) -> None:
+    image = np.asarray(decode_image(encoded(Image.fromarray(GRADIENT), kind), "x"))
+    assert image.tolist() == np.repeat(np.rint(GRADIENT / 257)[:, :, None], 3, axis=2).tolist()
+
+
+@pytest.mark.parametrize("pixels", [GRADIENT.astype(np.int32), (GRADIENT / 65535).astype(np.float32)])
+def test_pixels_without_a_range_are_a_bad_sample(pixels: np.ndarray) -> None:
+    with pytest.raises(BadSample, match="have no range of brightness"):
+        decode_image(encoded(Image.fromarray(pixels), "TIFF"), "x")
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "L", "P", "1", "CMYK", "I;16"])
+def test_images_of_any_mode_in_memory_are_encoded_as_from_a_file(mode: str) -> None:
+    image = Image.fromarray(GRADIENT) if mode == "I;16" else picture(90).convert(mode)
+    expected = decode_image(encoded(image, "TIFF"), "x")
+    model = ImageEncoder("test_resnet", image_size=32, projector_dim=4)
+    assert np.array_equal(model.encode([image]), model.encode([expected]))
+    view = SimCLR(8)(ImageViews([image])[0].left, seed=0)
+    assert torch.equal(view, SimCLR(8)(expected, seed=0))
 
 
 def test_turned_photographs_come_upright_as_datasets_decodes_them() -> None:
@@ -72,14 +101,14 @@ def test_find_images_sorts_whole_trees_and_leaves_hidden_files(tmp_path: Path) -
     for name in ("b/2.JPG", "b/1.png", "a.webp", ".hidden.png", ".cache/x.png", "b/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
-    assert find_images(tmp_path) == ["a.webp", "b/1.png", "b/2.JPG"]
+    assert find_images(tmp_path, Skips(tmp_path)) == ["a.webp", "b/1.png", "b/2.JPG"]
 
 
 def test_folders_without_images_are_told(tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="no image in this folder"):
-        find_images(tmp_path)
+        find_images(tmp_path, Skips(tmp_path))
     with pytest.raises(DualencError, match="no such folder"):
-        find_images(tmp_path / "nowhere")
+        find_images(tmp_path / "nowhere", Skips(tmp_path))
 
 
 NOT_FILES = ["pipe", "folder", "device", "socket"]
@@ -167,11 +196,11 @@ def test_links_between_folders_are_followed_once(tmp_path: Path) -> None:
     for i in range(12):  # each of them doubles the number of paths
         (tmp_path / "a" / f"again{i}").symlink_to(tmp_path)
         (tmp_path / "b" / f"again{i}").symlink_to(tmp_path / "a")
-    assert find_images(tmp_path) == ["a/1.png"]
+    assert find_images(tmp_path, Skips(tmp_path)) == ["a/1.png"]
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "class").symlink_to(tmp_path / "a")
-    assert find_images(elsewhere) == ["class/1.png"], "a link to a class folder is followed"
+    assert find_images(elsewhere, Skips(tmp_path)) == ["class/1.png"], "a link to a class folder is followed"
 
 
 @pytest.mark.slow
