@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import stat
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from dualenc.errors import DualencError
@@ -39,6 +41,13 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         stream.close()
     kind = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
     raise DualencError(f"{path}: {kind}, not a file; give a regular file")
+
+
+def glob_paths(pattern: str) -> list[Path]:
+    """The paths that match a glob, sorted; folders that exist under their very name, `shards [v2]`, are no patterns."""
+    folder = next(parent for parent in Path(pattern).parents if parent.is_dir())
+    inside = Path(pattern).relative_to(folder)
+    return sorted(map(Path, glob.glob(str(Path(glob.escape(str(folder)), inside)), recursive=True)))
 
 
 def read_json(source: str | os.PathLike[str]) -> Any:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from dualenc.data.columns import Column, ColumnImages, Joined, Picked, Texts, number_distinct
+from dualenc.data.columns import Column, ColumnImages, ImageKeys, Joined, Picked, Texts, number_distinct
 from dualenc.data.corpus import Corpus
 from dualenc.data.line_tables import kind_of_type
 from dualenc.data.pairs import PairDataset, Ragged
@@ -148,9 +148,8 @@ class _Negatives:
         filled = [usable(part.faults, len(part.items)) for part in parts]
         for part, mask in zip(parts, filled):
             part.skip(~mask)
-        keys = [part.keys for part in parts if part.keys is not None]
         self.items: Items = Joined([part.items for part in parts])
-        self.keys: Items | None = Joined(keys) if len(keys) == len(parts) else None
+        self.keys: Items = Joined([part.keys for part in parts])
         self.rows = np.concatenate([part.rows for part in parts])
         self.first_place = len(right.items)
         # Negatives of rows without a pair are never used, and would be items without a query.
@@ -162,12 +161,10 @@ class _Negatives:
             rank = np.arange(len(to_use)) - np.repeat(self.places.offsets[:-1], self.places.lengths)
             self.places = self.places.keep(rank < max_negatives)
 
-    def behind(self, right: _Values, right_places: np.ndarray) -> tuple[Items, Items | None, np.ndarray]:
+    def behind(self, right: _Values, right_places: np.ndarray) -> tuple[Items, Items, np.ndarray]:
         """Items and keys of the right column with the negatives behind them, and the positions that are used."""
-        keys = None
-        if right.keys is not None and self.keys is not None:
-            keys = Joined([right.keys, self.keys])
         items = Joined([right.items, self.items])
+        keys = Joined([right.keys, self.keys])
         return items, keys, np.concatenate([right_places, np.unique(self.places.values)])
 
 
@@ -185,7 +182,7 @@ class _Values:
         is_list: whether a row may hold several values.
         rows: (n,) the row of each value.
         items: (n,) texts, images or vectors.
-        keys: strings or vectors, equal for equal items; None where they would cost reading every image.
+        keys: strings, file contents or vectors, equal for equal items.
         faults: which values cannot be used; the first reason is also that of a row without any.
         dim: size of the vectors in the column.
     """
@@ -202,7 +199,7 @@ class _Values:
         self.dim = dim
         self.modality: Modality
         self.items: Items
-        self.keys: Items | None
+        self.keys: Items
         self.faults: Faults
         in_vectors = kind_of_type(table.dataset.data.schema.field(name).type) in ("vector", "vectors")
         if vectors is None and (modality == "vector" or (modality is None and in_vectors)):
@@ -220,9 +217,11 @@ class _Values:
         self.is_list = column.is_list
         self.rows = column.row_of_values()
         self.modality = column.modality if vectors is None else vectors.modality
-        self.items = texts if column.modality == "text" else ColumnImages(table, column)
-        # Equal paths are equal images; contents are not compared, which would read all of them.
-        self.keys = texts if column.modality == "text" or column.holds_strings else None
+        self.items = self.keys = texts
+        if column.modality == "image":
+            images = ColumnImages(table, column)
+            self.items = images
+            self.keys = ImageKeys(images)
         what = "id" if vectors is not None else column.modality
         self.faults = {f"no {what} in column {name!r}": (~filled, "fill it in or remove the row")}
         if vectors is not None:
@@ -273,11 +272,10 @@ def _scores(table: DataTable, name: str, rows: np.ndarray) -> np.ndarray:
     return scores
 
 
-def _number(
-    items: Items, keys: Items | None, positions: np.ndarray, deduplicate: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def _number(items: Items, keys: Items, positions: np.ndarray, deduplicate: bool) -> tuple[np.ndarray, np.ndarray]:
     """First position of each item that is distinct by its key; the item's number by position, else -1."""
-    first, inverse = number_distinct(keys if deduplicate else None, positions)
+    sizes = keys.sizes[positions] if isinstance(keys, ImageKeys) else None
+    first, inverse = number_distinct(keys.__getitem__ if deduplicate else None, positions, sizes=sizes)
     number = np.full(len(items), -1, dtype=np.int64)
     number[positions] = inverse
     return first, number

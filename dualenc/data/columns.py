@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import unicodedata
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from dualenc.data.identity import contents, file_identity, identities
-from dualenc.data.images import IMAGE_SUFFIXES
+from dualenc.data.images import IMAGE_SUFFIXES, existing_file
 from dualenc.data.line_tables import is_list
 from dualenc.data.tables import DataTable
 from dualenc.decoding import decode_image, open_image
@@ -248,10 +249,13 @@ class ColumnImages:
 
     def _file(self, path: str) -> Path:
         """The file that a path of the table means; a `BadSample` if it is outside of the table's folder."""
-        if self.table.allow_outside or "\0" in path:
+        if "\0" in path:
             return self.table.root / path
+        file = existing_file(self.table.root, path)
+        if self.table.allow_outside:
+            return file
         # Resolved before it is compared and opened, so that no link leads out of the folder.
-        resolved = os.path.realpath(self.table.root / path)
+        resolved = os.path.realpath(file)
         if not Path(resolved).is_relative_to(os.path.realpath(self.table.root)):
             raise BadSample(
                 f"{path!r}: image outside of the folder {self.table.root}; move it there, or pass allow_outside=True "
@@ -278,6 +282,28 @@ class ColumnImages:
                     identity = b"outside"
                 result[place] = path.encode(errors="surrogatepass") + b" " + identity
         return result
+
+
+class ImageKeys:
+    """Keys of a column's images, equal for equal images: the contents of the file, or its normalised path.
+
+    Attributes:
+        sizes: (n,) bytes of the contents, 0 for paths.
+    """
+
+    def __init__(self, images: ColumnImages) -> None:
+        self.images = images
+        column = images.column
+        self.sizes = np.zeros(len(column)) if column.holds_strings else column.lengths(np.arange(len(column)))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> bytes | str:
+        data, path = _contents_and_path(self.images.column[index])
+        if data is not None:
+            return data
+        return unicodedata.normalize("NFC", os.path.normpath(self.images.table.root / (path or "")))
 
 
 def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
@@ -340,20 +366,46 @@ class Joined:
         return found
 
 
-def number_distinct(items: Items | None, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number equal strings or vectors alike, by 128-bit digests, so that a million cost 16 MB.
+def number_distinct(
+    read: Callable[[int], Any] | None,
+    positions: np.ndarray,
+    *,
+    sizes: np.ndarray | None = None,
+    unreadable: Callable[[int], None] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Number equal strings, file contents or vectors alike, by 128-bit digests: a million cost 16 MB.
 
-    Of the items at `positions` (n,): the position of the first of each distinct one (k,), in order of appearance, and
-    the number in [0, k) of each (n,). Without items to compare, all are distinct.
+    Args:
+        read: the item at a position; without it all are distinct.
+        positions: (n,) of the items to number.
+        sizes: (n,) of file contents; those of a unique size are distinct and not read.
+        unreadable: called with the position of a bad sample, whose number is -1; by default the error is raised.
+
+    Returns:
+        The position of the first of each distinct item (k,), in order of appearance; the number in [0, k) of each (n,).
     """
-    if items is None:
+    if read is None:
         return positions, np.arange(len(positions))
-    digests = np.empty(len(positions), dtype="S16")
-    for i, position in enumerate(tqdm(positions, desc="finding equal items", delay=2, leave=False)):
-        digests[i] = hashlib.blake2b(contents(items[position]), digest_size=16).digest()
-    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    digests = np.zeros(len(positions), dtype="S16")
+    to_read = np.arange(len(positions))
+    if sizes is not None:
+        _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+        is_unique = counts[inverse] == 1
+        digests[is_unique] = sizes[is_unique].astype("S16")
+        to_read = np.flatnonzero(~is_unique)
+    for i in tqdm(to_read, desc="finding equal items", delay=2, leave=False):
+        try:
+            digests[i] = hashlib.blake2b(contents(read(positions[i])), digest_size=16).digest()
+        except BadSample:
+            if unreadable is None:
+                raise
+            unreadable(int(positions[i]))
+    readable = np.flatnonzero(digests != b"")
+    _, first, inverse = np.unique(digests[readable], return_index=True, return_inverse=True)
     # np.unique numbers by digest; numbers by first appearance do not depend on the hash.
     order = np.argsort(first)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
-    return np.asarray(positions)[first[order]], rank[inverse.reshape(-1)]
+    number = np.full(len(positions), -1)
+    number[readable] = rank[inverse]
+    return np.asarray(positions)[readable][first[order]], number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +12,13 @@ import numpy as np
 from PIL import Image
 
 from dualenc.data.identity import file_identity
-from dualenc.decoding import open_image
+from dualenc.data.skips import Skips
+from dualenc.decoding import image_suffixes, open_image
 from dualenc.errors import DualencError
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+IMAGE_SUFFIXES = image_suffixes()
+SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing")
+"""Names of folders that hold splits and not classes, if all folders beside them are named like that."""
 
 
 class ImageFiles:
@@ -36,10 +40,42 @@ class ImageFiles:
         return [name.encode(errors="surrogateescape") + b" " + file_identity(self.root / name, read) for name in names]
 
 
-def find_images(folder: str | os.PathLike[str]) -> list[str]:
+def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
+    """The subfolder of a split, such as `val`; the folder itself if it is not divided into splits.
+
+    Subfolders are splits if all of them have usual names of splits: `train` may also be a class among others.
+
+    Raises:
+        DualencError: the folder is divided into splits, and this one is missing.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        return root
+    entries = [entry for entry in root.iterdir() if not entry.name.startswith(".")]
+    subfolders = sorted(entry.name for entry in entries if entry.is_dir())
+    only_splits = all(name.lower() in SPLITS for name in subfolders)
+    only_splits = only_splits and not any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries)
+    if split in subfolders and (only_splits or split not in SPLITS):
+        return root / split
+    if subfolders and only_splits:
+        raise DualencError(f"{folder}: no split {split!r}; there are: {', '.join(subfolders)}")
+    return root
+
+
+def existing_file(root: Path, name: str) -> Path:
+    """The file `root / name`, or the one whose name differs only in composed (NFC) and decomposed (NFD) accents."""
+    if not name.isascii() and not (root / name).exists():
+        for form in ("NFC", "NFD"):
+            if (root / unicodedata.normalize(form, name)).exists():
+                return root / unicodedata.normalize(form, name)
+    return root / name
+
+
+def find_images(folder: str | os.PathLike[str], skips: Skips) -> list[str]:
     """Names of all images in a folder and its subfolders, relative to it with forward slashes, sorted.
 
-    Links to folders are followed, but no folder is read twice, so links in a circle end.
+    Links to folders are followed, but no folder is read twice, so links in a circle end. `skips` counts images whose
+    names are not UTF-8.
 
     Raises:
         DualencError: no such folder, one that cannot be read, or no image in it.
@@ -63,7 +99,11 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
             waiting.extend(Path(parent, name) for name in subfolders if os.path.islink(Path(parent, name)))
             inside = Path(parent).relative_to(root)
             images = [name for name in files if name.lower().endswith(IMAGE_SUFFIXES) and name[0] != "."]
-            names += [(inside / name).as_posix() for name in images]
+            for name in ((inside / image).as_posix() for image in images):
+                if name.isascii() or name == name.encode(errors="replace").decode():
+                    names.append(name)
+                else:
+                    skips.bad("file name that is not UTF-8", repr(str(root / name)), "rename it")
     if not names:
         raise DualencError(f"{folder}: no image in this folder; known are {', '.join(IMAGE_SUFFIXES)}")
     return sorted(names)

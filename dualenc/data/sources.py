@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dualenc.data.beir import BeirPairs, is_beir, read_corpus
 from dualenc.data.corpus import Corpus, table_corpus
-from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
+from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images, split_folder
 from dualenc.data.labels import labels_of_folders
 from dualenc.data.line_tables import ColumnKind
 from dualenc.data.metadata import check_column_names
@@ -75,7 +75,8 @@ def open_corpus(
         id_column: ids; by default `_id` or another usual name, and the row's number if there is none.
         label_column: classes of images; by default `label`.
         columns: further columns of a table or BEIR folder, to keep for filters.
-        split: of a folder of tables, saved data set or hub name; of tables a slice such as train[:90%].
+        split: of a folder of tables, a folder of images with a subfolder for each split, a saved data set or hub name;
+            of tables a slice such as train[:90%].
         subset: configuration of a hub data set.
         limit: read the first rows of a table only.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
@@ -102,11 +103,14 @@ def open_corpus(
     if is_tars(path):
         check_whole(path, split)
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
-    if image_folder:
-        names = find_images(path)
-        numbers, class_names = labels_of_folders(names) or (None, None)
-        return Corpus(names, ImageFiles(path, names), "image", labels=numbers, class_names=class_names)
     skips = Skips(path, on_error)
+    if image_folder:
+        folder = split_folder(path, split)
+        names = find_images(folder, skips)
+        numbers, class_names = labels_of_folders(names) or (None, None)
+        corpus = Corpus(names, ImageFiles(folder, names), "image", labels=numbers, class_names=class_names)
+        corpus.skipped = skips.report()
+        return corpus
     how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit}
     if is_beir(path):
         corpus = read_corpus(path, part, columns=columns, skips=skips)
@@ -148,7 +152,7 @@ def open_pairs(
         right_column: of a table; by default `captions`, `document` or another usual name.
         left_modality: of a table: "text", "image" or "vector"; by default as the values look.
         right_modality: the same for the right column.
-        deduplicate: equal texts of a table are the same item and share an id.
+        deduplicate: equal texts, images and vectors of a table or tar are the same item and share an id.
 
     Raises:
         DualencError: nothing there, nothing usable, or no telling which columns to take.
@@ -160,7 +164,8 @@ def open_pairs(
         check_whole(path, split)
         return WebDatasetPairs(path, deduplicate=deduplicate, on_error=on_error)
     if is_image_folder(path):
-        return ImageFolderPairs(path, deduplicate=deduplicate, quotes=quotes, on_error=on_error)
+        folder = split_folder(path, split)
+        return ImageFolderPairs(folder, deduplicate=deduplicate, quotes=quotes, on_error=on_error)
     kinds = peek_columns(path, split, subset, limit, quotes)
     # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():

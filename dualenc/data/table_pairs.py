@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import NoneType
@@ -14,13 +15,13 @@ import pyarrow as pa
 from dualenc.data.column_pairs import ColumnPairs
 from dualenc.data.columns import Column, Picked
 from dualenc.data.corpus import Corpus, table_corpus
-from dualenc.data.images import ImageFiles, find_images
+from dualenc.data.images import ImageFiles, existing_file, find_images, split_folder
 from dualenc.data.labels import Labels, labels_of_folders
 from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_records
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
-from dualenc.data.tables import TABLE_FORMATS, DataTable, open_table, peek_columns, usual_column
+from dualenc.data.tables import ONLY_SPLIT, TABLE_FORMATS, DataTable, open_table, peek_columns, usual_column
 from dualenc.data.urls import display_name
 from dualenc.data.vectors import is_vectors, open_vectors, usual_ids
 from dualenc.errors import DualencError
@@ -50,7 +51,8 @@ class TablePairs(ColumnPairs):
         image_root: where relative image paths start, and where images must lie; by default the table's folder.
         allow_outside: whether image paths may lead out of that folder; only for a table that you trust.
         weight_column: numbers, 0 or more, that each row's loss is multiplied by: graded pairs.
-        deduplicate: equal texts, vectors and image paths of one side are the same item and share an id.
+        deduplicate: equal texts, vectors and images of one side are the same item and share an id. Of images the
+            contents are compared, or the paths where the column holds paths.
         max_negatives: keep that many negatives of each row, from the front.
         limit: read the first rows only.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
@@ -243,12 +245,12 @@ class ImageFolderPairs(ColumnPairs):
     of `photo.jpg`, one per line.
 
     Args:
-        path: the folder of images.
+        path: the folder of images; of one that is divided into splits (`train`, `val`, …) its subfolder `train`.
         captions: the table; by default `metadata.*` or `captions.*` in the folder, and if there is none the text
             files.
         image_column: file names, relative to the folder; by default one of file_name, image, filename, path.
         caption_column: captions; by default one of captions, caption, text.
-        deduplicate: equal captions are the same item and share an id.
+        deduplicate: equal captions, and equal paths of images, are the same item and share an id.
         quotes: as for `TablePairs`.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
 
@@ -269,22 +271,25 @@ class ImageFolderPairs(ColumnPairs):
         on_error: OnError = "skip",
     ) -> None:
         folder = Path(path)
-        names = find_images(path)
+        if captions is None and _usual_captions(folder) is None:
+            folder = split_folder(folder, ONLY_SPLIT)
         file = _usual_captions(folder) if captions is None else Path(captions)
+        skips = Skips(path if file is None else file, on_error)
+        names = find_images(folder, skips)
         if file is None:
             image_column = "image"
             caption_column = "captions"
-            table = _table_of_text_files(folder, names, Skips(path, on_error))
+            table = _table_of_text_files(folder, names, skips)
         else:
             known = peek_columns(file, quotes=quotes)
             image_column = image_column or usual_column(file, known, IMAGE_NAMES, "image_column")
             caption_column = caption_column or usual_column(file, known, CAPTION_NAMES, "caption_column")
             columns: dict[str, ColumnKind] = {image_column: "value", caption_column: "list"}
-            table = open_table(file, columns, Skips(file, on_error), quotes=quotes)
+            table = open_table(file, columns, skips, quotes=quotes)
             table.root = folder
             # Links among a folder's images are followed.
             table.allow_outside = True
-            _keep_rows_of_files(table, image_column, set(names))
+            _keep_rows_of_files(table, image_column, names)
         super().__init__(
             table, image_column, caption_column, left_modality="image", right_modality="text", deduplicate=deduplicate
         )
@@ -297,12 +302,16 @@ def _usual_captions(folder: Path) -> Path | None:
     return next(filter(Path.is_file, files), None)
 
 
-def _keep_rows_of_files(table: DataTable, image_column: str, names: set[str]) -> None:
+def _keep_rows_of_files(table: DataTable, image_column: str, names: list[str]) -> None:
     """Drop the rows whose image is not in the folder: found by name, so they lead nowhere else."""
     import datasets
 
+    # Accents may be composed otherwise in the table than in the names of files.
+    known = {unicodedata.normalize("NFC", name) for name in names}
     files = Column(table, image_column, "text").values(np.arange(len(table))).tolist()
-    found = np.array([not name or Path(name).as_posix() in names for name in files], dtype=bool)
+    found = np.array(
+        [not name or unicodedata.normalize("NFC", Path(name).as_posix()) in known for name in files], dtype=bool
+    )
     for row in np.flatnonzero(~found).tolist():
         table.skips.bad("image that is not in the folder", table.where(row), f"{files[row]!r} is not in {table.root}")
     if not found.all():
@@ -315,7 +324,7 @@ def _table_of_text_files(folder: Path, names: list[str], skips: Skips) -> DataTa
 
     rows = []
     for name in names:
-        file = (folder / name).with_suffix(".txt")
+        file = existing_file(folder, str(Path(name).with_suffix(".txt")))
         records = read_records(file, skips) if file.is_file() else ()
         captions = [record["text"].strip() for _, record in records]
         if captions:
@@ -406,12 +415,15 @@ class ImageFolderViews(ImageViews):
     """Images of a folder and its subfolders, sorted by name; the first subfolder, if there is one, is the class.
 
     Args:
-        path: the folder.
+        path: the folder; of one that is divided into splits (`train`, `val`, …) its subfolder `train`.
 
     Raises:
         DualencError: no such folder, or no image in it.
     """
 
     def __init__(self, path: str | Path) -> None:
-        names = find_images(path)
-        super().__init__(ImageFiles(path, names), labels_of_folders(names))
+        folder = split_folder(path, ONLY_SPLIT)
+        skips = Skips(path)
+        names = find_images(folder, skips)
+        super().__init__(ImageFiles(folder, names), labels_of_folders(names))
+        self.skipped = skips.report()

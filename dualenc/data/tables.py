@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import re
 import sys
@@ -34,6 +33,7 @@ from dualenc.data.remote import RemoteFile, expand, open_files
 from dualenc.data.skips import Skips
 from dualenc.data.urls import display_name, file_format, is_url, url_suffix
 from dualenc.errors import DualencError
+from dualenc.reading import glob_paths
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -349,7 +349,7 @@ def find_files(source: str, split: str) -> list[TableFile]:
     elif path.is_dir():
         files = _files_of_split(path, split)
     elif any(character in source for character in "*?["):
-        files = sorted(Path(match) for match in glob.glob(source, recursive=True) if Path(match).is_file())
+        files = [path for path in glob_paths(source) if path.is_file()]
     # A name with a table's suffix is a file that is missing, not a data set of the hub.
     elif _HUB_NAME.fullmatch(source) and file_format(path) not in TABLE_FORMATS:
         return []

@@ -93,7 +93,7 @@ def index_tar(tar: Tar, skips: Skips, index_folder: Path | None = None) -> pa.Ta
     if skips.total > before:
         return table
     for place in places:
-        with suppress(OSError, pa.ArrowException), atomic_path(place) as part:
+        with suppress(OSError, UnicodeError, pa.ArrowException), atomic_path(place) as part:
             pq.write_table(table, part)
             break
     return table

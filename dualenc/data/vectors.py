@@ -104,8 +104,8 @@ class VectorPairs(PairDataset):
         left_rows = np.array([row for row, name in enumerate(lefts.ids) if name in row_of], dtype=np.int64)
         right_rows = np.array([row_of[lefts.ids[row]] for row in left_rows], dtype=np.int64)
         skips.demand(len(left_rows), "pair")
-        left_first, left_id = number_distinct(lefts.items if deduplicate else None, left_rows)
-        right_first, right_id = number_distinct(rights.items if deduplicate else None, right_rows)
+        left_first, left_id = number_distinct(lefts.items.__getitem__ if deduplicate else None, left_rows)
+        right_first, right_id = number_distinct(rights.items.__getitem__ if deduplicate else None, right_rows)
         super().__init__(
             Picked(lefts.items, left_first),
             Picked(rights.items, right_first),

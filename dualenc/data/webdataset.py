@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Iterator
 from functools import cached_property
@@ -25,10 +24,11 @@ from dualenc.data.tar_index import Tar, Tars, index_tar
 from dualenc.data.urls import is_url, url_suffix
 from dualenc.decoding import MAX_BYTES, decode_image
 from dualenc.errors import BadSample, DualencError
+from dualenc.reading import glob_paths
 from dualenc.types import Modality, OnError
 
-IMAGES = "jpg;jpeg;png;webp"
 _IMAGE_ENDS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
+IMAGES = ";".join(_IMAGE_ENDS)
 
 
 class WebDatasetPairs(PairDataset):
@@ -42,7 +42,8 @@ class WebDatasetPairs(PairDataset):
             of these.
         left: extension of the left file, or several by ";", the first that a sample has.
         right: the same for the right file; `json:FIELD` is a text in a field of a JSON file.
-        deduplicate: equal texts on the right share an id; reads every text once at the start.
+        deduplicate: equal texts and equal images of one side are the same item and share an id. At the start this reads
+            every text, and the images that have the size of another one.
         index_folder: where indexes are kept; by default next to the tars, or in the cache folder of `datasets` if that
             cannot be written to.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
@@ -58,7 +59,7 @@ class WebDatasetPairs(PairDataset):
         left: str = IMAGES,
         right: str = "txt",
         *,
-        deduplicate: bool = False,
+        deduplicate: bool = True,
         index_folder: str | Path | None = None,
         on_error: OnError = "skip",
     ) -> None:
@@ -71,40 +72,43 @@ class WebDatasetPairs(PairDataset):
         good[good] = right_files.usable("right", skips, among=good)
         rows = np.flatnonzero(good)
         skips.demand(len(rows), "pair")
-        first = rows
-        right_id = np.arange(len(rows))
-        # Equal texts are found by reading all of them once; images are not compared.
-        if deduplicate and right_files.modality == "text":
-            rows = _readable(right_files, rows, skips)
-            first, right_id = number_distinct(right_files, rows)
+        left_id = right_id = np.arange(len(rows))
+        if deduplicate:
+            left_id = _numbers(left_files, rows, skips)
+            rows, left_id = rows[left_id >= 0], left_id[left_id >= 0]
+            right_id = _numbers(right_files, rows, skips)
+            rows, left_id, right_id = (values[right_id >= 0] for values in (rows, left_id, right_id))
+            skips.demand(len(rows), "pair")
+        # Without gaps, where a pair was left out.
+        _, left_first, left_id = np.unique(left_id, return_index=True, return_inverse=True)
+        _, right_first, right_id = np.unique(right_id, return_index=True, return_inverse=True)
         super().__init__(
-            Picked(left_files, rows),
-            Picked(right_files, first),
-            right_id=right_id,
+            Picked(left_files, rows[left_first]),
+            Picked(right_files, rows[right_first]),
+            left_id,
+            right_id,
             left_modality=left_files.modality,
             right_modality=right_files.modality,
         )
         self.skipped = skips.report()
+        self._files = left_files
+        self._rows = rows
 
     def samples(self) -> Iterator[tuple[int, str]]:
         """Of each pair the number of its tar, in the order of `path` and of sorted names, and the name in the tar."""
-        files = self.left_items.items  # type: ignore[attr-defined]
-        rows = self.left_items.positions  # type: ignore[attr-defined]
-        for row in rows.tolist():
-            yield int(files.tar[row]), files.samples[row].as_py()
+        for row in self._rows.tolist():
+            yield int(self._files.tar[row]), self._files.samples[row].as_py()
 
 
-def _readable(files: _Files, rows: np.ndarray, skips: Skips) -> np.ndarray:
-    """The rows whose text can be read."""
-    readable = []
-    for row in rows.tolist():
-        try:
-            files[row]
-            readable.append(row)
-        except BadSample:
-            skips.bad(f"unreadable file {files.spec!r}", files.where(row))
-    skips.demand(len(readable), "pair")
-    return np.array(readable)
+def _numbers(files: _Files, rows: np.ndarray, skips: Skips) -> np.ndarray:
+    """Numbers (n,), equal for equal files, of some samples (n,); -1 for unreadable files, which `skips` counts."""
+
+    def skip(row: int) -> None:
+        skips.bad(f"unreadable file {files.spec!r}", files.where(row))
+
+    if files.modality == "image":
+        return number_distinct(files.read, rows, sizes=files.size[rows], unreadable=skip)[1]
+    return number_distinct(files.__getitem__, rows, unreadable=skip)[1]
 
 
 def tar_corpus(path: str | Path, member: str = IMAGES, *, on_error: OnError = "skip") -> Corpus:
@@ -145,8 +149,7 @@ def _find_tars(path: str | Path | list[str]) -> list[Tar]:
         return [*open_files(expand(str(path)))]
     if Path(path).is_file():
         return [Path(path)]
-    pattern = str(Path(path) / "*.tar") if Path(path).is_dir() else str(path)
-    return [*sorted(map(Path, glob.glob(pattern, recursive=True)))]
+    return [*glob_paths(str(Path(path) / "*.tar") if Path(path).is_dir() else str(path))]
 
 
 class _Files:
@@ -158,7 +161,7 @@ class _Files:
             raise DualencError(f"{spec!r}: a field is named, but only JSON files have fields; write json:{self.field}")
         self.tars = shards.tars
         self.tar = shards.tar
-        self.spec = spec
+        self.spec = spec if spec != IMAGES else "jpg;jpeg;png;webp;…"
         self.samples: pa.ChunkedArray = shards.table["sample"]
         by_preference = extensions.lower().split(";")
         images = [extension.endswith(_IMAGE_ENDS) for extension in by_preference]
@@ -171,6 +174,10 @@ class _Files:
         for extension in reversed(by_preference):
             places = np.flatnonzero(names == extension.lstrip("."))
             chosen[row[places]] = places
+        # A sample's name ends at the first dot: `clip.0001.jpg` is the file `0001.jpg` of `clip`.
+        endings = tuple(f".{extension.lstrip('.')}" for extension in by_preference)
+        dotted = [place for place in np.flatnonzero(chosen[row] < 0) if names[place].endswith(endings)]
+        self.dotted = np.bincount(row[dotted], minlength=len(shards.table))
         # A further value for samples without a file, whose place is -1.
         self.offset, self.size = (
             np.append(pc.list_flatten(shards.table[name]).to_numpy(), -1)[chosen] for name in ("offset", "size")
@@ -179,7 +186,13 @@ class _Files:
     def usable(self, side: str, skips: Skips, among: np.ndarray | None = None) -> np.ndarray:
         """Which samples have a file that is not empty; `skips` counts the others."""
         rows = np.arange(len(self)) if among is None else np.flatnonzero(among)
-        for reason, bad in (("sample without", self.size[rows] < 0), ("empty", self.size[rows] == 0)):
+        dotted = self.dotted[rows]
+        if dotted.any():
+            reason = f"{side} file {self.spec!r} with dots in its name, where a sample's name ends at the first dot"
+            mend = "replace dots before the extension, clip_0001.jpg"
+            skips.bad(reason, self.where(rows[dotted > 0][0]), mend, int(dotted.sum()))
+        without = (self.size[rows] < 0) & (dotted == 0)
+        for reason, bad in (("sample without", without), ("empty", self.size[rows] == 0)):
             if bad.any():
                 where = self.where(rows[bad][0])
                 skips.bad(f"{reason} {side} file {self.spec!r}", where, "add it, name another one", int(bad.sum()))
@@ -197,6 +210,12 @@ class _Files:
         return len(self.offset)
 
     def __getitem__(self, index: int) -> Any:
+        data = self.read(index)
+        where = self.where(index)
+        return decode_image(data, where) if self.modality == "image" else self._decode_text(data, where)
+
+    def read(self, index: int) -> bytes:
+        """The contents of the file of a sample; a `BadSample` if it is too large or cut off."""
         size = int(self.size[index])
         where = self.where(index)
         # Checked before the bytes are read.
@@ -206,7 +225,7 @@ class _Files:
         data = self.tars.read(int(self.tar[index]), int(self.offset[index]), size)
         if len(data) < size:
             raise BadSample(f"{where}: the tar ends inside this sample; fetch it again")
-        return decode_image(data, where) if self.modality == "image" else self._decode_text(data, where)
+        return data
 
     def _decode_text(self, data: bytes, where: str) -> str:
         try:
@@ -221,8 +240,8 @@ class _Files:
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """Identities for `dualenc.data.identity`: the tar's own, and the file's place in it."""
         places = zip(*(part[rows].tolist() for part in (self.tar, self.offset, self.size)))
-        spec = self.spec.encode()
-        return [b"%s %d %d %s" % (self._tar_identities[tar], offset, size, spec) for tar, offset, size in places]
+        field = self.field.encode()
+        return [b"%s %d %d %s" % (self._tar_identities[tar], offset, size, field) for tar, offset, size in places]
 
     @cached_property
     def _tar_identities(self) -> list[bytes]:

@@ -13,7 +13,6 @@ from PIL import Image
 from dualenc.data import Corpus, open_corpus
 from dualenc.data.columns import Picked
 from dualenc.data.labels import rows_with_label
-from dualenc.data.sources import is_image_folder
 from dualenc.data.views import SimCLR
 from dualenc.encoders import Tower, load_model
 from dualenc.errors import DualencError
@@ -34,13 +33,8 @@ def open_images(
     """The images of whatever `data.open_corpus` reads, with their labels if there are any; `limit` of them at random.
 
     If some images have labels, those without are left out, counted and reported.
-    `data` may also be a folder of images with a subfolder for each split; without such a subfolder it is taken whole.
     """
-    folder = Path(data) / split
-    # A split is a name, not a way out of the folder.
-    is_subfolder = Path(split).name == split != ".." and is_image_folder(data) and folder.is_dir()
-    source = folder if is_subfolder else data
-    images = open_corpus(source, modality="image", split=split, label_column=label_column, quotes=quotes)
+    images = open_corpus(data, modality="image", split=split, label_column=label_column, quotes=quotes)
     if images.modality != "image":
         raise DualencError(f"{data}: holds {images.modality}; give images")
     if images.labels is not None:

@@ -86,7 +86,7 @@ class IndexedData:
 def with_ids(info: Any) -> IndexedData:
     """Index the training data that open_clip's `get_data` made from a CSV file or from webdataset tars.
 
-    Of tars the ids come from the tar and `__key__`: each is scanned once, every text is read once.
+    Of tars the ids come from the tar and `__key__`: each is scanned once, texts and images are compared once.
 
     Raises:
         DualencError: data of another form.
@@ -116,7 +116,7 @@ def with_ids(info: Any) -> IndexedData:
     import webdataset
 
     urls = list(dict.fromkeys(stages[0].urls))
-    tar_pairs = WebDatasetPairs(urls, deduplicate=True)
+    tar_pairs = WebDatasetPairs(urls)
     keys = _Keys(urls, tar_pairs)
     prepare = next(stage.kw for stage in stages if "image" in getattr(stage, "kw", {}) and callable(stage.kw["image"]))
     # Samples that `WebDatasetPairs` left out as broken have no id.

@@ -7,6 +7,8 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dualenc.data import (
@@ -21,9 +23,12 @@ from dualenc.data import (
     open_corpus,
     open_pairs,
 )
+from dualenc.data.corpus import used_items
 from dualenc.errors import BadSample, DualencError
+from dualenc.evaluation.image_text import both_ways_ranks
 
 from .make import encoded, picture, shade_of, write_beir, write_csv, write_jsonl
+from .test_webdataset import write_tar
 
 
 def texts(corpus: Corpus) -> dict[str, str]:
@@ -257,3 +262,46 @@ def test_what_has_no_slices_says_so(tmp_path: Path) -> None:
         for split in ("test", "train[:50%]"):
             with pytest.raises(DualencError, match="it has neither splits nor slices"):
                 reader(tmp_path / name, split=split)
+
+
+LONG_FORM = [(shade, f"caption {i} of {shade}") for shade in (1, 2, 3) for i in range(2)]
+"""One row per caption: each image comes twice."""
+
+
+def write_long_form(folder: Path, kind: str) -> Path:
+    contents = [encoded(picture(shade)) for shade, _ in LONG_FORM]
+    captions = [caption for _, caption in LONG_FORM]
+    for data, (shade, _) in zip(contents, LONG_FORM):
+        if "path" in kind:
+            (folder / f"{shade}.png").write_bytes(data)
+    if kind == "tar":
+        samples = [[(f"{i}.png", data), (f"{i}.txt", captions[i].encode())] for i, data in enumerate(contents)]
+        return write_tar(folder / "x.tar", [file for files in samples for file in files])
+    records = [{"bytes": data, "path": f"{i}.png"} for i, data in enumerate(contents)]
+    if kind == "datasets.Image":
+        features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+        data = datasets.Dataset.from_dict({"image": records, "caption": captions}, features=features)
+        data.save_to_disk(folder / "saved")
+        return folder / "saved"
+    if kind in ("bytes", "records"):
+        table = pa.table({"image": contents if kind == "bytes" else records, "caption": captions})
+        pq.write_table(table, folder / "x.parquet")
+        return folder / "x.parquet"
+    written = [f"{'./' if i % 2 else ''}{shade}.png" for i, (shade, _) in enumerate(LONG_FORM)]
+    table_name = "metadata.csv" if kind == "paths in a folder" else "x.csv"
+    write_csv(folder / table_name, ["image", "caption"], zip(written, captions))
+    return folder if kind == "paths in a folder" else folder / table_name
+
+
+@pytest.mark.parametrize("kind", ["bytes", "records", "datasets.Image", "tar", "paths", "paths in a folder"])
+def test_images_on_several_rows_are_one_image_in_training_and_evaluation(tmp_path: Path, kind: str) -> None:
+    pairs = open_pairs(write_long_form(tmp_path, kind))
+    assert (pairs.num_left, pairs.num_right) == (3, 6)
+    assert pairs.left_id.tolist() == [0, 0, 1, 1, 2, 2]
+    assert [shade_of(pair.left) for pair in pairs] == [1, 1, 2, 2, 3, 3]
+    # An ideal model: a caption has the vector of its image.
+    images, left_rows = used_items(pairs, "left")
+    vectors = np.eye(3)[[shade_of(images[row]) - 1 for row in range(len(images))]]
+    captions = [np.flatnonzero(left_rows == row).tolist() for row in range(len(images))]
+    ranks = both_ways_ranks(vectors, vectors[left_rows], captions)
+    assert ranks["text_to_image"].tolist() == [1] * 6

@@ -80,9 +80,9 @@ def test_json_fields_and_the_first_extension_that_a_sample_has(shards: Path) -> 
     pairs = WebDatasetPairs(shards, left="jpg;png", right="json:caption")
     assert contents(pairs) == [(i, f"json {i}") for i in range(5)]
     with pytest.raises(BadSample, match=r"s-000\.tar: 000: 'json:list' holds no text"):
-        WebDatasetPairs(shards, right="json:list")[0]
+        WebDatasetPairs(shards, right="json:list", deduplicate=False)[0]
     with pytest.raises(BadSample, match="'json:title' is no JSON object with a field 'title'"):
-        WebDatasetPairs(shards, right="json:title")[0]
+        WebDatasetPairs(shards, right="json:title", deduplicate=False)[0]
     with pytest.raises(DualencError, match="write json:caption"):
         WebDatasetPairs(shards, right="txt:caption")
 
@@ -129,15 +129,15 @@ def _refuse_beside(folder: Path):
 def test_equal_captions_can_share_an_id(tmp_path: Path) -> None:
     files = sample("1", 1, "same") + sample("2", 2, "same\n") + sample("3", 3, "other") + sample("4", 4, " ")
     path = write_tar(tmp_path / "x.tar", files)
-    pairs = WebDatasetPairs(path, deduplicate=True)
+    pairs = WebDatasetPairs(path)
     assert (pairs.right_id.tolist(), pairs.num_right, pairs.skipped) == ([0, 0, 1], 2, 1)
-    assert WebDatasetPairs(path).right_id.tolist() == [0, 1, 2, 3]
+    assert WebDatasetPairs(path, deduplicate=False).right_id.tolist() == [0, 1, 2, 3]
     assert contents(pairs) == [(1, "same"), (2, "same"), (3, "other")]
 
 
 BROKEN = [
     ([("9.png", encoded(picture(9)))], "x.tar: 9: sample without right file 'txt'"),
-    ([("9.txt", b"nine")], "x.tar: 9: sample without left file 'jpg;jpeg;png;webp'"),
+    ([("9.txt", b"nine")], "x.tar: 9: sample without left file 'jpg;jpeg;png;webp;…'"),
     ([("9.png", encoded(picture(9))), ("9.txt", b"")], "x.tar: 9: empty right file 'txt'"),
     ([("1.txt", b"again")], "x.tar: 1.txt: duplicate file in a tar"),
 ]
