@@ -129,7 +129,7 @@ class _Negatives:
 
     Attributes:
         items: (n,) values of the negative columns, column after column.
-        keys: (n,) strings or vectors, equal for equal items, or None.
+        keys: (n,) strings, file contents or vectors, equal for equal items.
         rows: (n,) the row of each value.
         first_place: position of the first of them.
         places: (rows of the table) positions of each row's negatives, in the order of the columns.
