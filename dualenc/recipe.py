@@ -154,8 +154,11 @@ class Recipe:
         Args:
             resume: continue from the latest checkpoint in `trainer.output`.
         """
+        from dualenc.training.checkpoint import check_run_folder
         from dualenc.training.hold_out import default_share
 
+        # Reading the data may take long.
+        check_run_folder(self.config.trainer.output, resume=resume, overwrite=self.config.trainer.overwrite)
         parts = self.build()
         trainer = parts.trainer
         if trainer.held_out is None and parts.evaluator is None and parts.batching is None:

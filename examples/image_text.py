@@ -37,7 +37,7 @@ def main(folder: Path = Path("runs/example_image_text"), epochs: int = 8) -> Tra
 
     sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
     objective = GlobalCache(**sizes, temperature=0.1, positive_in_softmax=True)
-    trainer = Trainer(output=folder, batch_size=32, epochs=epochs, learning_rate=2e-3, overwrite=True)
+    trainer = Trainer(output=folder / "run", batch_size=32, epochs=epochs, learning_rate=2e-3, overwrite=True)
     result = trainer.fit(model, pairs, objective, evaluator=ImageTextEvaluator(held_out))
 
     for name, value in result.metrics.items():

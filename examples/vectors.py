@@ -49,7 +49,7 @@ def main(folder: Path = Path("runs/example_vectors")) -> TrainingResult:
 
     sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
     objective = GlobalCache(**sizes, temperature=0.05, positive_in_softmax=True)
-    trainer = Trainer(output=folder, batch_size=16, epochs=20, learning_rate=1e-2, overwrite=True)
+    trainer = Trainer(output=folder / "run", batch_size=16, epochs=20, learning_rate=1e-2, overwrite=True)
     result = trainer.fit(model, pairs, objective, evaluator=RetrievalEvaluator(pairs=held_out))
 
     print(f"nDCG@10 on held-out queries: {result.before['ndcg@10']:.3f} → {result.metrics['ndcg@10']:.3f}")

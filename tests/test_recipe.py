@@ -377,6 +377,19 @@ def test_the_command_ends_with_code_2_and_one_line(recipe, capsys, tmp_path):
     assert "objective was 'DCL" in told
 
 
+@pytest.mark.parametrize("words", [["trainer.overwrite=true"], ["--resume"], []])
+def test_train_leaves_a_folder_of_other_files_as_it_is(recipe, tmp_path, capsys, words):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("recipe.yaml", "metrics.jsonl", ".lock"):
+        (folder / name).write_text("mine")
+    assert cli.main(["train", recipe, f"trainer.output={folder}", "data.path=/nope", *words]) == 2
+    assert f"{folder}: exists and holds no run of dualenc; choose a new or empty folder" in capsys.readouterr().err
+    assert {path.name: path.read_text() for path in folder.iterdir()} == dict.fromkeys(
+        ("recipe.yaml", "metrics.jsonl", ".lock"), "mine"
+    )
+
+
 def test_plain_values_are_those_of_yaml_1_2(tmp_path):
     """In YAML 1.1, as PyYAML reads it, `no` is false, 1e-3 is text, 1:30 is 90, 010 is 8 and 2001-01-01 a date."""
     path = tmp_path / "values.yaml"

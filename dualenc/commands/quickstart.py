@@ -205,10 +205,12 @@ def quickstart(
     from dualenc.evaluation.report import Table, print_table
     from dualenc.search import Index
     from dualenc.search.embed import embed
+    from dualenc.training.checkpoint import mark_run
     from dualenc.training.evaluators import RetrievalEvaluator
 
     docstrings = read_docstrings(max_docs)
     write_collection(data, docstrings, test_docs, seed)
+    mark_run(folder)
     print(f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out → {data}")
     pairs = BeirPairs(data, "train")
     collection = read_beir(data, "test")

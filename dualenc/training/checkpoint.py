@@ -1,4 +1,4 @@
-"""The folder of a run: locked by one run at a time, and its checkpoints, which are complete or absent.
+"""The folder of a run: known by its meta.json, locked by one run at a time; its checkpoints are complete or absent.
 
     OUTPUT/checkpoints/step-00000500/
         state.pt      everything that is the same on all ranks, readable with torch.load(weights_only=True)
@@ -34,11 +34,23 @@ from dualenc.checksums import checksums
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import is_model
 from dualenc.errors import DualencError
-from dualenc.files import atomic_folder, check_path, recover_inside, remove, save_tensors, write_json
+from dualenc.files import (
+    atomic_folder,
+    check_folder_target,
+    check_path,
+    is_folder_of,
+    recover_inside,
+    remove,
+    save_tensors,
+    write_json,
+)
 from dualenc.objectives.base import Objective
 from dualenc.reading import read_json
 from dualenc.seeds import random_state, seed_everything, set_random_state
 
+FORMAT = "dualenc-run"
+LOCK = ".lock"
+META = "meta.json"
 SHARDS = "shards"
 RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "checkpoints", "selection", "model", "recipe.yaml", "trackers")
 
@@ -92,8 +104,9 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> Iterator[None]:
     """Lock a run's folder in this context; all ranks enter it together, the main process holds the lock.
 
-    The folder is made if it is missing. Otherwise nothing in it changes here, and a folder in which nothing was
-    written is gone at the end: a mistake that comes to light before the first step leaves no trace.
+    The folder is made if it is missing. Otherwise nothing in it changes here but `meta.json`, and a folder in which
+    nothing else was written is as before at the end: a mistake that comes to light before the first step leaves no
+    trace.
 
     Args:
         output: the folder.
@@ -101,19 +114,26 @@ def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) ->
         overwrite: a run in the folder may be replaced, see `clear`.
 
     Raises:
-        DualencError: another run is using the folder; it holds a finished or broken one and neither is wanted; or the
-            folder cannot be made.
+        DualencError: as `check_run_folder`; another run is using the folder; it holds a finished or broken one and
+            neither is wanted; or the folder cannot be made.
     """
     check_path(output)
     folder = Path(output)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    lock = FileLock(folder / ".lock", timeout=0)
+    lock = FileLock(folder / LOCK, timeout=0)
     problem = None
     if distributed.is_main():
         try:
+            check_run_folder(output, resume=resume, overwrite=overwrite)
             folder.mkdir(parents=True, exist_ok=True)
             _lock(lock)
-            _check_contents(folder, resume, overwrite)
+            present = [name for name in RUN_FILES if (folder / name).exists()]
+            if present and not (resume or overwrite):
+                raise DualencError(
+                    f"{folder}: holds a run already ({present[0]}); resume it (--resume), allow "
+                    "trainer.overwrite=true, or choose another trainer.output"
+                )
+            mark_run(folder)
         except OSError as error:
             problem = f"{folder}: cannot be made or written to ({error.strerror}); choose another trainer.output"
         except DualencError as error:
@@ -126,6 +146,9 @@ def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) ->
         yield
     finally:
         if lock.is_locked:
+            with suppress(FileNotFoundError):
+                if set(os.listdir(folder)) <= {LOCK, META}:
+                    remove(folder / META)
             # Removed while it is held: whoever waits for a removed lock file notices, and tries again.
             Path(lock.lock_file).unlink(missing_ok=True)
             lock.release()
@@ -134,6 +157,35 @@ def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) ->
             with suppress(OSError):
                 for path in made:
                     path.rmdir()
+
+
+def mark_run(folder: Path) -> None:
+    """Let a run use a folder that holds other files, unless these have a meta.json."""
+    if not (folder / META).exists():
+        write_json(folder / META, {"format": FORMAT, "version": 1})
+
+
+def check_run_folder(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> None:
+    """Refuse to write into a folder that holds anything but a run; arguments as of `claimed`.
+
+    Raises:
+        DualencError: the folder, or a file or folder in it that would be replaced, is of another origin.
+    """
+    check_folder_target(output, _may_be_used, "run of dualenc")
+    for name in (LOCK, *(RUN_FILES if overwrite and not resume else ("model",))):
+        path = Path(output) / name
+        if path.exists() and not _is_of_a_run(path):
+            raise DualencError(
+                f"{path}: was not written by a training and is not replaced; move it, or choose another trainer.output"
+            )
+
+
+def _may_be_used(folder: Path) -> bool:
+    """Whether a folder holds a run, or nothing yet but what one that was killed before its first step has left."""
+    if all(name == LOCK or name.startswith(f".{META}.part-") for name in os.listdir(folder)):
+        return True
+    # Earlier versions wrote no meta.json.
+    return is_folder_of(folder, FORMAT) or any(map(_is_complete, folder.glob("checkpoints/step-*")))
 
 
 def _lock(lock: FileLock) -> None:
@@ -155,38 +207,22 @@ def _lock(lock: FileLock) -> None:
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n", encoding="utf-8")
 
 
-def _check_contents(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Refuse a folder with a run that is neither to be resumed nor replaced, or with files of another origin."""
-    found = [name for name in RUN_FILES if (folder / name).exists()]
-    if found and not (resume or overwrite):
-        raise DualencError(
-            f"{folder}: holds a run already ({found[0]}); resume it (--resume), allow trainer.overwrite=true, or "
-            "choose another trainer.output"
-        )
-    if overwrite and not resume:
-        for name in found:
-            if not _is_of_a_run(folder / name):
-                raise DualencError(
-                    f"{folder / name}: was not written by a training and is not replaced; choose another trainer.output"
-                )
-
-
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder holds a checkpoint, complete or not."""
     return any((folder / name).exists() for name in ("state.pt", "meta.json", SHARDS))
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether something that has one of the names in `RUN_FILES` was written by a training."""
+    """Whether something that has a name of the files of a run was written by a training."""
     # A user's file or folder of the same name must not be deleted; metrics.jsonl and the like are files.
+    if path.name == LOCK:
+        return path.is_file() and bool(re.match(r"(process )?\d+\s|$", path.read_text(errors="replace")))
     if path.suffix:
         return path.is_file()
     if path.name == "checkpoints":
         return path.is_dir() and all(is_checkpoint(step) or step.name.startswith(".") for step in path.iterdir())
     if path.name == "model":
         return is_model(path)
-    if path.name == "trackers":
-        return (path.parent / "metrics.jsonl").is_file()
     return path.is_dir()
 
 

@@ -114,7 +114,7 @@ class TrainerSettings:
         timeout_minutes: how long a process waits for another before it reports it as hung; longer than whatever
             one process does alone, such as the ranking in an evaluation.
         deterministic: same seed, same run on a GPU too.
-        overwrite: start anew in a folder that holds a run.
+        overwrite: start anew in a folder that holds a run; a folder of other files is refused.
         progress: show a progress bar, and one of each evaluation that disappears at its end.
 
     Raises:
@@ -170,6 +170,8 @@ class TrainerSettings:
     progress: bool = True
 
     def __post_init__(self) -> None:
+        if not os.fspath(self.output):
+            raise DualencError("output is empty; name a folder")
         self.freeze = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
         self._check_ranges()
         self._check_combinations()

@@ -15,7 +15,7 @@ import pytest
 
 from dualenc.cli import main
 from dualenc.encoders import VectorEncoder
-from dualenc.training.checkpoint import claimed
+from dualenc.training.checkpoint import claimed, mark_run
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
@@ -93,6 +93,7 @@ def test_lancedb_tables_are_put_beside_nothing_else(
 
 @pytest.mark.parametrize("name", ["model", "checkpoints", "recipe.yaml"])
 def test_a_training_replaces_what_trainings_have_written_only(folder: Path, name: str) -> None:
+    mark_run(folder)
     (folder / name).mkdir()
     (folder / name / "notes.txt").write_text("years of work")
     with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_a_killed_process_holds_no_lock_before_its_parent_notices(tmp_path):
     assert not (tmp_path / ".lock").exists()
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "process 1 on elsewhere"])
+@pytest.mark.parametrize("content", ["", "123\nelsewhere\n", "process 1 on elsewhere"])
 def test_a_lock_file_that_nobody_holds_is_no_obstacle(tmp_path, content):
     (tmp_path / ".lock").write_text(content)
     with run_folder.claimed(tmp_path, resume=True, overwrite=False):
@@ -146,7 +147,56 @@ def test_overwriting_leaves_nothing_of_the_run_before(tmp_path):
     (tmp_path / "selection" / "job-1").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     train(tmp_path, max_steps=3, overwrite=True, save_every=None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "model", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["meta.json", "metrics.jsonl", "model", "notes.txt"]
+
+
+FOREIGN = {
+    "files of a run's names": {"recipe.yaml": "mine", "metrics.jsonl": '{"step": 1, "loss": 2.0}\n'},
+    "a lock": {".lock": "mine"},
+    "a model": {"model/config.json": "{}", "model/model.safetensors": "", "model/notes.txt": "mine"},
+    "other files": {"thesis/chapter.txt": "years of work"},
+    "another meta.json": {"meta.json": '{"format": "something else"}'},
+    "selected things": {"selection/photo.jpg": "mine"},
+    "checkpoints": {"checkpoints/step-1/meta.json": '{"step": 1}'},
+}
+
+
+@pytest.mark.parametrize("how", ["resume", "overwrite", "neither"])
+@pytest.mark.parametrize("name", list(FOREIGN))
+def test_a_folder_of_other_files_is_refused_and_stays(tmp_path, name, how):
+    for file, content in FOREIGN[name].items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(content)
+    before = contents(tmp_path)
+    with pytest.raises(DualencError, match=r"holds no run of dualenc; choose a new|lock: was not written") as raised:
+        train(tmp_path, objective=FirstStepFails.of(tiny_pairs()), **{how: True} if how != "neither" else {})
+    assert "overwrite" not in str(raised.value)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("how", ["resume", "overwrite"])
+def test_a_model_of_other_origin_in_the_folder_of_a_run_is_refused_before_the_first_step(tmp_path, how):
+    train(tmp_path, max_steps=2)
+    shutil.rmtree(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "notes.txt").write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(DualencError, match="model: was not written by a training and is not replaced"):
+        train(tmp_path, objective=FirstStepFails.of(tiny_pairs()), **{how: True})
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("how", ["resume", "overwrite"])
+def test_a_run_of_a_version_without_meta_json_is_known_by_its_checkpoints(tmp_path, how):
+    train(tmp_path)
+    (tmp_path / "meta.json").unlink()
+    train(tmp_path, **{how: True})
+    assert (tmp_path / "meta.json").is_file()
+
+
+def test_an_output_without_a_name_is_refused():
+    with pytest.raises(DualencError, match="output is empty"):
+        train("")
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
