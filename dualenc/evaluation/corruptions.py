@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from dualenc.data.images import IMAGE_SUFFIXES
 from dualenc.decoding import open_image
 from dualenc.errors import DualencError, nearest
 from dualenc.reading import open_regular
@@ -264,7 +265,7 @@ class TinyImageNetC(CorruptedImages):
 
     def _names(self, corruption: str, severity: int) -> list[str]:
         folder = self.path / corruption / str(severity)
-        files = [file for file in folder.glob("*/*") if file.suffix.lower() in (".jpeg", ".jpg", ".png")]
+        files = [file for file in folder.glob("*/*") if file.suffix.lower() in IMAGE_SUFFIXES]
         names = sorted(f"{file.parent.name}/{file.name}" for file in files)
         if not names:
             raise DualencError(f"{folder}: no <class>/<name>.JPEG files; download the folder again")

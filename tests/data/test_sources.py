@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import tarfile
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image, features
 
 from dualenc.data import (
     BeirPairs,
     Corpus,
     ImageFolderPairs,
+    ImageFolderViews,
     MinedPairs,
     TablePairs,
     TableViews,
@@ -26,6 +30,7 @@ from dualenc.data import (
 from dualenc.data.corpus import used_items
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.image_text import both_ways_ranks
+from dualenc.evaluation.images import open_images
 
 from .make import encoded, picture, shade_of, write_beir, write_csv, write_jsonl
 from .test_webdataset import write_tar
@@ -134,6 +139,70 @@ def test_folders_of_images(tmp_path: Path) -> None:
     assert (corpus.ids, corpus.labels.tolist()) == (["cat/2.png", "dog/1.png"], [0, 1])
     assert (corpus.class_names, shade_of(corpus[0])) == (["cat", "dog"], 2)
     assert isinstance(open_pairs(tmp_path), ImageFolderPairs)
+
+
+def image_and_caption(path: Path, shade: int, caption: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = Image.registered_extensions().get(path.suffix.lower(), "PNG")
+    path.write_bytes(encoded(picture(shade, (64, 64)), kind))
+    path.with_suffix(".txt").write_text(caption)
+
+
+@pytest.mark.parametrize("suffix", [".avif", ".jfif", ".JPE", ".jp2", ".pgm", ".tif"])
+def test_images_of_every_suffix_that_is_decoded_are_seen(tmp_path: Path, suffix: str) -> None:
+    if Image.registered_extensions().get(suffix) == "AVIF" and not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    name = f"photo{suffix}"
+    folder = tmp_path / "folder"
+    image_and_caption(folder / name, 100, "one")
+    assert open_corpus(folder).ids == [name]
+    assert [pair.right for pair in ImageFolderPairs(folder)] == ["one"]
+    data = (folder / name).read_bytes()
+    write_csv(folder / "metadata.csv", ["file_name", "caption"], [[name, "one"]])
+    assert len(ImageFolderPairs(folder)) == 1
+    tar = write_tar(tmp_path / "x.tar", [(f"1{suffix}", data), ("1.txt", b"one")])
+    assert open_pairs(tar)[0].left.size == open_corpus(tar)[0].size == (64, 64)
+
+
+@pytest.mark.parametrize(("on_disk", "in_table"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_accents_of_file_names_may_be_composed_otherwise(tmp_path: Path, on_disk: str, in_table: str) -> None:
+    folder = tmp_path / "folder"
+    image_and_caption(folder / unicodedata.normalize(on_disk, "café.png"), 7, "unused")
+    name = unicodedata.normalize(in_table, "café.png")
+    (folder / unicodedata.normalize(on_disk, "café.txt")).unlink()
+    (folder / Path(name).with_suffix(".txt")).write_text("beside")
+    assert [(shade_of(pair.left), pair.right) for pair in ImageFolderPairs(folder)] == [(7, "beside")]
+    for file in ("metadata.csv", "table.csv"):
+        write_csv(folder / file, ["image", "caption"], [[name, "one"]])
+    for pairs in (ImageFolderPairs(folder), TablePairs(folder / "table.csv", "image", "caption")):
+        assert [(shade_of(pair.left), pair.right, pairs.skipped) for pair in pairs] == [(7, "one", 0)]
+
+
+def test_folders_named_like_splits_are_splits_and_no_classes(tmp_path: Path) -> None:
+    for number, split in enumerate(["train", "val"]):
+        for shade, name in enumerate(["cat", "dog"]):
+            image_and_caption(tmp_path / split / name / f"{number}.png", 10 * number + shade, f"{split} {name}")
+    for corpus in (open_corpus(tmp_path), open_corpus(tmp_path, split="train"), open_images(str(tmp_path), "train")):
+        assert (corpus.ids, corpus.class_names) == (["cat/0.png", "dog/0.png"], ["cat", "dog"])
+    assert [shade_of(image) for image in open_corpus(tmp_path, split="val")] == [10, 11]
+    assert ImageFolderViews(tmp_path).class_names == ["cat", "dog"]
+    assert [pair.right for pair in open_pairs(tmp_path, split="val")] == ["val cat", "val dog"]
+    assert [pair.right for pair in ImageFolderPairs(tmp_path)] == ["train cat", "train dog"]
+    for read in (open_corpus, open_pairs):
+        with pytest.raises(DualencError, match="no split 'test'; there are: train, val"):
+            read(tmp_path, split="test")
+    # Among other folders `train` is a class.
+    image_and_caption(tmp_path / "plane" / "9.png", 9, "plane")
+    assert open_corpus(tmp_path).class_names == ["plane", "train", "val"]
+
+
+def test_images_whose_names_are_not_utf8_are_counted(tmp_path: Path) -> None:
+    image_and_caption(tmp_path / "a.png", 1, "one")
+    (tmp_path / os.fsdecode(b"caf\xe9.png")).write_bytes(encoded(picture(2)))
+    for data in (open_corpus(tmp_path), open_pairs(tmp_path), ImageFolderViews(tmp_path)):
+        assert (len(data), data.skipped) == (1, 1)
+    with pytest.raises(BadSample, match=r"caf\\udce9\.png': file name that is not UTF-8; rename it"):
+        open_corpus(tmp_path, on_error="raise")
 
 
 def test_tars(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import webdataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dualenc.data import WebDatasetPairs, tar_index
+from dualenc.data import TablePairs, WebDatasetPairs, tar_index
 from dualenc.data.webdataset import tar_corpus
 from dualenc.errors import BadSample, DualencError
 
@@ -74,6 +74,34 @@ def test_names_with_dots_folders_and_capitals_are_grouped_as_webdataset_does(tmp
     other = webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False).decode("pil")
     expected = [(shade_of(s["left.png"]), s["txt"]) for s in other]
     assert contents(WebDatasetPairs(path, left="left.png")) == expected == [(1, "one"), (3, "two")]
+
+
+def test_files_lost_to_dots_are_counted_and_dots_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clips = [file for i in range(1000) for file in sample(f"clip.{i:04d}", i % 256, f"text {i}")]
+    path = write_tar(tmp_path / "x.tar", clips + sample("whole", 1, "one"))
+    pairs = WebDatasetPairs(path)
+    assert (contents(pairs), pairs.skipped) == ([(1, "one")], 1000)
+    assert (
+        "1000 left file 'jpg;jpeg;png;webp;…' with dots in its name, where a sample's name ends at" in caplog.text
+    )
+    assert tar_corpus(path).skipped == 1000
+    assert len(WebDatasetPairs(path, left="0007.png", right="0007.txt")) == 1
+
+
+@pytest.mark.parametrize("name", ["shards [v2]", "a*b", "what?"])
+def test_folders_with_signs_of_globs_are_taken_by_their_name(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    write_tar(folder / "x.tar", sample("1", 1, "one"))
+    for path in (folder, folder / "x.tar", f"{folder}/*.tar", f"{tmp_path}/*/x.tar"):
+        assert contents(WebDatasetPairs(path)) == [(1, "one")]
+    (folder / "x.csv").write_text("query,document\na,b\n")
+    assert len(TablePairs(f"{folder}/*.csv", "query", "document")) == 1
+
+
+def test_the_name_of_a_tar_need_not_be_utf8(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / os.fsdecode(b"caf\xe9.tar"), sample("1", 1, "one"))
+    assert contents(WebDatasetPairs(path)) == [(1, "one")]
 
 
 def test_json_fields_and_the_first_extension_that_a_sample_has(shards: Path) -> None:
