@@ -31,6 +31,7 @@ LINE = "__line__"
 """Columns that hold the place of each row."""
 
 _BATCH_ROWS = 2000
+_MAX_LISTED = 50
 
 _VECTOR = pa.large_list(pa.float32())
 _TYPES: dict[ColumnKind, pa.DataType] = {
@@ -112,8 +113,14 @@ def check_columns(source: str, available: Iterable[str], required: Iterable[str]
     for name in required:
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-            hint = f"did you mean {nearest[0]!r}? (columns: {', '.join(names)})" if nearest else "it has no columns"
+            hint = f"did you mean {nearest[0]!r}? (columns: {listed(names)})" if nearest else "it has no columns"
             raise DualencError(f"{display_name(source)}: no column {name!r}; {hint}")
+
+
+def listed(columns: Collection[str]) -> str:
+    """The names of columns for a message; of many the first."""
+    more = [f"and {len(columns) - _MAX_LISTED:,} more"] if len(columns) > _MAX_LISTED else []
+    return ", ".join([*islice(columns, _MAX_LISTED), *more])
 
 
 def _text(value: Any) -> str | None:

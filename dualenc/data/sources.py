@@ -10,7 +10,7 @@ from dualenc.data.beir import BeirPairs, is_beir, read_corpus
 from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images, split_folder
 from dualenc.data.labels import labels_of_folders
-from dualenc.data.line_tables import ColumnKind
+from dualenc.data.line_tables import ColumnKind, listed
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
 from dualenc.data.remote import RemoteFile
@@ -289,4 +289,4 @@ def _main_column(
     if len(kinds) == 1:
         return next(iter(kinds)), modality or "text"
     argument = {"text": "text_column", "image": "image_column", None: "text_column or image_column"}[modality]
-    raise DualencError(f"{source}: no telling which column to read; name {argument} (columns: {', '.join(kinds)})")
+    raise DualencError(f"{source}: no telling which column to read; name {argument} (columns: {listed(kinds)})")

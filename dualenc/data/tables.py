@@ -26,6 +26,7 @@ from dualenc.data.line_tables import (
     check_columns,
     kind_of_type,
     kinds_of_records,
+    listed,
     table_of_lines,
 )
 from dualenc.data.lines import LINE_FORMATS, check_distinct
@@ -194,15 +195,13 @@ def first_of(columns: Iterable[str], names: Iterable[str], but: str | None = Non
 
 
 def usual_column(
-    source: object, columns: Iterable[str], names: Iterable[str], argument: str, but: str | None = None
+    source: object, columns: Collection[str], names: Iterable[str], argument: str, but: str | None = None
 ) -> str:
     """The `first_of` some usual names, for an argument that the user left out; a `DualencError` if there is none."""
     found = first_of(columns, names, but)
     if found is None:
-        available = ", ".join(columns)
-        raise DualencError(
-            f"{display_name(source)}: no telling which column is {argument}; name it (columns: {available})"
-        )
+        shown = f"{display_name(source)}: no telling which column is {argument}"
+        raise DualencError(f"{shown}; name it (columns: {listed(columns)})")
     return found
 
 

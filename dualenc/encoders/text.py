@@ -197,7 +197,7 @@ class TextPrepare(Prepare):
         self.memory: TokenMemory | None = None
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
-        texts = [self.prompt + text for text in check_texts(items)]
+        texts = [self.prompt + text for text in check_texts(items, self.tokenizer.truncation_side)]
         tokens = self._tokenize(texts) if self.memory is None else self.memory.tokenize(texts, self._tokenize)
         longest = max(len(row["input_ids"]) for row in tokens)
         longest = min(self.max_length, -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of)

@@ -35,6 +35,9 @@ VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 """One of these is in every folder that has a tokenizer."""
 
 
+MAX_CHARACTERS = 1 << 20
+"""Of a longer text only so much is tokenized, far more than any model takes."""
+
 Tokens = dict[str, np.ndarray]
 """What a tokenizer makes of one text: "input_ids" and others, (T,) int32 each."""
 MAX_REMEMBERED = 2**24
@@ -65,7 +68,7 @@ class TokenMemory:
         return result
 
 
-def check_texts(texts: Sequence[str]) -> list[str]:
+def check_texts(texts: Sequence[str], truncation_side: str = "right") -> list[str]:
     """The texts, all of them valid Unicode; tokenizers would raise a TypeError that does not say so, or panic.
 
     Raises:
@@ -76,7 +79,9 @@ def check_texts(texts: Sequence[str]) -> list[str]:
             text.encode()
         except UnicodeEncodeError:
             raise BadSample(f"the text {text[:40]!r} is not valid Unicode; write it in UTF-8") from None
-    return list(texts)
+    # What no model reads is cut before tokenizers spend minutes on it.
+    part = slice(MAX_CHARACTERS) if truncation_side == "right" else slice(-MAX_CHARACTERS, None)
+    return [text[part] for text in texts]
 
 
 def train_tokenizer(

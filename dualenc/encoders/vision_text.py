@@ -185,8 +185,9 @@ class CaptionPrepare(Prepare):
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         padding = "max_length" if self.full else True
+        texts = check_texts(items, self.tokenizer.truncation_side)
         inputs = self.tokenizer(
-            check_texts(items), padding=padding, truncation=True, max_length=self.max_length, return_tensors="pt"
+            texts, padding=padding, truncation=True, max_length=self.max_length, return_tensors="pt"
         )
         # "attention_mask" would say that columns of padding alone may be cut.
         return {"mask" if self.full and name == "attention_mask" else name: t for name, t in inputs.items()}

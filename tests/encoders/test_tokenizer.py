@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +210,15 @@ def test_a_memory_tokenises_each_text_once_and_changes_nothing() -> None:
             assert values.dtype == torch.int64
             assert torch.equal(values, expected[name])
     assert [tokenized.count("query: " + text) for text in texts] == [1, 1, 1, 3]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_text_of_30_megabytes_is_tokenized_in_seconds(tokenizer: PreTrainedTokenizerBase, side: str) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.truncation_side = side
+    prepare = TextPrepare(tokenizer, max_length=16)
+    begin = time.perf_counter()
+    long = prepare(["a dog " + "cat " * 7_500_000 + "a bird"])["input_ids"]
+    assert time.perf_counter() - begin < 20
+    short = prepare(["a dog " + "cat " * 30 + "a bird"])["input_ids"]
+    assert long.tolist() == short.tolist()
