@@ -219,3 +219,23 @@ def test_real_images_of_ten_classes(image_model: Path, shared_data: Path, tmp_pa
     assert evaluate(*words, "--out", tmp_path / "out") == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (metrics["train_images"], metrics["test_images"]) == (200, 60)
+
+
+@pytest.mark.slow
+def test_images_without_a_label_are_left_out_and_counted(
+    image_model: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accuracies = []
+    for missing in (False, True):
+        for part in ("train", "test"):
+            rows = [f"{path.relative_to(data)},{path.parent.name}" for path in sorted((data / part).rglob("*.png"))]
+            # A fifth of the rows more, of images of all classes.
+            rows += [f"{row.partition(',')[0]}," for row in rows[::5]] if missing else []
+            (data / f"{part}.csv").write_text("\n".join(["image,label", *rows]) + "\n")
+        out = tmp_path / f"out {missing}"
+        assert evaluate(image_model, data / "test.csv", "--train", data / "train.csv", "--out", out) == 0
+        metrics = json.loads((out / "metrics.json").read_text())
+        assert (metrics["train_images"], metrics["test_images"]) == (30, 18)
+        accuracies.append({name: row["accuracy"] for name, row in metrics["accuracy"].items()})
+    assert accuracies[0] == accuracies[1]
+    assert "skipped 6 bad samples: 6 image without a label (first: 30)" in caplog.text

@@ -480,3 +480,30 @@ def test_more_components_than_the_model_has(
 ) -> None:
     command, _, *rest = words
     assert "dim is 33: give 1 to 32" in failure(capsys, command, toy_text, documents, *rest, "--out", tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_column_with_nan_is_still_one_of_numbers(
+    tmp_path: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    years = [2001, float("nan"), 2020, 2021, None]
+    rows = [{"_id": str(i), "text": f"a fox {i}", "year": year} for i, year in enumerate(years)]
+    # One row before all others, without an id.
+    lines = [json.dumps(row) for row in ({"text": float("nan")}, *rows)]
+    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
+    run("index", toy_text, tmp_path / "docs.jsonl", "--out", tmp_path / "index", "--columns", "year")
+    results = found(capsys, tmp_path / "index", "fox", "--where", "year>=2020")
+    assert {result["id"] for result in results} == {"2", "3"}
+
+
+@pytest.mark.slow
+def test_the_option_for_quotes(tmp_path: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "docs.tsv").write_text('id\ttext\n1\t"fox\n2\tdog"\n3\tcat\n')
+    (tmp_path / "docs.csv").write_text('id,text\n1,"fox\n2,dog"\n3,cat\n')
+    for name, words, count in (("tsv", (), 3), ("tsv", ("--quotes", "true"), 2), ("csv", ("--quotes", "false"), 3)):
+        out = tmp_path / f"{name} {len(words)}"
+        run("embed", toy_text, tmp_path / f"docs.{name}", "--out", out, *words)
+        assert len(Embeddings.open(out)) == count
+    run("index", tmp_path / "csv 2", "--out", tmp_path / "index")
+    run("index", tmp_path / "index", tmp_path / "docs.csv", "--texts", "--bm25", "--quotes", "false")
+    assert "3 texts kept" in capsys.readouterr().out
