@@ -52,8 +52,8 @@ class EMC2(ChainObjective):
     with proposals drawn from the corpus, the stationary law of a chain is the softmax over all negatives of its anchor:
     once the chains have mixed, the gradient is that of the global loss. The items of one batch come without repetition.
     From three pairs on, with views from two, the law is then off by a total variation of up to 0.09 (enumerated for
-    small corpora), and the gradient has a small bias. Source: Yau et al. 2024 (EMC²: Efficient MCMC negative sampling for
-    contrastive learning, arXiv:2404.10575), Algorithm 1 and Eq. 11.
+    small corpora), and the gradient has a small bias. Source: Yau et al. 2024 (EMC²: Efficient MCMC negative sampling
+    for contrastive learning, arXiv:2404.10575), Algorithm 1 and Eq. 11.
 
     With views a chain moves between single views. The walk is sequential and runs on the CPU, which holds the (X, A, C)
     scores of the step.
