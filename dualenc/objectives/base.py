@@ -28,6 +28,7 @@ from dualenc.objectives.checks import (
     MIN_TEMPERATURE,
     check_sizes,
     check_temperature,
+    checked_types,
     fail,
 )
 from dualenc.objectives.corpus import Corpus
@@ -100,6 +101,12 @@ class Objective(nn.Module):
     dims: list[int] | None = None
     """Lengths that are trained besides the whole embeddings; see `Matryoshka`."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = checked_types(cls.__init__)  # type: ignore[method-assign]
+
+    @checked_types
     def __init__(
         self,
         *,
@@ -119,8 +126,6 @@ class Objective(nn.Module):
         if positive_in_softmax and not self.estimates_partition:
             able = "SogCLR, ISogCLR, GlobalCache, NegativeCache or ExactGlobal"
             fail(self, "positive_in_softmax", f"does not apply; leave it out, or take {able}")
-        if not math.isfinite(guide_margin):
-            fail(self, "guide_margin", f"is {guide_margin}; it must be a number such as 0 or 0.05")
         if not 0 <= guide_relative <= 1:
             fail(self, "guide_relative", f"is {guide_relative}; it must lie in [0, 1], such as 1 or 0.95")
         self.num_left = num_left

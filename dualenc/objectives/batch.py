@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
-from dualenc.objectives.checks import check_shapes, check_values, fail
+from dualenc.objectives.checks import check_shapes, check_tensors, check_values, fail
 from dualenc.objectives.guide import Guide, GuideVectors, similarity_limits
 
 if TYPE_CHECKING:
@@ -91,6 +91,9 @@ def gather_batch(
     """
     given = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
     given_ids = {name: values for name, values in ids.items() if values is not None}
+    for name in ("left", "right", "left_id"):
+        if name not in given and name not in given_ids:
+            fail(objective, name, "is None; pass a tensor")
     check_shapes(objective, given, given_ids, weights, objective.views)
 
     given_ids = {name: values.long() for name, values in given_ids.items()}
@@ -143,6 +146,7 @@ def guided(objective: Objective, batch: Batch, vectors: GuideVectors) -> Batch:
     if not objective.takes_guide:
         able = "InfoNCE, DCL, HCL, SogCLR, ISogCLR, SACLR or SigLIP"
         fail(objective, "guide", f"judges candidates of the batch only; leave it out, or take {able}")
+    check_tensors(objective, {f"guide.{side}": values for side, values in vectors._asdict().items()})
     left = vectors.left.to(batch.left)
     right = vectors.right.to(batch.left)
     if left.shape != right.shape or left.dim() != 2 or len(left) != len(batch.left):

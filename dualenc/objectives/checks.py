@@ -6,9 +6,14 @@ transfer.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NoReturn
+import numbers
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +40,57 @@ SIDE_OF_IDS = {
 def fail(owner: object, argument: str, problem: str) -> NoReturn:
     """Raise the error of an argument, such as "SogCLR: gamma is 2; it must lie in (0, 1]"."""
     raise DualencError(f"{type(owner).__name__}: {argument} {problem}")
+
+
+TYPE_WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", type(None): "None"}
+
+
+def checked_types(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a constructor: an argument of another type than annotated ends in one line."""
+    signature = inspect.signature(constructor)
+
+    @functools.wraps(constructor)
+    def checked(self: object, *positional: Any, **named: Any) -> None:
+        hints = typing.get_type_hints(constructor)
+        for argument, value in signature.bind(self, *positional, **named).arguments.items():
+            if argument in hints and not isinstance(value, Tensor):
+                check_type(self, argument, value, hints[argument])
+        constructor(self, *positional, **named)
+
+    return checked
+
+
+def check_type(owner: object, argument: str, value: Any, hint: Any) -> None:
+    """Refuse text for a number, numbers that are not finite, and values that are none of the choices."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    choices = typing.get_args(hint) if is_union else (hint,)
+    if any(_is_of_type(value, choice) for choice in choices):
+        return
+    expected = []
+    for choice in choices:
+        words = TYPE_WORDS.get(choice) or f"of type {getattr(choice, '__name__', choice)}"
+        if typing.get_origin(choice) is Literal:
+            words = f"one of {', '.join(map(str, typing.get_args(choice)))}"
+        expected.append(words)
+    fail(owner, argument, f"is {value!r}; it must be {' or '.join(expected)}")
+
+
+def _is_of_type(value: Any, hint: Any) -> bool:
+    kind = typing.get_origin(hint) or hint
+    if kind is Literal:
+        return value in typing.get_args(hint)
+    if kind is int:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    return kind is Any or not isinstance(kind, type) or isinstance(value, kind)
+
+
+def check_tensors(owner: object, values: Mapping[str, Any]) -> None:
+    """Refuse lists, arrays and numbers where tensors belong; None is left out."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            fail(owner, name, f"is a {type(value).__name__}; it must be a tensor, such as torch.as_tensor({name})")
 
 
 def check_sizes(owner: object, num_left: int | None, num_right: int | None, needs_num_left: bool) -> None:
@@ -74,6 +130,7 @@ def check_shapes(
         weights: (b,) of the pairs.
         views: whether the objective trains on two views.
     """
+    check_tensors(owner, {**embeddings, **ids, "weights": weights})
     left = embeddings["left"]
     right = embeddings["right"]
     for name, tensor in embeddings.items():
@@ -192,6 +249,16 @@ def _explain_norms(owner: object, embeddings: Mapping[str, Tensor]) -> NoReturn:
     raise AssertionError("all norms are 1")
 
 
+def check_encoded_rows(embeddings: Any, num_ids: int, dimension: int | None = None) -> None:
+    """Refuse what is not a float tensor (n, D) from `encode`, for n ids."""
+    expected = f"for {num_ids} ids; it must be a float tensor ({num_ids}, {dimension or 'D'})"
+    if not isinstance(embeddings, Tensor):
+        raise DualencError(f"encode gave a {type(embeddings).__name__} {expected}")
+    fits = embeddings.dim() == 2 and len(embeddings) == num_ids and dimension in (None, embeddings.shape[-1])
+    if not fits or not embeddings.is_floating_point():
+        raise DualencError(f"encode gave shape {tuple(embeddings.shape)} ({embeddings.dtype}) {expected}")
+
+
 def check_encoded(embeddings: Tensor) -> None:
     """Refuse embeddings (…, D) from `encode` that are not finite, or whose norm is neither 1 nor 0; one transfer."""
     norms = torch.linalg.vector_norm(embeddings.detach(), dim=-1, dtype=torch.float64)
@@ -208,6 +275,7 @@ def check_encoded(embeddings: Tensor) -> None:
 
 def check_counts(owner: object, side: str, counts: Tensor, num_items: int) -> None:
     """Refuse counts of pairs per item that are not (num_items,) finite numbers of 0 or more."""
+    check_tensors(owner, {f"{side}_counts": counts})
     if counts.shape != (num_items,):
         fail(owner, f"{side}_counts", f"has shape {tuple(counts.shape)}; it must hold {num_items} counts")
     if not bool((torch.isfinite(counts) & (counts >= 0)).all()):

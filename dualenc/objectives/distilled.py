@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.objectives.checks import fail
+from dualenc.objectives.checks import check_tensors, fail
 from dualenc.objectives.items import Encode
 from dualenc.objectives.matryoshka import Wrapper
 
@@ -52,8 +52,6 @@ class Distilled(Wrapper):
         teacher_temperature: float = 1.0,
         own_weight: float = 1.0,
     ) -> None:
-        if kind not in ("margin_mse", "kl"):
-            fail(self, "kind", f"is {kind!r}; it must be one of margin_mse, kl")
         if objective.views:
             fail(self, "objective", "has views=True; a teacher scores pairs with mined negatives")
         for argument, factor in (("weight", weight), ("own_weight", own_weight)):
@@ -92,6 +90,7 @@ class Distilled(Wrapper):
         output = self.main(left, right, left_id, right_id, encode, negatives=negatives, weights=weights, **batch)
         if teacher_scores is None or teacher_rows is None:
             fail(self, "teacher_scores", "and teacher_rows are missing; pass what the teacher says of the pairs")
+        check_tensors(self, {"teacher_scores": teacher_scores, "teacher_rows": teacher_rows})
         num_negatives = 0 if negatives is None else len(negatives)
         self._check(len(left), num_negatives, teacher_scores, teacher_rows)
         precision = output.loss.dtype

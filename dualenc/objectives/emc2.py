@@ -70,8 +70,6 @@ class EMC2(ChainObjective):
 
     def __init__(self, *, score: Literal["stored", "fresh"] = "stored", burn_in: float = 0.5, **chains: Any) -> None:
         super().__init__(**chains)
-        if score not in ("stored", "fresh"):
-            fail(self, "score", f"is {score!r}; it must be one of stored, fresh")
         if not 0 <= burn_in < 1:
             fail(self, "burn_in", f"is {burn_in}; it must lie in [0, 1), a share of the proposals")
         self.score = score

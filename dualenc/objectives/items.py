@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from dualenc import distributed
-from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING
-from dualenc.objectives.checks import check_encoded
+from dualenc.objectives.checks import check_encoded, check_encoded_rows
 from dualenc.types import Side
 
 Encode = Callable[[Side, Tensor], Tensor]
@@ -91,9 +90,6 @@ class ItemEncoder:
             else:
                 encoded = [self.encode(side, ids) for side, ids in to_encode]
         for (_, ids), embeddings in zip(to_encode, encoded, strict=True):
-            expected = (len(ids), self.like.shape[-1])
-            if embeddings.shape != expected:
-                shape = tuple(embeddings.shape)
-                raise DualencError(f"encode gave shape {shape} for {len(ids)} ids; it must be {expected}")
+            check_encoded_rows(embeddings, len(ids), self.like.shape[-1])
         by_side = {side: embeddings.to(self.like) for (side, _), embeddings in zip(to_encode, encoded)}
         return [by_side.get(side, no_rows) for side, _ in parts]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.objectives.checks import fail
+from dualenc.objectives.checks import check_encoded_rows, check_tensors, fail
 from dualenc.objectives.items import Encode
 from dualenc.types import Side
 
@@ -116,6 +116,14 @@ class Matryoshka(Wrapper):
         **batch: Any,
     ) -> ObjectiveOutput:
         """The mean over lengths; arguments as of the wrapped objective."""
+        vectors = {
+            "left": left,
+            "right": right,
+            "negatives": negatives,
+            "keys_left": keys_left,
+            "keys_right": keys_right,
+        }
+        check_tensors(self, vectors)
         if left.shape[-1] < self.lengths[-1]:
             fail(
                 self, "dims", f"are {self.lengths}, but the embeddings have {left.shape[-1]}; leave out what is beyond"
@@ -157,7 +165,9 @@ class PrefixEncode:
         self.dim = dim
 
     def __call__(self, side: Side, ids: Tensor) -> Tensor:
-        return prefix(self.encode(side, ids), self.dim)
+        vectors = self.encode(side, ids)
+        check_encoded_rows(vectors, len(ids))
+        return prefix(vectors, self.dim)
 
 
 class EncodedOnce:
@@ -179,7 +189,9 @@ class EncodedOnce:
         new = [item for item in dict.fromkeys(ids.tolist()) if item not in places]
         places |= {item: number for number, item in enumerate(new, start=len(places))}
         parts = self._embeddings.setdefault(key, [])
-        parts.append(self.encode(side, ids.new_tensor(new)))
+        encoded = self.encode(side, ids.new_tensor(new))
+        check_encoded_rows(encoded, len(new))
+        parts.append(encoded)
         rows = torch.tensor([places[item] for item in ids.tolist()], dtype=torch.int64)
         return torch.cat(parts)[rows.to(parts[-1].device)]
 

@@ -148,7 +148,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     for arguments, message in (
         ({"kind": "mse"}, "kind is 'mse'; it must be one of margin_mse, kl"),
         ({"weight": -1}, "weight is -1; it must be 0 or more"),
-        ({"own_weight": math.inf}, "own_weight is inf; it must be 0 or more"),
+        ({"own_weight": math.inf}, "own_weight is inf; it must be a finite number"),
         ({"teacher_temperature": 0}, "teacher_temperature is 0; it must be above 0"),
         ({"objective": InfoNCE(views=True)}, "objective has views=True; a teacher scores pairs with mined negatives"),
     ):
