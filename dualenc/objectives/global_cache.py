@@ -146,8 +146,6 @@ class GlobalCache(MemoryObjective):
             fail(self, "control", f"is {control}; it must lie in [0, 1]")
         if pool is not None and pool < 1:
             fail(self, "pool", f"is {pool}; it must be at least 1, a number of items, or null for all")
-        if partition not in ("sample", "memory"):
-            fail(self, "partition", f"is {partition!r}; it must be one of sample, memory")
         self.extra_encodes = extra_encodes
         self.control = control
         self.pool = pool
