@@ -97,10 +97,11 @@ def ranked(documents: Mapping[str, float]) -> list[str]:
 
 
 def check_trec_names(names: Iterable[str], what: str) -> None:
-    """Refuse names that a TREC file cannot hold: empty, or with white space."""
+    """Refuse names that TREC files cannot hold, empty or with white space, or that crash trec_eval, not UTF-8."""
     for name in names:
-        if len(name.split()) != 1 or name.strip() != name:
-            raise DualencError(f"{what} {name!r} is empty or holds white space, which TREC files cannot; rename it")
+        if len(name.split()) != 1 or name.strip() != name or name.encode(errors="ignore").decode() != name:
+            remedy = "which TREC files cannot; rename it"
+            raise DualencError(f"{what} {name!r} is empty, holds white space or is not UTF-8, {remedy}")
 
 
 def read_lines(path: PathLike) -> Iterator[tuple[str, str]]:

@@ -256,7 +256,7 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(
         ),
         ((model, twin.parent), "twin: neither a BEIR folder"),
         ((model, unjudged), "no usable judgement"),
-        ((model, spaced), "'a b' is empty or holds white space"),
+        ((model, spaced), "'a b' is empty, holds white space or is not UTF-8"),
         ((model, data, twin), "two folders are named toy"),
         ((model, data, "--depth", "10"), "depth=10"),
         ((toy_clip, data), "needs kind query-document or vector; use `dualenc evaluate image-text`"),

@@ -24,7 +24,7 @@ def write_beir(folder: Path, documents: int = 40, queries: int = 8, split: str =
     (folder / "qrels").mkdir(parents=True)
     rows = [{"_id": f"d{i}", "title": f"title {i}", "text": text} for i, text in enumerate(texts)]
     _write_lines(folder / "corpus.jsonl", rows)
-    # Not the documents with the ids of queries: those are taken for copies of the queries.
+    # Not the documents with the ids of queries: unjudged, they are removed as copies of the queries.
     chosen = (queries + generator.choice(documents - queries, queries, replace=False)).tolist()
     parts = [" ".join(texts[document].split()[:5]) for document in chosen]
     _write_lines(folder / "queries.jsonl", [{"_id": f"d{i}", "text": part} for i, part in enumerate(parts)])

@@ -91,7 +91,7 @@ def test_what_is_no_regular_file(reader: object, make: Callable[[Path], None], t
         reader(tmp_path / "file")  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("run", [{"q 1": {"d": 1.0}}, {"q": {"d 1": 1.0}}, {"": {"d": 1.0}}])
+@pytest.mark.parametrize("run", [{"q 1": {"d": 1.0}}, {"q": {"d 1": 1.0}}, {"": {"d": 1.0}}, {"q": {"\udcff": 1.0}}])
 def test_ids_that_the_format_cannot_hold_leave_no_file(run: dict, tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="white space"):
         write_trec(tmp_path / "run.trec", run)
