@@ -226,6 +226,7 @@ def quickstart(
         if hint:
             print(hint)
 
+    print("The loss is log(Z/e⁺) over all documents: below 0 where a positive outweighs all negatives together")
     evaluator = RetrievalEvaluator(data)
     trained = _trainer(folder, steps, seed).fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
     model = load_model(str(trained.model_folder))

@@ -192,9 +192,10 @@ class EmbeddingMemory(nn.Module):
     def num_negatives(self, hidden: Tensor, counts: Tensor | None = None) -> Tensor:
         """(G,) remembered items that anchors see, each as often as counts (N,) say; `hidden` (G, K) see `draw`."""
         _, is_known = self._find(hidden)
-        total = _counts_of(self.keys // self.keys_per_item, counts).sum()
-        number_hidden = (_counts_of(hidden, counts) * is_known).sum(dim=1)
-        return distributed.all_reduce((total.to(number_hidden.device) - number_hidden).double())
+        own_counts = None if counts is None else counts.to(self.keys.device)
+        total = _counts_of(self.keys // self.keys_per_item, own_counts).sum().to(hidden.device)
+        num_hidden = (_counts_of(hidden, counts) * is_known).sum(dim=1)
+        return distributed.all_reduce((total - num_hidden).double())
 
     @torch.no_grad()
     def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor, counts: Tensor | None = None) -> Draws:

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from dualenc.objectives.memory import EmbeddingMemory
-from tests.objectives.every import FIRST, SETTINGS, Setting, Towers, batch, momentum_keys
+from tests.objectives.every import FIRST, NUM_LEFT, NUM_RIGHT, SETTINGS, Setting, Towers, batch, momentum_keys
 from tests.pretended_device import DEVICE, pretended_device
 
 NUM_STEPS = 3
 
 
-def train(setting: Setting, device: torch.device | str) -> tuple[list[float], dict[str, Tensor]]:
+def train(setting: Setting, device: torch.device | str, counted: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of some steps of plain gradient descent, and the objective's state after them."""
     towers, criterion = Towers(setting.views).to(device), setting.build().to(device)
+    if counted:
+        criterion.set_counts(torch.full((NUM_LEFT,), NUM_RIGHT), torch.full((NUM_RIGHT,), NUM_LEFT))
     if setting.views:
         towers.right = towers.left  # moving has made two of one
     towers.left_features, towers.right_features = towers.left_features.to(device), towers.right_features.to(device)
@@ -66,9 +68,9 @@ REMEMBERING = [s for s in FIRST if s.objective.__name__ in ("GlobalCache", "Nega
 @pytest.mark.parametrize("setting", REMEMBERING, ids=lambda s: s.name)
 def test_a_memory_on_the_cpu_stays_there_and_gives_the_same_losses(setting: Setting) -> None:
     on_cpu = replace(setting, arguments=setting.arguments | {"memory_device": "cpu"})
-    expected, state = train(setting, "cpu")
+    expected, state = train(setting, "cpu", counted=True)
     with pretended_device():
-        found, found_state = train(on_cpu, DEVICE)
+        found, found_state = train(on_cpu, DEVICE, counted=True)
         criterion = on_cpu.build()
         criterion.to(DEVICE)
         assert criterion.log_temperature.device == DEVICE
