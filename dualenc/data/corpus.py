@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, Side
 
 SNIPPET_LENGTH = 240
+_WHOLE_FLOAT = re.compile(r"-?[0-9]+\.0")
 
 
 class Corpus:
@@ -247,7 +249,11 @@ def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
     """The id of each row in a column, None where it has none; without a column the row's number."""
     if id_column is None:
         return [str(row) for row in range(len(table))]
-    return [id_of(value) for value in Column(table, id_column, "text").values(np.arange(len(table))).tolist()]
+    names = [id_of(value) for value in Column(table, id_column, "text").values(np.arange(len(table))).tolist()]
+    # Beside missing ids pandas writes id 7 as 7.0.
+    if None in names and all(name is None or _WHOLE_FLOAT.fullmatch(name) for name in names):
+        names = [name and name.removesuffix(".0") for name in names]
+    return names
 
 
 def id_of(value: Any) -> str | None:

@@ -250,9 +250,13 @@ def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quote
             yield rows.line_num, dict(zip(header, row, strict=True))
         elif row:
             # A stray quote swallows the lines up to the next quote: all of them are lost, and counted.
-            hint = "quote fields that hold the delimiter, or pass quotes=false if quotes are characters"
-            mend = f"{fault}: {hint if in_quotes else 'pass quotes=true if quotes enclose fields'}"
-            skips.bad("malformed line", f"{path}:{before + 1}", mend, max(1, rows.line_num - before))
+            reason = "malformed line"
+            mend = f"{fault}: quote fields that hold the delimiter, or pass quotes=false if quotes are characters"
+            if not in_quotes:
+                mend = f"{fault}: write a field for each column"
+                if any('"' in field for field in row):
+                    reason = "malformed line with a quote (pass quotes=true if quotes enclose fields)"
+            skips.bad(reason, f"{path}:{before + 1}", mend, max(1, rows.line_num - before))
 
 
 def _unquoted(field: str) -> str:

@@ -90,6 +90,15 @@ def test_quotes_in_tsv(tmp_path: Path, content: str, texts: list[str]) -> None:
     assert [record["text"] for _, record in read(path)] == texts
 
 
+def test_quoted_fields_in_tsv_that_span_lines_name_the_option(tmp_path: Path) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_text('id\ttext\n1\t"two\nlines"\n2\tone\n')
+    skips = Skips(path)
+    assert len(list(read_records(path, skips))) == 2
+    assert skips.describe().startswith("1 malformed line with a quote (pass quotes=true if quotes enclose fields)")
+    assert [record["text"] for _, record in read(path, quotes=True)] == ["two\nlines", "one"]
+
+
 def test_a_header_of_many_columns_is_read_at_once(tmp_path: Path) -> None:
     names = [f"c{i}" for i in range(100_000)]
     path = write_csv(tmp_path / "x.csv", names, [names])

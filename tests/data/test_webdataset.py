@@ -81,9 +81,7 @@ def test_files_lost_to_dots_are_counted_and_dots_are_named(tmp_path: Path, caplo
     path = write_tar(tmp_path / "x.tar", clips + sample("whole", 1, "one"))
     pairs = WebDatasetPairs(path)
     assert (contents(pairs), pairs.skipped) == ([(1, "one")], 1000)
-    assert (
-        "1000 left file 'jpg;jpeg;png;webp;…' with dots in its name, where a sample's name ends at" in caplog.text
-    )
+    assert "1000 left file 'jpg;jpeg;png;webp;…' with dots in its name, where a sample's name ends at" in caplog.text
     assert tar_corpus(path).skipped == 1000
     assert len(WebDatasetPairs(path, left="0007.png", right="0007.txt")) == 1
 

@@ -82,6 +82,14 @@ def test_missing_texts_ids_titles_and_columns(tmp_path: Path, form: str) -> None
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_numbers_as_ids_beside_a_missing_one(tmp_path: Path, form: str) -> None:
+    rows = [{"id": 1, "text": "one"}, {"id": NAN, "text": "two"}, {"id": 12, "text": "three"}]
+    frame = pd.DataFrame(rows).to_dict("records")  # 1.0, nan, 12.0
+    corpus = open_corpus(write(tmp_path, form, frame))
+    assert (texts(corpus), corpus.skipped) == ({"1": "one", "12": "three"}, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_missing_sides_and_weights_of_pairs(tmp_path: Path, form: str) -> None:
     rows = [
         {"query": "a", "document": "x", "grade": 1.0},
