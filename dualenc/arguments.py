@@ -23,6 +23,8 @@ import docstring_parser
 from dualenc.errors import DualencError, nearest
 
 EMPTY = inspect.Parameter.empty
+OUTPUTS = {"out", "embeddings"}
+"""Options that name what a command writes."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,7 +68,7 @@ def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[st
 
     Raises:
         DualencError: an unknown option (names the nearest valid one), a missing or superfluous argument, a value
-            of the wrong type.
+            of the wrong type, an output without a name.
     """
     _refuse_nul(prog, arguments)
     parameters = list(_flattened(function))
@@ -85,6 +87,10 @@ def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[st
         if re.fullmatch(r"-(?!\.?\d)\S+", name):
             suggestion = nearest(name, map(_label, options))
             raise DualencError(f"{prog} has no option '{name}'{suggestion}; see {prog} --help")
+    for name in OUTPUTS & vars(parsed).keys():
+        # Path("") is the current folder.
+        if not getattr(parsed, name):
+            raise DualencError(f"{prog}: --{name} is empty; name a file or folder")
     values = _grouped(function, vars(parsed))
     try:
         bound = inspect.signature(function).bind(*positional, *arguments[end + 1 :], **values)

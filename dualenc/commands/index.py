@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -81,7 +82,8 @@ def index(
     if data is not None:
         # Hidden beside the index unless the user wants to keep them. The hidden folder outlives a failed build: a
         # factory string that FAISS refuses does not cost the embedding.
-        folder = Path(embeddings or Path(out).with_name(f".{Path(out).name}.embeddings"))
+        target = Path(os.path.abspath(out))
+        folder = Path(embeddings or target.with_name(f".{target.name}.embeddings"))
         options = EmbedOptions(batch_size=batch_size, dim=None if embeddings else build.dim)
         embed(source, data, out=str(folder), side=side, source=items, options=options, device=device)
     if not distributed.is_main():

@@ -67,7 +67,7 @@ def mine(
     from dualenc.search.mining import mine as mine_negatives
     from dualenc.search.rerank import open_cross_encoder
 
-    kept = Path(embeddings or Path(out).with_name(f"{Path(out).name}-embeddings"))
+    kept = Path(embeddings or f"{Path(out)}-embeddings")
     _check(rule, Path(out), kept, plot, factory, batch_size)
     device_to_use = start_processes(device)
     pairs = open_pairs(data, **vars(columns), split=split)

@@ -55,6 +55,8 @@ def push(
     """
     check_range(1, MAX_ITEMS, batch_size=batch_size)
     check_range(0, MAX_ITEMS, recall_queries=recall_queries)
+    if not target:
+        raise DualencError("TARGET is empty; name a folder or a URL")
     if to == "parquet":
         if quantization != "none" or any(value is not None for value in (out, collection, metric, batch_size)):
             raise DualencError("--to parquet writes the vectors as they are; leave the options out")

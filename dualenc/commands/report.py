@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dualenc.files import check_file_target
 from dualenc.terminal import printable
 
 
@@ -23,9 +22,10 @@ def report(run: str, *others: str, out: str | None = None) -> None:
         others: more runs to compare it with.
         out: the file to write; by default report.html in RUN.
     """
-    target = Path(out or Path(run) / "report.html")
-    check_file_target(target)
+    from dualenc.evaluation.report import check_report_target
     from dualenc.evaluation.run_report import write_run_report
 
+    target = Path(out or Path(run) / "report.html")
+    check_report_target(target)
     write_run_report(target, [run, *others])
     print(printable(f"report: {target}"))

@@ -31,7 +31,8 @@ _COMMAND_OF = {
 
 RESULT = "metrics.json"
 PAGE = "report.html"
-UNFINISHED = {"embeddings", "features", "finished", "run.trec", "per_query.ndjson"}
+RUNS = ("run.trec", "per_query.ndjson")
+UNFINISHED = {"embeddings", "features", "finished", *RUNS}
 UNFINISHED |= {"bm25", "hybrid", "reranked", "engine", "image_to_text", "text_to_image"}
 """Files of an evaluation that was interrupted before its results."""
 KEPT_EMBEDDINGS = [f"{place}/*/meta.json" for place in ("embeddings", "*/embeddings", "features", "finished")]
@@ -99,7 +100,11 @@ def _distinct_name(data: str) -> str:
 
 
 def _is_unfinished(folder: Path) -> bool:
-    return all(name in UNFINISHED or name.startswith(".") for name in os.listdir(folder))
+    """Whether a folder holds unfinished work; runs alone may be those of another program."""
+    if not all(name in UNFINISHED or name.startswith(".") for name in os.listdir(folder)):
+        return False
+    has_work = any(True for pattern in ("finished", *KEPT_EMBEDDINGS) for _ in folder.glob(pattern))
+    return has_work or not any(path.is_file() for name in RUNS for path in folder.rglob(name))
 
 
 def evaluated_weights(folder: Path) -> set[str]:

@@ -19,11 +19,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Scores
 from dualenc.evaluation.plots import as_svg
 from dualenc.evaluation.retrieval import Result
 from dualenc.evaluation.runs import ranked
-from dualenc.files import atomic_path
+from dualenc.files import atomic_path, check_file_target
+from dualenc.reading import open_regular
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
+STYLE = b"body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24;"
+"""The template's first rule of style, by which a page is known."""
 SHOWN_QUERIES = 5
 SHOWN_RESULTS = 5
 
@@ -151,6 +155,16 @@ def write_report(
     with atomic_path(path) as part:
         part.write_text(page, encoding="utf-8")
     return Path(path)
+
+
+def check_report_target(path: str | os.PathLike[str]) -> None:
+    """Refuse to write a page over a folder, or a file that is no page of dualenc."""
+    check_file_target(path)
+    if os.path.exists(path):
+        with open_regular(path) as stream:
+            beginning = stream.read(1 << 16)
+        if beginning and STYLE not in beginning:
+            raise DualencError(f"{os.fspath(path)}: exists and is no report of dualenc; name another --out")
 
 
 def snippet(text: str, characters: int = 400) -> str:

@@ -162,7 +162,8 @@ class Index:
         budget = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if folder is not None and needed > budget // 2 and can_be_merged(empty):
             check_target(folder)
-            work = Path(folder).with_name(f".{Path(folder).name}.building")
+            target = Path(os.path.abspath(folder))
+            work = target.with_name(f".{target.name}.building")
             with built_in_parts(database, chosen, work, memory=budget, **how) as merged:
                 # One of the processes merges and saves; to the others None is yielded when it has.
                 if merged is not None:

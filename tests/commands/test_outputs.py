@@ -105,6 +105,56 @@ def test_a_training_replaces_what_trainings_have_written_only(folder: Path, name
     assert not (folder / ".lock").exists()
 
 
+@pytest.mark.parametrize("command", WORDS)
+def test_an_output_without_a_name_is_no_current_folder(
+    tmp_path: Path,
+    toy_text: Path,
+    beir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    words = WORDS[command](tmp_path, toy_text, beir)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert "--out is empty; name a file or folder" in failure(capsys, *words, "--out", "")
+    assert os.listdir() == []
+
+
+def test_the_current_folder_takes_an_index(
+    tmp_path: Path, toy_text: Path, beir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    run("index", toy_text, beir, "--out", ".")
+    assert (tmp_path / "empty" / "index.faiss").is_file()
+
+
+def test_mining_into_the_current_folder_is_told(toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is a folder" in failure(capsys, "mine", toy_text, beir, "--split", "test", "--out", ".")
+
+
+FOREIGN: dict[str, tuple[str, str]] = {
+    "report": ("report.html", "<html>mine</html>"),
+    "retrieval": ("bm25/run.trec", "q1 Q0 d1 1 0.5 mine"),
+    "compare": ("comparison.json", '{"mine": true}'),
+}
+
+
+@pytest.mark.parametrize("command", FOREIGN)
+def test_files_of_the_names_of_results_stay(
+    tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    name, content = FOREIGN[command]
+    path = tmp_path / "mine" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    out = path if command == "report" else tmp_path / "mine"
+    assert "exists and " in failure(capsys, *WORDS[command](tmp_path, toy_text, beir), "--out", out)
+    assert path.read_text() == content
+    assert [file for file in (tmp_path / "mine").rglob("*") if file.is_file()] == [path]
+
+
 @pytest.mark.parametrize("command", ["report", "export", "retrieval", "mine", "embed", "index", "quickstart"])
 def test_a_nul_in_a_path_is_told(
     tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str], command: str

@@ -14,6 +14,7 @@ from dualenc.evaluation.report import Figure, Table, print_table, write_report
 from dualenc.evaluation.retrieval import HEADLINES
 from dualenc.evaluation.runs import read_per_query, read_trec
 from dualenc.files import check_folder_target, check_writable, write_json
+from dualenc.reading import read_json_object
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def compare_folders(run_a: str, run_b: str, options: CompareOptions) -> None:
     out = None if options.out is None else Path(options.out)
     if out is not None:
         check_writable(out)
-        check_folder_target(out, lambda path: (path / RESULT).is_file(), "comparison")
+        check_folder_target(out, _is_comparison, "comparison")
     qrels = None if options.qrels is None else read_qrels(options.qrels)
     a = _read_run(Path(run_a), qrels)
     b = _read_run(Path(run_b), qrels)
@@ -54,6 +55,10 @@ def compare_folders(run_a: str, run_b: str, options: CompareOptions) -> None:
         write_report(out / "report.html", "Comparison of two runs", facts=facts, tables=[table], figures=figures)
         print(printable(f"{RESULT} and report.html are in {out}"))
     print_table(table)
+
+
+def _is_comparison(folder: Path) -> bool:
+    return (folder / RESULT).is_file() and read_json_object(folder / RESULT).get("task") == "compare"
 
 
 def _row(comparison: Comparison) -> dict[str, object]:
