@@ -80,8 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dualenc: interrupted", file=sys.stderr)
         return 130
-    except Exception as error:
-        if debug:
+    except BaseException as error:
+        # A panic of a library in Rust, such as tokenizers, is no Exception; SystemExit is none either.
+        is_failure = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if debug or not is_failure:
             raise
         print(f"dualenc: {_explain(error)}", file=sys.stderr)
         return 2 if isinstance(error, EXPECTED) else 1
@@ -115,7 +117,7 @@ def _load(command: Command) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"dualenc.commands.{command.module}"), command.function)
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: BaseException) -> str:
     """One line about an error: what a user can mend as it is, out of memory with a remedy, anything else as a bug."""
     message = _one_line(error)
     if isinstance(error, ModuleNotFoundError):

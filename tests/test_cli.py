@@ -17,6 +17,10 @@ from dualenc import cli
 from dualenc.errors import DualencError
 
 
+class PanicException(BaseException):
+    """As pyo3 raises it for a panic of Rust."""
+
+
 def raises(error: BaseException) -> Any:
     def command(word: str = "") -> None:
         raise error
@@ -127,6 +131,10 @@ class OutOfMemoryError(RuntimeError):
         (TypeError("two\nlines"), "unexpected error: TypeError: two lines; run again with --debug to see where"),
         (RecursionError(), "unexpected error: RecursionError; run again with --debug to see where"),
         (ValueError("x" * 900), f"unexpected error: ValueError: {'x' * 388}; run again with --debug to see where"),
+        (
+            PanicException("no entry found for key"),
+            "unexpected error: PanicException: no entry found for key; run again with --debug to see where",
+        ),
         (MemoryError(), "error: not enough memory (none left); make batch_size or chunk_size smaller"),
         (
             OutOfMemoryError("tried to allocate 2 GiB"),
@@ -135,7 +143,7 @@ class OutOfMemoryError(RuntimeError):
     ],
 )
 def test_what_nobody_foresaw_is_one_line_and_code_1(
-    failing: Any, error: Exception, message: str, capsys: pytest.CaptureFixture[str]
+    failing: Any, error: BaseException, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing(error)
     assert cli.main(["fail"]) == 1
