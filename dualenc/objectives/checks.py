@@ -243,6 +243,9 @@ def _explain_norms(owner: object, embeddings: Mapping[str, Tensor]) -> NoReturn:
         norms = torch.linalg.vector_norm(tensor.detach(), dim=1, dtype=torch.float64)
         if not bool(norms.isfinite().all()):
             fail(owner, name, "holds NaN or infinite values; lower the learning rate or check the encoder")
+        if bool((norms == 0).any()):
+            # What is left of an infinite vector that was scaled to length one.
+            fail(owner, name, "holds zero vectors: the model has diverged; lower the learning rate or check it")
         if len(norms) and float((norms - 1).abs().max()) > NORM_TOLERANCE:
             ends = f"[{float(norms.min()):.4g}, {float(norms.max()):.4g}]"
             fail(owner, name, f"has rows of norm in {ends}; they must be unit vectors: normalise them")

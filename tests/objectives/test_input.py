@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from dualenc.encoders.dual import unit_norm
 from dualenc.errors import DualencError
 from dualenc.objectives import (
     DCL,
@@ -63,7 +64,9 @@ BAD_CALLS = {
         "left": torch.diag(torch.tensor([1.0, 4000.0, 1.0, 1.0]))
     },
     "right has rows of norm in .0.98, 1.": {"right": torch.diag(torch.tensor([0.98, 1.0, 1.0, 1.0]))},
-    "left has rows of norm in .0, 1.": {"left": torch.diag(torch.tensor([1.0, 0.0, 1.0, 1.0]))},
+    "left holds zero vectors: the model has diverged": {"left": torch.diag(torch.tensor([1.0, 0.0, 1.0, 1.0]))},
+    "right holds zero vectors: the model has diverged": {"right": unit_norm(1e30 * torch.ones(4, 4))},
+    "right holds NaN or infinite values": {"right": unit_norm(torch.eye(4) / 0)},
 }
 
 
