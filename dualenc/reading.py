@@ -58,7 +58,7 @@ def read_json(source: str | os.PathLike[str]) -> Any:
     """
     try:
         with open_regular(source) as stream:
-            return json.loads(stream.read().decode("utf-8"))
+            return json.loads(stream.read().decode("utf-8-sig"))
     except FileNotFoundError:
         raise DualencError(f"{source}: no such file; is the folder complete?") from None
     except RecursionError:

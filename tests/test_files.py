@@ -24,11 +24,17 @@ import torch
 from filelock import FileLock
 
 from dualenc import files
+from dualenc.commands.serve import _read_token
+from dualenc.data.beir import read_qrels
 from dualenc.data.embeddings import Embeddings
+from dualenc.data.lines import read_records
+from dualenc.data.skips import Skips
 from dualenc.errors import DiskFull, DualencError
+from dualenc.evaluation.runs import read_lines, read_trec
 from dualenc.files import atomic_folder, atomic_path, recover, recover_inside, removed_if_refused
 from dualenc.full_disk import explain_full_disk
 from dualenc.reading import read_json, read_json_object
+from dualenc.recipe import _read_yaml
 from dualenc.search import Index
 from dualenc.search.embeddings import EmbeddingWriter
 
@@ -561,3 +567,27 @@ def test_an_interruption_leaves_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         refused(tmp_path / "new", {"meta.json": 10}, KeyboardInterrupt())
     assert (tmp_path / "new" / "meta.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "read"),
+    [
+        ("a.csv", "text,label\nx,1\n", lambda path: list(read_records(path, Skips(path)))),
+        ("a.tsv", "text\tlabel\nx\t1\n", lambda path: list(read_records(path, Skips(path)))),
+        ("a.jsonl", '{"text": "x"}\n', lambda path: list(read_records(path, Skips(path)))),
+        ("a.json", '[{"text": "x"}]', lambda path: list(read_records(path, Skips(path)))),
+        ("a.txt", "x\ny\n", lambda path: list(read_records(path, Skips(path)))),
+        ("beir.tsv", "q\td\t1\n", read_qrels),
+        ("trec.txt", "q 0 d 1\n", read_qrels),
+        ("run.txt", "q Q0 d 1 0.5 tag\n", read_trec),
+        ("lines.txt", "a photo of a {}\n", lambda path: [line for _, line in read_lines(path)]),
+        ("modules.json", '{"a": 1}', read_json),
+        ("token", "0123456789abcdef0123456789abcdef\n", lambda path: _read_token(str(path))),
+        ("recipe.yaml", "model: 1\n", _read_yaml),
+    ],
+)
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path, name: str, text: str, read: Any) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    plain = read(tmp_path / name)
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert read(tmp_path / name) == plain

@@ -203,7 +203,7 @@ def _remove(folder: str, path: str) -> None:
     try:
         # Not `splitlines`: an id may hold other separators than a line break.
         with open_regular(path) as stream:
-            ids = [line for line in stream.read().decode("utf-8").replace("\r\n", "\n").split("\n") if line]
+            ids = [line for line in stream.read().decode("utf-8-sig").replace("\r\n", "\n").split("\n") if line]
     except (OSError, UnicodeDecodeError) as error:
         raise DualencError(f"{path}: cannot be read ({error}); give a text file with one id a line") from None
     changed = change.remove(folder, ids)

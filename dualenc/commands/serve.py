@@ -168,7 +168,7 @@ def _read_token(path: str | None) -> str | None:
     if path is not None:
         try:
             with open_regular(path) as file:
-                token = file.read(MAX_TOKEN_LENGTH + 3).decode("ascii").strip()  # and the end of its line
+                token = file.read(MAX_TOKEN_LENGTH + 6).decode("utf-8-sig").strip()  # with BOM and the end of its line
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "no ASCII"
             raise DualencError(f"{path}: cannot be read as a token ({reason}); write one line of ASCII") from None

@@ -19,6 +19,7 @@ from dualenc.search import Index, kinds
 from dualenc.search.embeddings import EmbeddingWriter
 from tests.commands import toy
 from tests.commands.in_process import failure, run
+from tests.data.make import write_csv
 
 
 @pytest.fixture
@@ -60,6 +61,21 @@ def test_embed_writes_what_the_model_says(
     run("embed", toy_text, documents, "--side", "left", "--out", tmp_path / "queries")
     queries = Embeddings.open(tmp_path / "queries").vectors[:]
     np.testing.assert_allclose(queries, encoded(toy_text, "left", toy.texts(60)), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_of_questions_with_answers_the_answers_are_embedded(
+    tmp_path: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = toy.texts(40)[:20]
+    answers = toy.texts(40)[20:]
+    table = write_csv(tmp_path / "qa.csv", ["question", "answer"], zip(questions, answers))
+    run("index", toy_text, table, "--out", tmp_path / "index", "--embeddings", tmp_path / "answers")
+    vectors = Embeddings.open(tmp_path / "answers").vectors[:]
+    np.testing.assert_allclose(vectors, encoded(toy_text, "right", answers), atol=1e-5)
+    run("embed", toy_text, table, "--side", "left", "--out", tmp_path / "queries")
+    vectors = Embeddings.open(tmp_path / "queries").vectors[:]
+    np.testing.assert_allclose(vectors, encoded(toy_text, "left", questions), atol=1e-5)
 
 
 def test_embed_keeps_columns(tmp_path: Path, toy_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +173,7 @@ def test_append_remove_and_verify(
     assert {result["id"] for result in found(capsys, index, toy.texts(1)[0], "-k", 65)} >= {"late 0", "d0"}
     message = failure(capsys, "index", toy_text, tmp_path / "more.jsonl", "--out", index, "--append")
     assert "has an item 'late 0' already" in message
-    (tmp_path / "gone.txt").write_text("late 0\r\nd59\n")
+    (tmp_path / "gone.txt").write_text("late 0\r\nd59\n", encoding="utf-8-sig")
     run("index", index, "--remove", tmp_path / "gone.txt")
     assert "2 removed, now 63 vectors" in capsys.readouterr().out
     assert not {result["id"] for result in found(capsys, index, "fox", "-k", 65)} & {"late 0", "d59"}
