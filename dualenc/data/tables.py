@@ -235,6 +235,7 @@ def _from_parquet(
     check_columns(source, schema.names, required)
     names = [name for name in schema.names if name in columns] or schema.names
     schema = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
+    _check_readable(source, schema)
     size = sum(file.size if isinstance(file, RemoteFile) else file.stat().st_size for file in files)
 
     def key() -> str:
@@ -250,8 +251,7 @@ def _one_schema(files: Sequence[TableFile], footers: Sequence[pq.FileMetaData]) 
     types: dict[str, pa.DataType] = {}
     for file, schema in zip(files, schemas):
         for name, kind in zip(schema.names, schema.types):
-            # Dictionaries differ from row group to row group; their values are what counts.
-            kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+            kind = _plain_type(kind)
             try:
                 types[name] = _common_type(types.get(name, kind), kind)
             except pa.ArrowException:
@@ -274,6 +274,24 @@ def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType:
         ):
             raise
         return pa.large_string()
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """A type without dictionaries, which differ from row group to row group, and without views."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
+
+
+def _check_readable(source: str, schema: pa.Schema) -> None:
+    """Refuse types that `datasets` lacks, such as maps."""
+    from datasets.features.features import generate_from_arrow_type
+
+    for field in schema:
+        try:
+            generate_from_arrow_type(field.type)
+        except ValueError:
+            held = f"column {field.name!r} holds {field.type}, which cannot be read"
+            raise DualencError(f"{display_name(source)}: {held}; write it as texts, numbers or lists") from None
 
 
 def _parquet_batches(
