@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
 from torch import Tensor
 
@@ -51,8 +52,12 @@ def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
         The data set with ids, and the texts by id, for objectives that encode texts outside the batch.
 
     Raises:
-        DualencError: fewer than two columns, a column that holds no texts, or a `label` already.
+        DualencError: no `datasets.Dataset`, fewer than two columns, a column that holds no texts, a row without a text,
+            or a `label` already.
     """
+    if not isinstance(dataset, Dataset):
+        kind = type(dataset).__name__
+        raise DualencError(f"the data set is of type {kind}; give one split as a datasets.Dataset, with all its rows")
     names = dataset.column_names
     if len(names) < 2 or "label" in names:
         raise DualencError(f"the columns are {', '.join(names)}; give anchor, positive and negatives, without a label")
@@ -60,6 +65,10 @@ def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
     for name in names:
         if not (pa.types.is_string(table[name].type) or pa.types.is_large_string(table[name].type)):
             raise DualencError(f"column {name} holds {table[name].type}, not texts; keep columns of texts")
+        if count := table[name].null_count:
+            row = pc.index(pc.is_null(table[name]), True).as_py()
+            advice = f"remove them: dataset.filter(lambda row: row[{name!r}] is not None)"
+            raise DualencError(f"column {name} has no text in {count} rows, the first of them row {row}; {advice}")
     left_ids, left = _distinct(table[names[0]].chunks)
     right_ids, right = _distinct([chunk for name in names[1:] for chunk in table[name].chunks])
     ids = np.concatenate([left_ids[None], right_ids.reshape(len(names) - 1, -1)])

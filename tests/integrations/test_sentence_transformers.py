@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from dualenc.batching import SpectralBatches
 from dualenc.encoders import TextEncoder, train_tokenizer
@@ -218,6 +218,13 @@ def test_mistakes_are_one_line(model_folder: Path) -> None:
         with_ids(dataset)
     with pytest.raises(DualencError, match="column year holds int64"):
         with_ids(Dataset.from_dict({"text": ["a"], "year": [1]}))
+    gaps = Dataset.from_dict({"q": ["a", "b", "c"], "p": ["x", None, None]})
+    with pytest.raises(DualencError, match="column p has no text in 2 rows, the first of them row 1; remove them"):
+        with_ids(gaps)
+    assert with_ids(gaps.filter(lambda row: row["p"] is not None))[1].num_left == 1
+    for other in (gaps.to_iterable_dataset(), DatasetDict(train=gaps), [{"q": "a", "p": "b"}], gaps.to_pandas()):
+        with pytest.raises(DualencError, match=r"the data set is of type \w+; give one split as a datasets.Dataset"):
+            with_ids(other)
 
 
 @pytest.mark.parametrize("block", [1, 2], ids=["theirs", "ours"])
