@@ -14,7 +14,7 @@ from dualenc.data.columns import Column, ColumnImages, Picked, Texts
 from dualenc.data.identity import digest_of, items_identity
 from dualenc.data.labels import labels_of_column
 from dualenc.data.metadata import metadata_columns
-from dualenc.data.pairs import PairDataset
+from dualenc.data.pairs import PairDataset, by_position
 from dualenc.data.skips import Skips
 from dualenc.data.tables import DataTable
 from dualenc.decoding import rgb_item
@@ -56,7 +56,7 @@ class Corpus:
         columns: pa.Table | None = None,
     ) -> None:
         self.ids = list(ids)
-        self.items = items
+        self.items = by_position(items)
         self.modality = modality
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
         self.class_names = None if class_names is None else list(class_names)

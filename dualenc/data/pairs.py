@@ -87,6 +87,12 @@ def _offsets(lengths: np.ndarray | list[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
+def by_position(items: Items) -> Items:
+    """Items by their positions; a pandas Series takes numbers for labels, which may be in another order."""
+    is_pandas = hasattr(items, "iloc")
+    return items.to_numpy() if is_pandas else items  # type: ignore[attr-defined]
+
+
 class Pair(NamedTuple):
     """One training pair: its stable number in [0, M), its items' stable ids and the raw items.
 
@@ -149,8 +155,8 @@ class PairDataset:
         left_modality: Modality = "text",
         right_modality: Modality = "text",
     ) -> None:
-        self.left_items = left_items
-        self.right_items = right_items
+        self.left_items = by_position(left_items)
+        self.right_items = by_position(right_items)
         self.left_modality = left_modality
         self.right_modality = right_modality
         self.left_id = _checked_ids("left_id", left_id, len(left_items))

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dualenc.encoders.card import render_card
-from dualenc.errors import DualencError
+from dualenc.errors import BadSample, DualencError
 from dualenc.files import atomic_folder
 from dualenc.types import Inputs, Modality, Side
 
@@ -186,7 +186,7 @@ class DualEncoder(nn.Module):
             (N, D) unit vectors, float32.
 
         Raises:
-            DualencError: another side, or items of another modality.
+            DualencError: another side, or items of another modality; it names the first of those.
         """
         # Imported here, as searching stands on encoders.
         from dualenc.data.corpus import Corpus
@@ -194,8 +194,10 @@ class DualEncoder(nn.Module):
 
         if side not in ("left", "right"):
             raise DualencError(f"side is {str(side)[:40]!r}; give left or right")
-        if isinstance(items, str):
-            raise DualencError("items is one text; give a list of texts")
+        is_sequence = hasattr(items, "__len__") and hasattr(items, "__getitem__") and getattr(items, "ndim", 1) > 0
+        if not is_sequence or isinstance(items, (str, bytes, Mapping)):
+            kind = type(items).__name__
+            raise DualencError(f"items is of type {kind}; give a list of texts, images or vectors")
         if not len(items):
             return np.empty((0, self.dim), np.float32)
         tower = self.tower(side)
@@ -275,6 +277,32 @@ class DualEncoder(nn.Module):
             if dims := getattr(config, "matryoshka_dimensions", None):
                 rows["Trained lengths"] = ", ".join(str(dim) for dim in dims if dim <= self.dim)
         return rows | {"Weights": f"{self.num_parameters:,}"}
+
+
+def check_item(item: Any, modality: Modality, name: str = "an item") -> None:
+    """Refuse a raw item that a tower cannot take.
+
+    Args:
+        item: of a batch.
+        modality: of the tower.
+        name: of the item, for the message.
+
+    Raises:
+        BadSample: no `str`, no `PIL.Image` or tensor, or no array (D,) of finite numbers.
+    """
+    kind: tuple[type, ...]
+    kind, needed = {
+        "text": ((str,), "a str"),
+        "image": ((Image.Image, Tensor), "a PIL image"),
+        "vector": ((np.ndarray, Tensor), "an array (D,) of finite numbers"),
+    }[modality]
+    valid = isinstance(item, kind)
+    if valid and modality == "vector":
+        vector = np.asarray(item)
+        valid = vector.ndim == 1 and vector.dtype.kind in "fiu" and bool(np.isfinite(vector).all())
+    if not valid:
+        shown = " ".join(repr(item).split())[:40]
+        raise BadSample(f"{name} is {shown}, where {needed} is needed; correct or remove it")
 
 
 def unit_norm(vectors: Tensor) -> Tensor:

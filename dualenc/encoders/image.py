@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import rgb_to_grayscale, to_pil_image
 
-from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_item, unit_norm
 from dualenc.encoders.hub import base_metadata, first_line, model_folder
 from dualenc.errors import DualencError
 from dualenc.files import write_json
@@ -398,6 +398,8 @@ class ImagePrepare(Prepare):
 
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
         """As `Prepare.__call__`; items are RGB images or uint8 tensors (3, H, W), all of one size."""
+        for item in items:
+            check_item(item, "image")
         if seeds is not None and self.augments_batches and isinstance(items[0], Tensor):
             return {"image": self._augment_batch(torch.stack(list(items)), seeds)}
         images = [to_pil_image(item.cpu()) if isinstance(item, Tensor) else item for item in items]

@@ -34,6 +34,10 @@ DOCUMENT_NAMES = ("document", "passage", "corpus")
 """Names of prompts that sentence-transformers itself looks for, first ones first."""
 
 
+MIN_LENGTH = 3
+"""Shortest input in tokens: special tokens take two."""
+
+
 @dataclass(frozen=True)
 class SentenceFolder:
     """What a text model's folder says besides weights and vocabulary; None where it says nothing.
@@ -96,6 +100,12 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     if default is not None and default not in prompts:
         raise DualencError(f"{path}: default_prompt_name {default!r} is none of its prompts; restore the file")
     shared = "" if default in (None, *QUERY_NAMES, *DOCUMENT_NAMES) else prompts[default]
+    length = settings.get("max_seq_length")
+    if length is not None and (type(length) is not int or length < MIN_LENGTH):
+        where = transformer / "sentence_bert_config.json"
+        raise DualencError(
+            f"{where}: max_seq_length is {length!r}; it must be a whole number from {MIN_LENGTH}, or null"
+        )
     truncate_dim = config.get("truncate_dim")
     if truncate_dim is not None and (not isinstance(truncate_dim, int) or truncate_dim < 1):
         raise DualencError(f"{path}: truncate_dim is {truncate_dim!r}; it must be a whole number above 0, or left out")
@@ -104,7 +114,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
         pooling=_read_pooling(pooling / "config.json", bool(any(prompts.values()))),
         query_prompt=_first(prompts, QUERY_NAMES, shared),
         document_prompt=_first(prompts, DOCUMENT_NAMES, shared),
-        max_length=settings.get("max_seq_length"),
+        max_length=length,
         lower_case=bool(settings.get("do_lower_case")),
         head=tuple(place if name == "Dense" else None for name, place in modules[2:]),
         truncate_dim=truncate_dim,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dualenc import distributed
 from dualenc.encoders.dense import Dense, Normalize, first_components, kept_components, read_dense
 from dualenc.encoders.dropout import convert_dropout
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.hub import base_metadata, first_line, model_folder
 from dualenc.encoders.packing import first_position, pack, run_packed
-from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folder, write_sentence_files
+from dualenc.encoders.sentence_folder import MIN_LENGTH, SentenceFolder, read_sentence_folder, write_sentence_files
 from dualenc.encoders.tokenizer import (
     TokenMemory,
     Tokens,
@@ -35,6 +37,8 @@ from dualenc.types import Inputs, Pooling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger("dualenc.encoders")
 
 POOLINGS: tuple[str, ...] = get_args(Pooling)
 
@@ -108,6 +112,8 @@ class TextEncoder(DualEncoder):
         bases = _bases(name, config, tokenizer, shared)
         for base in bases:
             _check_inputs(base, name)
+            if max_length is None:
+                _report_cut(base)
             if lora_rank:
                 base.backbone.to(getattr(torch, dtype))
                 base.backbone = add_lora(base.backbone, lora_rank, lora_alpha, lora_dropout, lora_targets)
@@ -334,8 +340,7 @@ class _Base:
         self, prompt: str, max_length: int | None, truncate_dim: int | None, pooling: Pooling | None
     ) -> TextTower:
         """The tower of one side; what is None is as the folder says."""
-        longest = self.says.max_length if max_length is None else max_length
-        length = check_length(longest, self.backbone, self.tokenizer)
+        length = check_length(max_length, self.backbone, self.tokenizer, self.says.max_length)
         truncate = self.says.truncate_dim if truncate_dim is None else truncate_dim
         prepare = TextPrepare(self.tokenizer, prompt, length)
         return TextTower(self.backbone, prepare, pooling or self.says.pooling or "mean", self.head, truncate)
@@ -349,6 +354,15 @@ def _check_inputs(base: _Base, name: str | None) -> None:
         kind = base.backbone.config.model_type
         raise DualencError(f"{name or 'config'}: a model of type {kind} is no text encoder; choose another")
     base.tokenizer.model_input_names = [key for key in base.tokenizer.model_input_names if key in accepted]
+
+
+def _report_cut(base: _Base) -> None:
+    """Log where a folder's maximum length exceeds the model's positions."""
+    positions = max_positions(base.backbone)
+    length = base.says.max_length
+    if positions is not None and length is not None and length > positions and distributed.is_main():
+        stated = f"max_seq_length is {length}, but the model has {positions} positions"
+        logger.warning("%s: %s; longer texts are cut there", base.says.transformer, stated)
 
 
 def enable_checkpointing(model: Any) -> None:
@@ -493,6 +507,8 @@ def new_transformer(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) 
                 if isinstance(usual, int) and usual >= len(tokenizer):
                     setattr(own_config, name, getattr(tokenizer, name))
             model = _auto_class(own_config).from_config(own_config, trust_remote_code=False)
+    except DualencError as error:
+        raise DualencError(f"config of the text tower: {error}") from None
     except Exception as error:
         raise DualencError(f"config of the text tower: {first_line(error)}; mend its fields") from error
     return _without_pooler(model)
@@ -518,10 +534,11 @@ def load_transformer(folder: Path) -> PreTrainedModel:
             model, report = _auto_class(config).from_pretrained(
                 folder, config=config, use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
+    except DualencError as error:
+        raise DualencError(f"{folder}: {error}") from None
     except Exception as error:
-        raise DualencError(
-            f"{folder}: the text model does not load ({first_line(error)}); restore the folder"
-        ) from error
+        advice = "restore its files, or choose another model"
+        raise DualencError(f"{folder}: the text model does not load ({first_line(error)}); {advice}") from error
     missing = sorted(key for key in report["missing_keys"] if "pooler." not in key)
     if missing:
         raise DualencError(f"{folder}: {len(missing)} weights are missing, {missing[0]} first; restore the folder")
@@ -539,18 +556,26 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return limit if limit and limit > 0 else None
 
 
-def check_length(max_length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+def check_length(
+    max_length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stored: int | None = None
+) -> int:
     """The length to truncate to, in tokens: the one asked for, or the longest that all agree on.
+
+    Args:
+        max_length: as the user asks for it; None: by the model.
+        model: the transformer.
+        tokenizer: its own.
+        stored: what the folder says, in place of the tokenizer's maximum.
 
     Raises:
         DualencError: the model has fewer positions than were asked for.
     """
     positions = max_positions(model)
     if max_length is None:
-        known = [n for n in (positions, tokenizer.model_max_length) if n and n < 1_000_000]
+        known = [n for n in (positions, stored or tokenizer.model_max_length) if n and n < 1_000_000]
         return min(known, default=MAX_LENGTH)
-    if max_length < 3:
-        raise DualencError(f"max_length is {max_length}: give at least 3, special tokens take two")
+    if max_length < MIN_LENGTH:
+        raise DualencError(f"max_length is {max_length}: give at least {MIN_LENGTH}, special tokens take two")
     if positions is not None and max_length > positions:
         raise DualencError(f"max_length is {max_length}, but the model has {positions} positions: lower it")
     return max_length
@@ -590,7 +615,12 @@ def _auto_class(config: Any) -> Any:
     if "/" in attention:
         raise DualencError(f"attn_implementation {attention} is code from the hub, which is not run; leave it out")
     half = any(name.endswith("EncoderModel") for name in config.architectures or [])
-    return AutoModelForTextEncoding if half or getattr(config, "is_encoder_decoder", False) else AutoModel
+    if not half and not getattr(config, "is_encoder_decoder", False):
+        return AutoModel
+    if type(config) not in AutoModelForTextEncoding._model_mapping:
+        kind = f"a model of type {config.model_type} is an encoder with a decoder"
+        raise DualencError(f"{kind}, and transformers has no class for its encoder alone; choose an encoder, or a T5")
+    return AutoModelForTextEncoding
 
 
 def _without_pooler(model: PreTrainedModel) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from dualenc.encoders.dual import check_item
 from dualenc.encoders.hub import first_line
 from dualenc.errors import BadSample, DualencError
 
@@ -72,9 +73,10 @@ def check_texts(texts: Sequence[str], truncation_side: str = "right") -> list[st
     """The texts, all of them valid Unicode; tokenizers would raise a TypeError that does not say so, or panic.
 
     Raises:
-        BadSample: one holds half a surrogate pair, as a word of the command line does that is not UTF-8.
+        BadSample: one is no string, or holds half a surrogate pair, as a word of the command line that is not UTF-8.
     """
     for text in texts:
+        check_item(text, "text")
         try:
             text.encode()
         except UnicodeEncodeError:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
-from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_item, unit_norm
 from dualenc.encoders.hub import base_metadata, first_line, model_folder
 from dualenc.encoders.image import checked_crop_scale, seeded
 from dualenc.encoders.lora import adapt, merged_state
@@ -150,6 +150,9 @@ class VisionPrepare(Prepare):
         self.crop_scale = crop_scale
 
     def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> Inputs:
+        for item in items:
+            # The processor would open a string as a path or a URL.
+            check_item(item, "image")
         if seeds is not None:
             items = [self.crop(item, seed) for item, seed in zip(items, seeds, strict=True)]
         return dict(self.processor(images=list(items), return_tensors="pt"))
@@ -269,9 +272,8 @@ def load_two_towers(folder: Path) -> tuple[Any, Any]:
             )
             processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        raise DualencError(
-            f"{folder}: the image-text model does not load ({first_line(error)}); restore the folder"
-        ) from error
+        advice = "restore its files, or choose another model"
+        raise DualencError(f"{folder}: the image-text model does not load ({first_line(error)}); {advice}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise DualencError(f"{folder}: {len(missing)} weights are missing, {missing[0]} first; restore the folder")

@@ -26,7 +26,7 @@ from dualenc import distributed
 from dualenc.data import Corpus
 from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import MAX_IMAGES, digest_of, identities, texts_checksum
-from dualenc.encoders.dual import Prepare, Tower, chunk_rows, placeholder, take, unit_norm
+from dualenc.encoders.dual import Prepare, Tower, check_item, chunk_rows, placeholder, take, unit_norm
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import removed_if_refused
 from dualenc.search.embeddings import EmbeddingWriter, Skipped, shard_ranges, skipped_entries
@@ -324,7 +324,9 @@ class _Windows(torch.utils.data.Dataset):
         skipped = []
         for row in self.ranges[number]:
             try:
-                items.append(self.corpus[row])
+                item = self.corpus[row]
+                check_item(item, self.corpus.modality, f"item {self.corpus.ids[row]}")
+                items.append(item)
             except BadSample as error:
                 # A worker's exception would arrive as a traceback in one string; a message arrives as it is.
                 skipped.append((row, str(error)))

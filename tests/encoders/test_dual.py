@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from dualenc.data import PairDataset
 from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, Tower, VectorEncoder, train_tokenizer
 from dualenc.encoders.dual import placeholder, unit_norm
-from dualenc.errors import DualencError
+from dualenc.errors import BadSample, DualencError
 
 
 class Linear(Tower):
@@ -126,6 +129,37 @@ def test_a_placeholder_is_one_item_of_any_tower(model: TextEncoder, clip: dict[s
         encoded = tower(placeholder(tower))
         assert encoded.shape == (1, tower.dim)
         assert torch.isfinite(encoded).all()
+
+
+def test_what_is_no_item_is_named_with_its_place(
+    model: TextEncoder, clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    image_text = ImageTextEncoder(config=clip, tokenizer=tokenizer)
+    image = Image.new("RGB", (32, 32))
+    vector = np.ones(4, np.float32)
+    for encode, valid, others in (
+        (model.encode_query, "a text", [image, vector]),
+        (image_text.encode_document, "a text", [image, vector]),
+        (image_text.encode_query, image, ["https://example.org/a.png", vector]),
+        (VectorEncoder(4).encode_query, vector, ["a text", image, np.array([1, np.nan, 1, 1]), np.ones((2, 4)), [1.0]]),
+    ):
+        for bad in (None, math.nan, 3, True, b"a", ["a", ["b"]], {"text": "a"}, *others):
+            with pytest.raises(BadSample, match=r"^item 1 is .*, where an? .* is needed") as caught:
+                encode([valid, bad])
+            assert "\n" not in str(caught.value)
+        for items in (None, 3, "a text", b"a", {"a": 1}, {"a"}, (text for text in "ab"), np.array("a")):
+            with pytest.raises(DualencError, match=r"items is of type \w+; give a list of"):
+                encode(items)
+        for nothing in ([], (), np.zeros((0, 4))):
+            assert encode(nothing).shape[0] == 0
+
+
+def test_a_series_is_encoded_in_its_order_whatever_its_labels(model: TextEncoder) -> None:
+    pandas = pytest.importorskip("pandas")
+    texts = ["a dog runs", "two cats", "Ein Ball!"]
+    np.testing.assert_array_equal(model.encode(pandas.Series(texts, index=[2, 0, 1])), model.encode(texts))
+    pairs = PairDataset(pandas.Series(texts, index=[7, 8, 9]), pandas.Series(texts[::-1], index=[2, 0, 1]))
+    assert [(pair.left, pair.right) for pair in pairs] == list(zip(texts, texts[::-1]))
 
 
 def test_items_are_encoded_to_numpy_in_their_order() -> None:

@@ -142,9 +142,33 @@ def test_upper_case_is_folded_when_the_folder_says_so(saved: Path) -> None:
     assert (encode(load_model(saved), "left", ["A DOG"]) - reference(saved, "left", ["A DOG"])).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("model_type", ["roberta", "bert"])
+def test_a_length_above_the_positions_is_cut_with_a_line(
+    bert: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    model_type: str,
+) -> None:
+    folder = tmp_path / "model"
+    TextEncoder(config={**bert, "model_type": model_type, "pad_token_id": 1}, tokenizer=tokenizer).save(folder)
+    positions = 38 if model_type == "roberta" else 40  # RoBERTa's first two are none of a text
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": positions + 2}))
+    model = TextEncoder(str(folder))
+    assert model.left.prepare.max_length == positions
+    logged = f"max_seq_length is {positions + 2}, but the model has {positions} positions; longer texts are cut there"
+    assert [record.getMessage() for record in caplog.records] == [f"{folder}: {logged}"]
+    assert model.encode(["a dog runs " * 50, "a dog"]).shape == (2, 32)
+    assert TextEncoder(str(folder), max_length=12).left.prepare.max_length == 12
+    with pytest.raises(DualencError, match=f"max_length is {positions + 1}, but the model has {positions} positions"):
+        TextEncoder(str(folder), max_length=positions + 1)
+
+
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
+        ("sentence_bert_config.json", {"max_seq_length": "32"}, "max_seq_length is '32'; it must be a whole number"),
+        ("sentence_bert_config.json", {"max_seq_length": 2}, "max_seq_length is 2; it must be a whole number from 3"),
         ("modules.json", [{"path": "", "type": "sentence_transformers.models.CLIPModel"}], "CLIPModel is not supp"),
         ("modules.json", [{"path": "", "type": "sentence_transformers.models.Transformer"}], "lists no Pooling"),
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens is not supported"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dualenc.encoders import TextEncoder
+from dualenc.encoders import TextEncoder, load_model
 from dualenc.encoders.text import (
     POOLINGS,
     check_length,
@@ -230,6 +230,25 @@ def test_roberta_counts_positions_behind_its_padding_index(
     tokens = torch.full((1, 38), 5)
     assert roberta(input_ids=tokens).last_hidden_state.shape[1] == 38
     assert max_positions(new_transformer(bert, tokenizer)) == 40
+
+
+@pytest.mark.parametrize("kind", ["Bart", "Marian"])
+def test_an_encoder_with_a_decoder_is_refused_in_its_own_terms(
+    kind: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    import transformers
+
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=300, max_position_embeddings=40, **sizes, **heads)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    message = f"a model of type {kind.lower()} is an encoder with a decoder, and .* choose an encoder"
+    for open_model in (lambda: load_model(tmp_path), lambda: new_transformer(config.to_dict(), tokenizer)):
+        with pytest.raises(DualencError, match=message) as caught:
+            open_model()
+        assert "restore" not in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_length_is_what_all_agree_on(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
