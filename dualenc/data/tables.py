@@ -286,11 +286,11 @@ def _check_readable(source: str, schema: pa.Schema) -> None:
     """Refuse types that `datasets` lacks, such as maps."""
     from datasets.features.features import generate_from_arrow_type
 
-    for field in schema:
+    for name, kind in zip(schema.names, schema.types):
         try:
-            generate_from_arrow_type(field.type)
+            generate_from_arrow_type(kind)
         except ValueError:
-            held = f"column {field.name!r} holds {field.type}, which cannot be read"
+            held = f"column {name!r} holds {kind}, which cannot be read"
             raise DualencError(f"{display_name(source)}: {held}; write it as texts, numbers or lists") from None
 
 
