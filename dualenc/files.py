@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -36,10 +36,14 @@ from dualenc.reading import read_json_object
 if TYPE_CHECKING:
     import numpy as np
 
+Result = TypeVar("Result")
+
 _WORK_FOLDER = re.compile(r"\.(?P<target>.+)\.part-[0-9a-f]{8}$")
 _LOCK = "lock"
 _GONE = (FileNotFoundError, FileExistsError)
 """What filelock raises when a lock's folder is removed: it first makes the folder, and then looks whether it exists."""
+_MAX_READS = 100
+"""How often a reader tries anew because its folder was replaced meanwhile."""
 _MAX_SWAP_SECONDS = 5.0
 """How long a reader waits for a living writer that is between the two renames of a folder."""
 
@@ -253,18 +257,71 @@ def check_folder_target(folder: str | os.PathLike[str], is_ours: Callable[[Path]
 
 
 @contextmanager
-def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the lock of a folder that is read, changed and written anew, so that no change of another process is lost.
+def locked(target: str | os.PathLike[str], wait: bool = True, option: str = "--out") -> Iterator[None]:
+    """Lock an output in this context, so that processes that write it take turns; the same thread may lock it again.
 
-    The lock lies beside the folder, which is replaced itself, and stays. A missing folder has none.
+    Args:
+        target: the file or folder, which need not exist; the lock file is beside it, and removed at the end.
+        wait: for another process that writes it; otherwise refuse.
+        option: that names the output, for the error.
+
+    Raises:
+        DualencError: without `wait`, another process holds the lock.
     """
-    target = Path(os.path.realpath(folder))
-    recover(target)
-    if not target.is_dir():
+    check_path(target)
+    path = _behind_link(target).absolute()
+    made = [folder for folder in path.parents if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"), is_singleton=True)
+    try:
+        lock.acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        problem = f"another dualenc process is writing {target}"
+        raise DualencError(f"{problem}; wait for it or choose another {option}") from None
+    try:
+        recover(path)
         yield
-        return
-    with FileLock(target.with_name(f".{target.name}.lock")):
-        yield
+    finally:
+        if lock.lock_counter == 1:
+            # Removed while it is held: whoever waits for a removed lock file notices, and tries again.
+            Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+        # Inner folders first, up to one that holds something.
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+
+
+def consistent_read(folder: str | os.PathLike[str], read: Callable[[], Result]) -> Result:
+    """Read a folder that writers replace whole: `read` is repeated until all that it opened is of one generation.
+
+    Open files and memory maps survive a replaced folder, so whatever is needed later is opened by `read`.
+    """
+    for _ in range(_MAX_READS):
+        generation = version_of(Path(folder) / "meta.json")
+        try:
+            result = read()
+        except (OSError, DualencError):
+            if version_of(Path(folder) / "meta.json") == generation:
+                raise
+            continue
+        if version_of(Path(folder) / "meta.json") == generation:
+            return result
+    raise DualencError(f"{folder}: other processes keep replacing it; try again later")
+
+
+def version_of(path: Path) -> tuple[int, int] | None:
+    """Identify a version of a file that is replaced atomically; None if it is missing."""
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_ino, status.st_mtime_ns
+    return None
+
+
+def remove_at_once(folder: Path) -> None:
+    """Remove a folder of work in one rename; what a kill leaves of its files the next writer of the folder removes."""
+    with _work_folder(folder) as work:
+        os.replace(folder, _new(work, folder))
 
 
 def remove(path: Path) -> None:
@@ -329,9 +386,13 @@ def write_json(target: str | os.PathLike[str], value: Any) -> None:
 
 def is_folder_of(folder: str | os.PathLike[str], expected: str) -> bool:
     """Whether a folder that is replaced whole holds a format, by its meta.json."""
-    recover(folder)
     path = Path(folder) / "meta.json"
-    return path.is_file() and read_json_object(path).get("format") == expected
+
+    def read() -> bool:
+        recover(folder)
+        return path.is_file() and read_json_object(path).get("format") == expected
+
+    return consistent_read(folder, read)
 
 
 def check_writable(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,7 @@ from dualenc.reading import open_regular, read_json_object
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
+    from dualenc.data import Corpus
     from dualenc.search import Embeddings, Index
 
 RECALL_TOLERANCE = 0.01
@@ -65,6 +67,7 @@ def index(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
+    from dualenc.evaluation.output import start_processes, writing
     from dualenc.search import is_index
     from dualenc.search.engines import is_engine
 
@@ -74,25 +77,34 @@ def index(
         return _remove(source, remove)
     add_texts = bm25 or texts
     if out is None and add_texts and (is_index(source) or (texts and is_engine(source))):
-        return _add_texts(source, data, items, bm25=bm25, texts=texts)
+        if bm25 and is_engine(source):
+            raise DualencError(f"{source}: an engine is searched by vectors alone; leave --bm25 out")
+        return _write_texts(source, _open_texts(source, data, items), bm25=bm25, texts=texts)
     if out is None:
         raise DualencError("dualenc index needs --out; name the folder of the index")
     _check_build(source, data, out, build, items, append)
+    if append:
+        add_texts = _check_texts_of(out, bm25=bm25, texts=texts)
+    # Opened before the work: data that cannot be reached leaves no index without its texts.
+    corpus = _open_texts(source, data, items) if add_texts else None
     folder = Path(source)
-    if data is not None:
-        # Hidden beside the index unless the user wants to keep them. The hidden folder outlives a failed build: a
-        # factory string that FAISS refuses does not cost the embedding.
-        target = Path(os.path.abspath(out))
-        folder = Path(embeddings or target.with_name(f".{target.name}.embeddings"))
-        options = EmbedOptions(batch_size=batch_size, dim=None if embeddings else build.dim)
-        embed(source, data, out=str(folder), side=side, source=items, options=options, device=device)
-    if not distributed.is_main():
-        return None
-    _build(folder, out, build, append)
-    if data is not None and embeddings is None:
-        remove_path(folder)
-    if add_texts:
-        _add_texts(out, None if append else data, items, bm25=bm25, texts=texts)
+    with ExitStack() as lock:
+        if data is not None:
+            start_processes(device)
+            lock.enter_context(writing(out, wait=append))
+            # Hidden beside the index unless the user wants to keep them. The hidden folder outlives a failed build: a
+            # factory string that FAISS refuses does not cost the embedding.
+            target = Path(os.path.abspath(out))
+            folder = Path(embeddings or target.with_name(f".{target.name}.embeddings"))
+            options = EmbedOptions(batch_size=batch_size, dim=None if embeddings else build.dim)
+            embed(source, data, out=str(folder), side=side, source=items, options=options, device=device)
+        if not distributed.is_main():
+            return None
+        _build(folder, out, build, append, corpus)
+        if corpus is not None and not append:
+            _write_texts(out, corpus, bm25=bm25, texts=texts)
+        if data is not None and embeddings is None:
+            remove_path(folder)
     return None
 
 
@@ -122,16 +134,19 @@ def _check_build(
         raise DualencError(f"{source}: holds embeddings; `dualenc embed … --columns` keeps columns, not index")
 
 
-def _build(folder: Path, out: str, build: BuildOptions, append: bool) -> None:
+def _build(folder: Path, out: str, build: BuildOptions, append: bool, corpus: Corpus | None) -> None:
     """Build an index from a folder of embeddings, or append them to one, and print what came of it."""
     from dualenc.search import Embeddings, Index, change
+    from dualenc.search.index import rows_in
     from dualenc.search.kinds import parse_bytes
 
     added = _first(Embeddings.open(folder, verify=True), build.dim)
     if append:
-        appended = change.append(out, added)
+        appended = change.append(out, added, corpus)
         print(printable(f"{len(added):,} vectors appended, now {len(appended):,} → {out}"))
         return
+    if corpus is not None:
+        rows_in(corpus, added, folder)
     options: dict[str, Any] = {name: value for name, value in vars(build).items() if name != "dim"}
     if build.queries is not None:
         options["queries"] = _first(Embeddings.open(build.queries), build.dim).vectors[: build.recall_queries]
@@ -162,22 +177,35 @@ def _describe(built: Index, out: str, budget: int | None) -> None:
     print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
 
 
-def _add_texts(folder: str, data: str | None, items: SourceOptions, *, bm25: bool, texts: bool) -> None:
-    """Put BM25, the texts or both into the folder of an index, from the texts that it was made of."""
+def _check_texts_of(index: str, *, bm25: bool, texts: bool) -> bool:
+    """Whether an index has BM25 or texts, which appended ones then join; refuse to append to what it does not have."""
+    from dualenc.search.kept import has_texts
+    from dualenc.search.lexical import has_lexical
+
+    if (bm25 and not has_lexical(index)) or (texts and not has_texts(index)):
+        remedy = f"run dualenc index {index} --bm25 --texts first, or leave the options out"
+        raise DualencError(f"{index}: has no BM25 or no texts that others could be appended to; {remedy}")
+    return has_lexical(index) or has_texts(index)
+
+
+def _open_texts(folder: str, data: str | None, items: SourceOptions) -> Corpus:
+    """Open the texts that an index or embeddings were made of."""
     from dualenc.data.sources import open_corpus
-    from dualenc.search.engines import is_engine
-    from dualenc.search.kept import add_texts
-    from dualenc.search.lexical import add_lexical
 
     recorded = data or read_json_object(Path(folder) / "meta.json").get("data")
     if not isinstance(recorded, str):
         raise DualencError(
             f"{folder}: does not say what it was made of; name its texts: dualenc index INDEX DATA --bm25 --texts"
         )
-    if bm25 and is_engine(folder):
-        raise DualencError(f"{folder}: an engine is searched by vectors alone; leave --bm25 out")
     named: dict[str, Any] = {"text_column": items.text_column, "id_column": items.id_column}
-    corpus = open_corpus(recorded, modality="text", split=items.split, quotes=items.quotes, **named)
+    return open_corpus(recorded, modality="text", split=items.split, quotes=items.quotes, **named)
+
+
+def _write_texts(folder: str, corpus: Corpus, *, bm25: bool, texts: bool) -> None:
+    """Put BM25, the texts or both into the folder of an index."""
+    from dualenc.search.kept import add_texts
+    from dualenc.search.lexical import add_lexical
+
     if bm25:
         lexical = add_lexical(folder, corpus)
         print(printable(f"BM25 over {lexical.count:,} texts → {folder}"))

@@ -63,7 +63,7 @@ def mine(
     from dualenc.data.corpus import corpora
     from dualenc.data.sources import open_pairs
     from dualenc.evaluation.embedding import embed_into
-    from dualenc.evaluation.output import open_model, start_processes
+    from dualenc.evaluation.output import open_model, start_processes, writing
     from dualenc.search.mining import mine as mine_negatives
     from dualenc.search.rerank import open_cross_encoder
 
@@ -80,17 +80,18 @@ def mine(
     if cross_encoder is not None:
         rescore, rescored_by = open_cross_encoder(cross_encoder, batch_size=batch_size, device=str(device_to_use))
     how: dict[str, Any] = {"batch_size": batch_size, "model": model, "dtype": dtype}
-    report = mine_negatives(
-        embed_into(kept / "queries", encoder.left, left, side="left", **how),
-        embed_into(kept / "documents", encoder.right, right, side="right", **how),
-        pairs,
-        Path(out),
-        rule=rule,
-        rescore=rescore,
-        rescored_by=rescored_by,
-        form=form,
-        factory=factory,
-    )
+    with writing(out):
+        report = mine_negatives(
+            embed_into(kept / "queries", encoder.left, left, side="left", **how),
+            embed_into(kept / "documents", encoder.right, right, side="right", **how),
+            pairs,
+            Path(out),
+            rule=rule,
+            rescore=rescore,
+            rescored_by=rescored_by,
+            form=form,
+            factory=factory,
+        )
     if distributed.is_main():
         _show(report, plot, needs_all=form == "sentence-transformers")
         summary = f"{report.written:,} rows with {report.negatives:,} negatives → {out}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from dualenc.commands.checks import MAX_ITEMS, check_range
 from dualenc.errors import DualencError
-from dualenc.files import check_writable, removed_if_refused
+from dualenc.files import check_writable, locked, removed_if_refused
 from dualenc.terminal import printable
 
 FINISHED = {"lancedb": "*.lance/data/*", "qdrant": "collection/*/storage.sqlite"}
@@ -73,7 +74,8 @@ def _export(embeddings: str, target: str, replace: bool) -> None:
     from dualenc.search.engines.parquet import export_parquet
 
     opened = Embeddings.open(embeddings)
-    written, files = export_parquet(opened, target, replace=replace)
+    with locked(target, wait=False, option="folder"):
+        written, files = export_parquet(opened, target, replace=replace)
     print(printable(f"{len(opened):,} vectors of dimension {opened.dim}: {files} files, {written} new → {target}"))
 
 
@@ -92,13 +94,18 @@ def _push(
     source = Path(embeddings).resolve()
     name = collection or re.sub(r"[^A-Za-z0-9_-]+", "-", source.name).strip("-_") or "embeddings"
     opened = Embeddings.open(embeddings)
-    # A refusal before any vector has arrived leaves no empty database behind.
-    with contextlib.nullcontext() if "://" in target else removed_if_refused(target, FINISHED[to]):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(folder, wait=False))
+        if "://" not in target:
+            table = f"{os.path.abspath(os.path.expanduser(target))}.{name}"
+            stack.enter_context(locked(table, wait=False, option="--collection"))
+            # A refusal before any vector has arrived leaves no empty database behind.
+            stack.enter_context(removed_if_refused(target, FINISHED[to]))
         engine = open_engine(to, target, name)
         index, sent = push_embeddings(opened, engine, **settings)
         engine.close()
-    index.meta["embeddings"] = str(source)
-    index.save(folder)
+        index.meta["embeddings"] = str(source)
+        index.save(folder)
     about = index.about
     stored_as = f"{about.metric}, {about.dtype}, quantization {about.quantization}"
     vectors = f"{about.count:,} vectors of dimension {about.dim} ({stored_as})"

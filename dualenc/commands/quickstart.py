@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from dualenc.commands.checks import MAX_SEED, check_range
 from dualenc.errors import DualencError
-from dualenc.files import atomic_folder, check_folder_target, is_folder_of, remove, write_json
+from dualenc.files import atomic_folder, check_folder_target, is_folder_of, locked, remove, write_json
 
 if TYPE_CHECKING:
     from dualenc.data import BeirPairs, RetrievalSet
@@ -208,44 +208,47 @@ def quickstart(
     from dualenc.training.checkpoint import mark_run
     from dualenc.training.evaluators import RetrievalEvaluator
 
-    docstrings = read_docstrings(max_docs)
-    write_collection(data, docstrings, test_docs, seed)
-    mark_run(folder)
-    print(f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out → {data}")
-    pairs = BeirPairs(data, "train")
-    collection = read_beir(data, "test")
-    torch.manual_seed(seed)
-    untrained = new_model(pairs.corpus.items, vocab_size)
-    # Before the training, so that its time is known when the number of steps is chosen.
-    bm25 = _bm25(collection)
-    hint = ""
-    if steps is None:
-        step_seconds, rest = measure(untrained, pairs, collection, seed)
-        steps = choose_steps(step_seconds, time.perf_counter() - start, rest)
-        hint = few_steps_hint(steps, out)
+    with locked(folder, wait=False):
+        docstrings = read_docstrings(max_docs)
+        write_collection(data, docstrings, test_docs, seed)
+        mark_run(folder)
+        print(f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out → {data}")
+        pairs = BeirPairs(data, "train")
+        collection = read_beir(data, "test")
+        torch.manual_seed(seed)
+        untrained = new_model(pairs.corpus.items, vocab_size)
+        # Before the training, so that its time is known when the number of steps is chosen.
+        bm25 = _bm25(collection)
+        hint = ""
+        if steps is None:
+            step_seconds, rest = measure(untrained, pairs, collection, seed)
+            steps = choose_steps(step_seconds, time.perf_counter() - start, rest)
+            hint = few_steps_hint(steps, out)
+            if hint:
+                print(hint)
+
+        print("The loss is log(Z/e⁺) over all documents: below 0 where a positive outweighs all negatives together")
+        evaluator = RetrievalEvaluator(data)
+        trained = _trainer(folder, steps, seed).fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
+        model = load_model(str(trained.model_folder))
+        remove(folder / "embeddings")
+        notes = {"model": str(folder / "model"), "side": "right"}
+        documents = embed(model.right, collection.corpus, folder / "embeddings", notes=notes)
+        index = Index.build(documents)
+        index.save(folder / "index")
+        print(f"Index of {len(index):,} documents ({index.meta['factory']}) → {folder / 'index'}")
+        systems = {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics}
+        names = {"nDCG@10": "ndcg@10", "recall@10": "recall@10"}
+        rows = [
+            {"system": system} | {name: found[key] for name, key in names.items()} for system, found in systems.items()
+        ]
+        title = f"{len(collection.queries):,} held-out functions, searched among {len(collection.corpus):,} documents"
+        print_table(Table(title, rows))
+        _search(model, folder)
+        # Again beside the results, which it explains.
         if hint:
             print(hint)
-
-    print("The loss is log(Z/e⁺) over all documents: below 0 where a positive outweighs all negatives together")
-    evaluator = RetrievalEvaluator(data)
-    trained = _trainer(folder, steps, seed).fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
-    model = load_model(str(trained.model_folder))
-    remove(folder / "embeddings")
-    notes = {"model": str(folder / "model"), "side": "right"}
-    documents = embed(model.right, collection.corpus, folder / "embeddings", notes=notes)
-    index = Index.build(documents)
-    index.save(folder / "index")
-    print(f"Index of {len(index):,} documents ({index.meta['factory']}) → {folder / 'index'}")
-    systems = {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics}
-    names = {"nDCG@10": "ndcg@10", "recall@10": "recall@10"}
-    rows = [{"system": system} | {name: found[key] for name, key in names.items()} for system, found in systems.items()]
-    title = f"{len(collection.queries):,} held-out functions, searched among {len(collection.corpus):,} documents"
-    print_table(Table(title, rows))
-    _search(model, folder)
-    # Again beside the results, which it explains.
-    if hint:
-        print(hint)
-    print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=folder)}")
+        print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=folder)}")
 
 
 def new_model(texts: Any, vocab_size: int) -> TextEncoder:

@@ -10,7 +10,6 @@ structure and offsets of strings are checked when they are opened.
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,6 +81,12 @@ class Ids(Texts):
     def __init__(self, strings: pa.ChunkedArray, path: Path, mend: str, order_path: Path) -> None:
         super().__init__(strings, path, mend)
         self._order_path = order_path
+        # Mapped now: the folder may be replaced while it is in use.
+        with _damage_reported(order_path, mend):
+            order = np.load(order_path, mmap_mode="r", allow_pickle=False)
+            if order.dtype != np.uint32 or order.shape != (len(self),):
+                raise ValueError(f"no row numbers of {len(self)} ids")
+        self._order = np.asarray(order)
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._row(name) >= 0
@@ -108,14 +113,6 @@ class Ids(Texts):
             return row if row >= 0 and self[row] == name else -1
         except IndexError:
             raise DualencError(f"{self._order_path}: corrupt (a row beyond {len(self)}); {self.mend}") from None
-
-    @functools.cached_property
-    def _order(self) -> np.ndarray:
-        with _damage_reported(self._order_path, self.mend):
-            order = np.load(self._order_path, mmap_mode="r", allow_pickle=False)
-            if order.dtype != np.uint32 or order.shape != (len(self),):
-                raise ValueError(f"no row numbers of {len(self)} ids")
-        return np.asarray(order)
 
 
 def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
@@ -152,8 +149,8 @@ class ItemTable:
                 raise ValueError(f"it has {len(table)} rows instead of {count}")
             columns = table.drop_columns([name for name in ("id", "vector", "text") if name in names])
             columns.validate(full=True)
-        self.ids = Ids(table.column("id"), where, mend, paths[0].with_name(ORDER))
         self.texts = Texts(table.column("text"), where, mend) if "text" in names else None
+        self.ids = Ids(table.column("id"), where, mend, paths[0].with_name(ORDER))
         self.columns = columns if columns.column_names else None
 
 
@@ -242,13 +239,15 @@ def write_items(
             count += len(block)
 
     write_batches(folder / ITEMS, batches())
-    write_order(ItemTable([folder / ITEMS], count, "write the folder again").ids, folder / ORDER)
+    write_order([folder / ITEMS])
 
 
-def write_order(ids: Ids, path: Path) -> None:
-    """Write the rows in the order of their ids."""
-    with atomic_path(path) as part:
-        save_array(part, pc.sort_indices(ids.as_bytes).to_numpy().astype(np.uint32))
+def write_order(paths: Sequence[Path]) -> None:
+    """Write order.npy beside Arrow files: their rows in the order of the ids."""
+    batches = [batch for path in paths for batch in read_batches(path, "write the folder again")]
+    ids = pa.chunked_array([batch.column("id") for batch in batches])
+    with atomic_path(paths[0].with_name(ORDER)) as part:
+        save_array(part, pc.sort_indices(ids).to_numpy().astype(np.uint32))
 
 
 def check_ids(ids: Sequence[str]) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.evaluation.ledger import read_part
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, write_report
-from dualenc.files import check_file_target, check_folder_target, check_writable, write_json
+from dualenc.files import check_file_target, check_folder_target, check_writable, locked, write_json
 from dualenc.reading import read_json_object
 from dualenc.terminal import printable
 
@@ -55,6 +57,8 @@ class Evaluation:
         check_file_target(self.folder / RESULT)
         check_file_target(self.folder / PAGE)
         self.device = start_processes(output.device)
+        self._lock = ExitStack()
+        self._lock.enter_context(writing(self.folder))
 
     def _is_own_folder(self, folder: Path) -> bool:
         """Whether a folder holds the results of the task, or nothing but unfinished work of an evaluation."""
@@ -87,6 +91,7 @@ class Evaluation:
         weights = {"weights": self.weights} if self.weights else {}
         write_json(self.folder / RESULT, {"task": self.task, **facts, **weights, **results})
         write_report(self.folder / PAGE, title, facts=facts, tables=tables, figures=figures, galleries=galleries)
+        self._lock.close()
         for table in tables[:printed]:
             print_table(table)
         print(printable(f"{files} are in {self.folder}"))
@@ -140,6 +145,21 @@ def start_processes(device: str | None = None) -> torch.device:
         state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
         return state.device if device is None else chosen
     return chosen
+
+
+@contextmanager
+def writing(out: str | os.PathLike[str], wait: bool = False, option: str = "--out") -> Iterator[None]:
+    """Lock an output for a command (`dualenc.files.locked`): the main process holds the lock, a refusal ends all."""
+    problem = ""
+    with ExitStack() as stack:
+        if distributed.is_main():
+            try:
+                stack.enter_context(locked(out, wait, option))
+            except DualencError as error:
+                problem = str(error)
+        if problem := distributed.broadcast_object(problem):
+            raise DualencError(problem)
+        yield
 
 
 def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEncoder:

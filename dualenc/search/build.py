@@ -291,20 +291,21 @@ def parameter_values(index: Any) -> dict[str, list[int]]:
 
 
 class _Trial(NamedTuple):
-    """Search parameters with their recall and time."""
+    """Search parameters with their recall and work."""
 
     setting: dict[str, int]
     recall: float
-    seconds: float
+    work: float
 
 
 def tune(index: Any, database: Database, probe: Probe, target: float, min_gain: float = 0.002) -> dict[str, int]:
-    """Tune search parameters: set the fastest values of `faiss.ParameterSpace` that reach a target recall.
+    """Tune search parameters: set the cheapest values of `faiss.ParameterSpace` that reach a target recall.
 
-    If none do, it sets the fastest whose recall is within `min_gain` of the best. `ParameterSpace.explore` would time
-    every value up to the largest, compares row numbers where scores may tie, and cannot ignore a query that is itself
-    in the database; here each parameter grows until the target is reached or three steps, an eightfold value, have
-    gained nothing. A single step without gain says little: the next lists may hold the neighbours.
+    If none do, it sets the cheapest whose recall is within `min_gain` of the best. The cost is counted and not timed
+    (`_work`), so that the same vectors give the same index. `ParameterSpace.explore` would time every value up to the
+    largest, compares row numbers where scores may tie, and cannot ignore a query that is itself in the database; here
+    each parameter grows until the target is reached or three steps, an eightfold value, have gained nothing. A single
+    step without gain says little: the next lists may hold the neighbours.
 
     Returns:
         The parameters that were set, by name.
@@ -319,28 +320,42 @@ def tune(index: Any, database: Database, probe: Probe, target: float, min_gain: 
         recalls: list[float] = []
         for step in steps:
             setting = {key: value for key, value in (("k_factor_rf", factor), (name, step)) if value}
-            trial = _try(index, database, probe, setting)
-            is_slower = any(other.recall >= target and trial.seconds > other.seconds for other in trials)
-            trials.append(trial)
-            recalls.append(trial.recall)
-            is_flat = len(recalls) > PATIENCE and 0 < recalls[-1 - PATIENCE] > trial.recall - min_gain
-            if trial.recall >= target or is_slower or is_flat:
+            work = _work(index, setting, probe.k + 1)
+            if any(trial.recall >= target and trial.work <= work for trial in trials):
+                break
+            for key, value in setting.items():
+                set_parameter(index, key, value)
+            recalls.append(recall(index, database, probe))
+            trials.append(_Trial(setting, recalls[-1], work))
+            is_flat = len(recalls) > PATIENCE and 0 < recalls[-1 - PATIENCE] > recalls[-1] - min_gain
+            if recalls[-1] >= target or is_flat:
                 break
     best = max(trial.recall for trial in trials)
     required = target if best >= target else best - min_gain
-    chosen = min((trial for trial in trials if trial.recall >= required), key=lambda trial: trial.seconds)
+    chosen = min((trial for trial in trials if trial.recall >= required), key=lambda trial: trial.work)
     for key, value in chosen.setting.items():
         set_parameter(index, key, value)
     return chosen.setting
 
 
-def _try(index: Any, database: Database, probe: Probe, setting: dict[str, int]) -> _Trial:
-    for key, value in setting.items():
-        set_parameter(index, key, value)
-    started = time.perf_counter()
-    rows = index.search(probe.queries, probe.k + 1)[1]
-    seconds = time.perf_counter() - started
-    return _Trial(setting, share_found(rows, database, probe), seconds)
+def _work(index: Any, setting: dict[str, int], k: int) -> float:
+    """Bytes of the codes that a query for k results is compared with, lists being of equal length."""
+    base = index
+    work = 0.0
+    if isinstance(index, faiss.IndexRefine):
+        base = faiss.downcast_index(index.base_index)
+        work = float(setting["k_factor_rf"] * k * index.refine_index.sa_code_size())
+    ivf: Any = faiss.try_extract_index_ivf(base)
+    if ivf is not None:
+        return work + setting["nprobe"] * ivf.ntotal / ivf.nlist * ivf.code_size
+    # The links of each vector that a walk through the graph visits.
+    while isinstance(base, faiss.IndexPreTransform):
+        base = faiss.downcast_index(base.index)
+    if isinstance(base, faiss.IndexHNSW):
+        links: Any = base.hnsw
+        code_size = getattr(faiss.downcast_index(base.storage), "code_size", 4 * base.d)
+        work += setting["efSearch"] * links.nb_neighbors(0) * code_size
+    return work
 
 
 def latency(index: Any, queries: np.ndarray, k: int = 10) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Index updates: append vectors to an index folder, or remove them by id; the folder is rewritten beside the old one.
 
 Trained parts stay as they are: an index that has grown a lot, or whose data have changed, is better built again. Lists
-on disk are copied by a merge; the codes of appended vectors are in memory. Changes by several processes take turns.
+on disk are copied by a merge; the codes of appended vectors are in memory. Whole texts follow the change, and BM25 is
+built anew from them. Changes by several processes take turns.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +18,43 @@ import faiss
 import numpy as np
 import pyarrow as pa
 
+from dualenc.data import Corpus
 from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import sum_checksums
 from dualenc.data.items import check_ids, rows_of
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, locked
 from dualenc.search.build import Database, reason
-from dualenc.search.index import Index, is_index, write_contents
+from dualenc.search.index import Index, is_index, rows_in, write_contents
+from dualenc.search.kept import KeptTexts, has_texts, write_texts
+from dualenc.search.lexical import Lexical, has_lexical
 from dualenc.search.parts import LISTS, ROWS_AT_ONCE, lists_of, merge_lists, split, with_codes
 from dualenc.search.where import column_kinds
 
 MEASURED = ("target_recall", "recall_at_10", "recall_queries", "recall_queries_from", "latency_ms")
 
 
-def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
+def append(folder: str | os.PathLike[str], embeddings: Embeddings, corpus: Corpus | None = None) -> Index:
     """Append vectors with new ids to an index.
 
     Args:
         folder: of the index, which is opened again and returned.
         embeddings: n vectors of the same dimension, made by the same model as those of the index.
+        corpus: the texts that were embedded, for an index with BM25 or whole texts.
 
     Raises:
-        DualencError: another dimension or model, an id that the index already has, or a column of another type.
+        DualencError: another dimension or model, an id that the index already has, a column of another type, no texts
+            where they are needed, or texts that have changed since they were embedded.
     """
     with locked(folder):
         index = Index.open(folder)
         _check_addition(index, embeddings, folder)
+        texts = _whole_texts(index, folder)
+        if texts is not None:
+            if corpus is None:
+                raise DualencError(f"{folder}: keeps whole texts; name those that are appended, too")
+            rows = rows_in(corpus, embeddings, folder)
+            texts = itertools.chain(texts, (corpus[row] for row in rows))
         snippets: Iterator[str] | None = None
         if index.snippets is not None or embeddings.snippets is not None:
             snippets = itertools.chain(
@@ -61,8 +73,10 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
             except (RuntimeError, MemoryError) as error:
                 remedy = f"{reason(error)}; build the index again"
                 raise DualencError(f"{folder}: FAISS cannot take the vectors: {remedy}") from None
-            ids = itertools.chain(index.ids, embeddings.ids)
-            write_contents(part, Path(folder), changed, ids, snippets, columns, meta)
+            ids = [*index.ids, *embeddings.ids]
+            checksum = write_contents(part, Path(folder), changed, ids, snippets, columns, meta)
+            if texts is not None:
+                _write_texts(part, folder, ids, texts, checksum)
         return Index.open(folder)
 
 
@@ -74,8 +88,8 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
         ids: to remove; duplicates are ignored.
 
     Raises:
-        DualencError: an id that the index does not have, no vector would be left, or FAISS cannot remove vectors from
-            this type of index (HNSW).
+        DualencError: an id that the index does not have, no vector would be left, FAISS cannot remove vectors from
+            this type of index (HNSW), or BM25 without whole texts.
     """
     with locked(folder):
         index = Index.open(folder)
@@ -88,15 +102,37 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
             raise DualencError(f"{folder}: nothing would be left; remove the folder instead")
         kept = np.ones(len(index), bool)
         kept[removed] = False
+        texts = _whole_texts(index, folder)
         with atomic_folder(folder, is_index, "index") as part:
             part.mkdir()
             changed = _without_rows(index, removed, Path(folder), part)
-            names = itertools.compress(index.ids, kept)
+            names = list(itertools.compress(index.ids, kept))
             snippets = None if index.snippets is None else itertools.compress(index.snippets, kept)
             columns = None if index.columns is None else index.columns.filter(pa.array(kept))
             meta = _changed_meta(index, "removed", len(removed))
-            write_contents(part, Path(folder), changed, names, snippets, columns, meta)
+            checksum = write_contents(part, Path(folder), changed, names, snippets, columns, meta)
+            if texts is not None:
+                _write_texts(part, folder, names, itertools.compress(texts, kept), checksum)
         return Index.open(folder)
+
+
+def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] | None:
+    """The texts by which BM25 and the text store of an index follow a change; None if it has neither."""
+    if has_texts(folder):
+        return KeptTexts(folder, index.items_checksum).texts
+    if has_lexical(folder):
+        remedy = f"run dualenc index {folder} --texts first, or remove the folder bm25 in it"
+        raise DualencError(f"{folder}: has BM25, but not the whole texts by which it follows a change; {remedy}")
+    return None
+
+
+def _write_texts(
+    part: Path, folder: str | os.PathLike[str], ids: Sequence[str], texts: Iterable[str], checksum: str
+) -> None:
+    """Write the text store of a changed index to `part`, and BM25 if `folder` has it."""
+    write_texts(part, ids, texts, checksum)
+    if has_lexical(folder):
+        Lexical.build(KeptTexts(part, checksum).texts).save(part, checksum)
 
 
 def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]) -> None:

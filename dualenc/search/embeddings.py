@@ -24,9 +24,9 @@ from dualenc import distributed
 from dualenc.checksums import checksums, sizes
 from dualenc.data.embeddings import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
 from dualenc.data.identity import sum_checksums
-from dualenc.data.items import ORDER, ItemTable, check_ids, item_batch, write_batches, write_order
+from dualenc.data.items import ORDER, check_ids, item_batch, write_batches, write_order
 from dualenc.errors import DiskFull, DualencError
-from dualenc.files import recover_inside, remove, write_json
+from dualenc.files import recover_inside, remove, version_of, write_json
 from dualenc.full_disk import explain_full_disk
 from dualenc.search.locks import claimed
 
@@ -115,7 +115,7 @@ class EmbeddingWriter:
         # Killed workers leave lock files behind.
         if self._is_complete():
             self._remove_locks()
-        self._initial_stamp = self._meta_stamp()
+        self._initial_version = version_of(self.folder / "meta.json")
         recover_inside(self.folder)
         self._initially_unwritten = set(self.unwritten())
 
@@ -152,11 +152,6 @@ class EmbeddingWriter:
                     "choose another folder or remove it"
                 )
         return bool(meta["complete"])
-
-    def _meta_stamp(self) -> tuple[int, int]:
-        """Identifies a version of meta.json, which is replaced atomically."""
-        status = (self.folder / "meta.json").stat()
-        return status.st_ino, status.st_mtime_ns
 
     @contextmanager
     def _claimed(self, name: str, wait: bool = False) -> Iterator[bool]:
@@ -208,7 +203,7 @@ class EmbeddingWriter:
                 continue
             with self._claimed("finish") as is_mine:
                 # Finished since this worker began, by another one.
-                if is_mine and self._is_complete() and self._meta_stamp() != self._initial_stamp:
+                if is_mine and self._is_complete() and version_of(self.folder / "meta.json") != self._initial_version:
                     self._check_own()
                     self._remove_locks()
                     return Embeddings.open(self.folder)
@@ -322,7 +317,7 @@ class EmbeddingWriter:
         if not sum(shard_rows):
             why = skipped[0][1] if skipped else "there are none"
             raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {why}")
-        write_order(ItemTable(paths, sum(shard_rows), AGAIN).ids, self.folder / ORDER)
+        write_order(paths)
         files = checksums(self.folder, [path.name for path in paths] + [ORDER])
         entries = {"shard_rows": shard_rows, **skipped_entries(self.ids, skipped), "sizes": sizes(self.folder, files)}
         if (texts := sum_checksums(note.get("texts") for note in notes)) is not None:

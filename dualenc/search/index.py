@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,7 +19,15 @@ from dualenc.data.embeddings import Embeddings, read_head
 from dualenc.data.identity import texts_checksum
 from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, rows_of, write_items
 from dualenc.errors import DualencError, UnknownId, Unsupported
-from dualenc.files import atomic_folder, check_folder_target, is_folder_of, locked, recover, write_json
+from dualenc.files import (
+    atomic_folder,
+    check_folder_target,
+    consistent_read,
+    is_folder_of,
+    locked,
+    recover,
+    write_json,
+)
 from dualenc.reading import read_json_object
 from dualenc.search.build import (
     METRICS,
@@ -145,8 +154,8 @@ class Index:
 
         Raises:
             DualencError: a factory string that is unknown or does not fit (with FAISS's reason), no vectors, vectors
-                that are not finite, or not of length one where their meta says so, duplicate ids, or a search
-                parameter that the index does not have.
+                that are not finite, or not of length one where their meta says so, duplicate ids, a search parameter
+                that the index does not have, or a folder that another process is writing.
         """
         embeddings = _checked_embeddings(vectors, ids)
         database = Database(embeddings, metric)
@@ -164,7 +173,7 @@ class Index:
             check_target(folder)
             target = Path(os.path.abspath(folder))
             work = target.with_name(f".{target.name}.building")
-            with built_in_parts(database, chosen, work, memory=budget, **how) as merged:
+            with built_in_parts(database, chosen, work, target, memory=budget, **how) as merged:
                 # One of the processes merges and saves; to the others None is yielded when it has.
                 if merged is not None:
                     _finished(merged[0], database, described | merged[1], tuning).save(folder)
@@ -174,10 +183,11 @@ class Index:
                 f"factory {chosen!r} takes {needed / 2**20:,.1f} MiB for {len(database):,} vectors, and memory is "
                 f"{memory / 2**20:,.1f} MiB; give more, or auto or an IVF factory with a folder to save to"
             )
-        filled, built = build_faiss(database, chosen, **how)
-        index = _finished(filled, database, described | built, tuning)
-        if folder is not None:
-            index.save(folder)
+        with nullcontext() if folder is None else locked(folder, wait=False):
+            filled, built = build_faiss(database, chosen, **how)
+            index = _finished(filled, database, described | built, tuning)
+            if folder is not None:
+                index.save(folder)
         return index
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -192,7 +202,7 @@ class Index:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Index:
-        """Open an index folder, memory-mapped: pages are read as searches need them.
+        """Open an index folder, memory-mapped: pages are read as searches need them, also after it was replaced.
 
         Args:
             folder: written by `save` or `dualenc index`.
@@ -203,6 +213,10 @@ class Index:
             DualencError: no such folder, or a file in it that is missing, truncated or was replaced.
         """
         folder = Path(folder)
+        return consistent_read(folder, lambda: cls._open(folder, verify))
+
+    @classmethod
+    def _open(cls, folder: Path, verify: bool) -> Index:
         recover(folder)
         if not folder.is_dir():
             raise DualencError(
@@ -409,8 +423,8 @@ def write_contents(
     snippets: Iterable[str] | None,
     columns: pa.Table | None,
     meta: dict[str, Any],
-) -> None:
-    """Write the files of an index of N vectors.
+) -> str:
+    """Write the files of an index of N vectors; returns its `items_checksum`.
 
     Args:
         part: folder to write to; it may contain lists on disk already.
@@ -437,6 +451,7 @@ def write_contents(
     # A meta that was read from a folder has the old version and files, too.
     head |= {"version": FORMAT_VERSION, "sizes": sizes(part, files), "files": files}
     write_json(part / "meta.json", head)
+    return files[ITEMS]
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -466,8 +481,8 @@ def _write_faiss(index: Any, path: Path) -> None:
             raise
 
 
-def rows_in(corpus: Corpus, index: Index, folder: str | os.PathLike[str]) -> list[int]:
-    """The corpus row of each item of an index.
+def rows_in(corpus: Corpus, index: Index | Embeddings, folder: str | os.PathLike[str]) -> list[int]:
+    """The corpus row of each item of an index or of embeddings.
 
     Raises:
         DualencError: the corpus lacks an item, or has another text under its id than was embedded.
@@ -475,7 +490,7 @@ def rows_in(corpus: Corpus, index: Index, folder: str | os.PathLike[str]) -> lis
     rows = rows_of(corpus.ids, index.ids).tolist()
     if -1 in rows:
         name = index.ids[rows.index(-1)]
-        raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
+        raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what it was made of")
     # After `--remove` there is no checksum of the texts, only their beginnings.
     for row, snippet in zip(rows, index.snippets or ()):
         if snippet != in_utf8(corpus.text(row)):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dualenc.checksums import checksums, sizes, verify_files
 from dualenc.data import Corpus
 from dualenc.data.items import ITEMS, ORDER, ItemTable, check_ids, write_items
 from dualenc.errors import DualencError
-from dualenc.files import atomic_folder, is_folder_of, locked, write_json
+from dualenc.files import atomic_folder, consistent_read, is_folder_of, locked, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.engines.index import is_engine, read_engine_meta
 from dualenc.search.index import Index, check_unchanged, rows_in
@@ -40,17 +40,20 @@ class KeptTexts:
 
     def __init__(self, folder: str | os.PathLike[str], checksum: str) -> None:
         self.folder = Path(folder) / FOLDER
-        if not self.folder.is_dir():
-            raise DualencError(f"{folder}: keeps no texts for a cross-encoder to read; {AGAIN}")
-        meta = read_json_object(self.folder / "meta.json", {"count": int, "of": str, "files": dict})
-        if meta["of"] != checksum:
-            raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
-        verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=False)
-        table = ItemTable([self.folder / ITEMS], meta["count"], AGAIN)
+        table = consistent_read(self.folder, lambda: self._open(checksum))
         if table.texts is None:
             raise DualencError(f"{self.folder}: holds no texts; {AGAIN}")
         self.ids = table.ids
         self.texts = table.texts
+
+    def _open(self, checksum: str) -> ItemTable:
+        if not has_texts(self.folder.parent):
+            raise DualencError(f"{self.folder.parent}: keeps no texts for a cross-encoder to read; {AGAIN}")
+        meta = read_json_object(self.folder / "meta.json", {"count": int, "of": str, "files": dict})
+        if meta["of"] != checksum:
+            raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
+        verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=False)
+        return ItemTable([self.folder / ITEMS], meta["count"], AGAIN)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -65,7 +68,7 @@ class KeptTexts:
 
 def has_texts(folder: str | os.PathLike[str]) -> bool:
     """Whether the folder of an index or of a pushed collection keeps whole texts."""
-    return (Path(folder) / FOLDER / "meta.json").is_file()
+    return is_folder_of(Path(folder) / FOLDER, FORMAT)
 
 
 def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
@@ -96,13 +99,18 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
             ids = index.ids
             rows = rows_in(corpus, index, folder)
         check_ids(ids)
-        with atomic_folder(Path(folder) / FOLDER, functools.partial(is_folder_of, expected=FORMAT), "texts") as part:
-            part.mkdir()
-            write_items(part, ids, (corpus[row] for row in rows))
-            files = checksums(part, [ITEMS, ORDER])
-            head = {"format": FORMAT, "version": FORMAT_VERSION, "count": len(ids), "of": checksum}
-            write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
+        write_texts(folder, ids, (corpus[row] for row in rows), checksum)
     return len(ids)
+
+
+def write_texts(folder: str | os.PathLike[str], ids: Sequence[str], texts: Iterable[str], checksum: str) -> None:
+    """Write a text store of N texts into the folder of an index with the `items_checksum`."""
+    with atomic_folder(Path(folder) / FOLDER, functools.partial(is_folder_of, expected=FORMAT), "texts") as part:
+        part.mkdir()
+        write_items(part, ids, texts)
+        files = checksums(part, [ITEMS, ORDER])
+        head = {"format": FORMAT, "version": FORMAT_VERSION, "count": len(ids), "of": checksum}
+        write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
 
 
 def _check_engine(folder: str | os.PathLike[str], corpus: Corpus) -> str:

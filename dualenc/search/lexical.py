@@ -2,7 +2,7 @@
 
     bm25/    files of bm25s, and meta.json with the checksum of the index's ids
 
-The folder is inside that of the index. Whatever rewrites the index leaves it out, so that it is never of other texts.
+The folder is inside that of the index. A changed index gets a new one with its texts.
 
 Terms are words of any length, without case and in Unicode's form NFKC; English stop words are left out, nothing is
 stemmed. Scripts without spaces, and Hangul for its particles, are split into pairs of neighbouring characters, as by
@@ -144,7 +144,7 @@ class Lexical:
 
 def has_lexical(index: str | os.PathLike[str]) -> bool:
     """Whether the folder of an index has a BM25 index."""
-    return (Path(index) / FOLDER / "meta.json").is_file()
+    return is_folder_of(Path(index) / FOLDER, FORMAT)
 
 
 def add_lexical(folder: str | os.PathLike[str], corpus: Corpus) -> Lexical:

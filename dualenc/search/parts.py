@@ -30,7 +30,17 @@ from faiss.contrib.ondisk import merge_ondisk
 from tqdm.auto import tqdm
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, recover_inside, remove, removed_if_refused, save_array, write_json
+from dualenc.files import (
+    atomic_path,
+    locked,
+    recover,
+    recover_inside,
+    remove_at_once,
+    removed_if_refused,
+    save_array,
+    version_of,
+    write_json,
+)
 from dualenc.full_disk import explain_full_disk
 from dualenc.reading import read_json_object
 from dualenc.search.build import Database, new_index, reason, train, training_rows
@@ -80,7 +90,15 @@ def can_be_merged(index: Any) -> bool:
 
 @contextlib.contextmanager
 def built_in_parts(
-    database: Database, factory: str, work: Path, *, train_rows: int | None, memory: int, seed: int, progress: bool
+    database: Database,
+    factory: str,
+    work: Path,
+    target: Path,
+    *,
+    train_rows: int | None,
+    memory: int,
+    seed: int,
+    progress: bool,
 ) -> Iterator[tuple[Any, dict[str, Any]] | None]:
     """Out-of-core index build: train, fill in parts, merge the parts on disk; a killed build is resumed.
 
@@ -88,6 +106,7 @@ def built_in_parts(
         database: N vectors.
         factory: of an index that `can_be_merged`.
         work: folder for the parts, shared by all processes that build this index; removed at the end of the context.
+        target: folder of the index, whose lock is held for the merge and until the end of the context.
         train_rows: vectors to train on; by default `training_rows`, at most a quarter of the memory.
         memory: bytes for training and parts.
         seed: of the training sample.
@@ -114,6 +133,7 @@ def built_in_parts(
     plan["files"] = hashlib.sha256(files.encode()).hexdigest()
     started = time.perf_counter()
     with explain_full_disk(work), removed_if_refused(work, "*.faiss"):
+        recover(work, unfinished=True)
         work.mkdir(parents=True, exist_ok=True)
         with claimed(work / "training.lock", wait=True):
             _check_plan(work, plan)
@@ -122,15 +142,14 @@ def built_in_parts(
                 train(empty, database.rows(database.sample(trained_on, seed)), factory)
                 with atomic_path(work / "trained.faiss") as part:
                     faiss.write_index(empty, str(part))
+            build = version_of(work / "plan.json")
         del empty
         starts = range(0, num_vectors, rows_per_part)
         parts = [range(start, min(start + rows_per_part, num_vectors)) for start in starts]
-        _fill_parts(database, parts, work, factory, progress)
-        with contextlib.ExitStack() as lock:
-            # Without the folder another process has merged and removed it.
-            with contextlib.suppress(FileNotFoundError):
-                lock.enter_context(claimed(work / "merging.lock", wait=True))
-            if not (work / "plan.json").exists():
+        _fill_parts(database, parts, work, build, factory, progress)
+        with locked(target):
+            # Another process has merged the parts and removed them; a new build may have begun since.
+            if version_of(work / "plan.json") != build:
                 yield None
                 return
             if not (work / "merged.faiss").exists():
@@ -138,16 +157,16 @@ def built_in_parts(
             seconds = round(time.perf_counter() - started, 3)
             meta = {"trained_on": trained_on, "parts": len(parts), "build_seconds": seconds}
             yield open_merged(work / "merged.faiss"), meta
-            # The plan first: processes that wait for the lock see that nothing is left to do.
-            (work / "plan.json").unlink()
-            remove(work)
+            remove_at_once(work)
 
 
-def _fill_parts(database: Database, parts: list[range], work: Path, factory: str, progress: bool) -> None:
+def _fill_parts(
+    database: Database, parts: list[range], work: Path, build: tuple[int, int] | None, factory: str, progress: bool
+) -> None:
     """Fill the missing parts that no other process has claimed; returns when all exist or have been merged."""
 
     def is_open() -> bool:
-        return (work / "plan.json").exists() and not (work / "merged.faiss").exists()
+        return version_of(work / "plan.json") == build and not (work / "merged.faiss").exists()
 
     missing = dict(enumerate(parts))
     with tqdm(total=len(database), desc="index", unit=" vectors", disable=not progress) as bar:
@@ -272,7 +291,10 @@ def quiet() -> Iterator[None]:
 def _check_plan(work: Path, plan: dict[str, Any]) -> None:
     """Write the plan of a new build, or check that the folder is of the same one."""
     path = work / "plan.json"
-    # Before the training nothing is lost by another plan.
+    # Before the training nothing is lost by another plan; files without a plan are of no build.
+    if not path.exists():
+        for left in (*work.glob("*.faiss"), *work.glob("*.npy")):
+            left.unlink()
     if not (work / "trained.faiss").exists():
         write_json(path, plan)
     found = read_json_object(path)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +14,14 @@ import torch
 from dualenc.encoders.dual import DualEncoder, num_rows, take, unit_norm
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError, Unsupported
+from dualenc.files import consistent_read
 from dualenc.search.embed import tower_checksum
 from dualenc.search.engines import EngineIndex, is_engine
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.hits import Hit
 from dualenc.search.index import Index
 from dualenc.search.kept import KeptTexts, has_texts
+from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
 from dualenc.search.rerank import Rescore, rerank
 from dualenc.search.where import Condition, meets, parse_conditions
@@ -66,7 +68,7 @@ class Searcher:
         encoder: the model that made it, in evaluation mode.
         lexical: BM25 index over its texts, if opened with one.
         judge: the cross-encoder for reranking, if opened with one.
-        texts: the texts that the cross-encoder reads.
+        texts: the whole texts, to show and for the cross-encoder; None if none are kept, or those of other items.
         settings: `nprobe` and `ef_search` of all searches, as the index's `search` takes them.
     """
 
@@ -113,26 +115,12 @@ class Searcher:
                 does not have, or a model with other weights than those that made the index.
         """
         folder = Path(folder)
-        index: Index | EngineIndex
-        if is_engine(folder):
-            index = EngineIndex.open(folder, qdrant_path)
-        elif qdrant_path is not None:
-            raise DualencError(f"{folder}: remembers no engine; leave --qdrant-path out")
-        else:
-            index = Index.open(folder)
+        index, lexical, texts = consistent_read(
+            folder, lambda: _open_files(folder, qdrant_path, hybrid, needs_texts=judge is not None)
+        )
         # A parameter that does not apply is refused now, not at every query.
         if any(value is not None for value in settings.values()):
             index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
-        texts = None
-        if judge is not None:
-            if index.meta.get("modality") == "image":
-                raise DualencError(f"{folder}: holds images, and a cross-encoder reads texts; leave reranking out")
-            texts = KeptTexts(folder, index.items_checksum)
-        lexical = None
-        if hybrid and isinstance(index, EngineIndex):
-            raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
-        if isinstance(index, Index) and (hybrid or (hybrid is None and has_lexical(folder))):
-            lexical = Lexical.open(folder, index.items_checksum)
         recorded = index.meta.get("model_checksum")
         side = index.meta.get("side", "right")
         if before is not None and recorded and tower_checksum(before.encoder.tower(side)) == recorded:
@@ -144,16 +132,6 @@ class Searcher:
                     f"{folder}: was built with other weights than the model has now; build the index again"
                 )
         return cls(folder, index, encoder, lexical, judge, texts, settings)
-
-    @cached_property
-    def whole_texts(self) -> KeptTexts | None:
-        """The whole texts to show, opened on first use; None if none are kept, or those of other items."""
-        if self.texts is not None or not has_texts(self.folder):
-            return self.texts
-        try:
-            return KeptTexts(self.folder, self.index.items_checksum)
-        except DualencError:
-            return None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -333,6 +311,31 @@ class Searcher:
         if isinstance(self.index, EngineIndex):
             return self.index.search(vectors, k, filter, **self.settings)
         return self.index.search(vectors, k, kept=kept, **self.settings)
+
+
+def _open_files(
+    folder: Path, qdrant_path: str | None, hybrid: bool | None, *, needs_texts: bool
+) -> tuple[Index | EngineIndex, Lexical | None, KeptTexts | None]:
+    """Open the index, its BM25 and its texts, for `Searcher.open`."""
+    index: Index | EngineIndex
+    if is_engine(folder):
+        index = EngineIndex.open(folder, qdrant_path)
+    elif qdrant_path is not None:
+        raise DualencError(f"{folder}: remembers no engine; leave --qdrant-path out")
+    else:
+        index = Index.open(folder)
+    if needs_texts and index.meta.get("modality") == "image":
+        raise DualencError(f"{folder}: holds images, and a cross-encoder reads texts; leave reranking out")
+    texts = None
+    if needs_texts or has_texts(folder):
+        with nullcontext() if needs_texts else suppress(DualencError):
+            texts = KeptTexts(folder, index.items_checksum)
+    lexical = None
+    if hybrid and isinstance(index, EngineIndex):
+        raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
+    if isinstance(index, Index) and (hybrid or (hybrid is None and has_lexical(folder))):
+        lexical = consistent_read(folder / BM25_FOLDER, lambda: Lexical.open(folder, index.items_checksum))
+    return index, lexical, texts
 
 
 def _even_chunks(inputs: Inputs) -> list[torch.Tensor]:

@@ -163,7 +163,7 @@ async def info(service: HasService, settings: HasSettings) -> dict[str, Any]:
         "columns": dict(searcher.index.column_kinds),
         "filter": searcher.filter_language,
         "images": service.pictures is not None,
-        "texts": await asyncio.to_thread(lambda: searcher.whole_texts is not None),
+        "texts": searcher.texts is not None,
         "hybrid": searcher.lexical is not None,
         "rerank": settings.rerank_top if searcher.judge is not None else 0,
         "generation": service.generation,

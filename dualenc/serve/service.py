@@ -128,7 +128,7 @@ class Service:
 
     def text(self, name: str) -> str | None:
         """The whole text of an item; None if texts are not kept, or not of that id. Thread-safe."""
-        texts = self.searcher.whole_texts
+        texts = self.searcher.texts
         if texts is None:
             return None
         try:

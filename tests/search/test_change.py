@@ -97,7 +97,7 @@ def test_appended_removed_and_appended_again(tmp_path: Path, factory: str, merge
     assert (meta["appended"], meta["removed"]) == (MORE + 2, len(set(gone)))
     assert "recall_at_10" not in meta
     assert meta["when_built"]["recall_at_10"] > 0
-    assert sorted(os.listdir(tmp_path)) == [".index.lock", f"emb{COUNT}", "index"]
+    assert sorted(os.listdir(tmp_path)) == [f"emb{COUNT}", "index"]
     assert (search_ids(opened, vectors[:5])[1] == before).all(), "who has the old one open goes on with it"
 
 
@@ -146,7 +146,7 @@ def test_mistakes_change_nothing(tmp_path: Path, merged: bool) -> None:
             remove(folder, gone)
         assert "\n" not in str(error.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
-    assert sorted(os.listdir(tmp_path)) == [".index.lock", f"emb{COUNT}", "index"]
+    assert sorted(os.listdir(tmp_path)) == [f"emb{COUNT}", "index"]
 
 
 def test_a_kind_that_faiss_cannot_remove_from(tmp_path: Path) -> None:

@@ -125,6 +125,8 @@ def test_texts_are_never_those_of_another_index(made: Path, tmp_path: Path) -> N
     folder = tmp_path / "index"
     shutil.copytree(made / "index", folder)
     (tmp_path / "gone.txt").write_text("d3\n")
+    for name in ("bm25", "texts"):
+        shutil.rmtree(folder / name)
     run("index", folder, "--remove", tmp_path / "gone.txt")
     with pytest.raises(DualencError, match=r"keeps no texts .*; run dualenc index INDEX --texts"):
         Searcher.open(folder, made / "model", judge=judge)

@@ -1,0 +1,348 @@
+"""Two processes at one index: readers keep the generation that they opened, writers exclude one another."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dualenc.data import Corpus
+from dualenc.errors import DualencError
+from dualenc.files import locked
+from dualenc.search import Embeddings, Index, parts
+from dualenc.search.change import append, remove
+from dualenc.search.kept import KeptTexts
+from dualenc.search.lexical import Lexical
+from dualenc.search.searcher import Query, Searcher
+from tests.commands import toy
+from tests.commands.in_process import failure, run
+from tests.search.clusters import clustered
+from tests.search.test_index import on_disk
+
+FORK = multiprocessing.get_context("fork")
+COUNT = 300
+VECTORS = clustered(COUNT + 1000)
+
+
+def small(folder: Path, merged: bool = False) -> Path:
+    """An index of COUNT vectors, in one file or with lists on disk."""
+    embeddings = on_disk(folder / "emb", VECTORS[:COUNT], side="right")
+    memory = 1 << 12 if merged else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "ROWS_AT_ONCE", 100)
+        Index.build(embeddings, None, "IVF4,Flat", folder=folder / "index", memory=memory, recall_queries=0)
+    return folder / "index"
+
+
+def change_often(folder: Path, changes: int) -> None:
+    """Replace one item after the other, so that the index and its files keep their size, and sometimes grow."""
+    for number in range(changes):
+        if number % 3:
+            remove(folder, [f"doc {number}"])
+        append(folder, Embeddings([f"doc {COUNT + number}"], VECTORS[COUNT + number][None]))
+
+
+def check_generation(index: Index) -> None:
+    """Each id is found in its row, by the order of the ids and by its vector."""
+    names = list(index.ids)[::23]
+    expected = VECTORS[[int(name.split()[1]) for name in names]]
+    np.testing.assert_allclose(index.vectors(names), expected, atol=1e-5)
+    rows = index.search_rows(expected, 1, nprobe=4)[1].ravel()
+    assert [index.ids[row] for row in rows] == names
+
+
+def read_often(folder: Path, changes: int, opens: int) -> None:
+    """Open an index while it is changed, and use what was opened before the latest change, too."""
+    writer = FORK.Process(target=change_often, args=(folder, changes))
+    writer.start()
+    before: Index | None = None
+    try:
+        for _ in range(opens):
+            opened = Index.open(folder)
+            check_generation(opened)
+            if before is not None:
+                check_generation(before)
+            before = opened
+            if not writer.is_alive():
+                break
+    finally:
+        writer.join()
+    assert writer.exitcode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
+def test_readers_get_one_generation_while_the_index_changes(tmp_path: Path, merged: bool) -> None:
+    read_often(small(tmp_path, merged), changes=50, opens=1000)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("merged", [False, True])
+def test_readers_get_one_generation_for_long(tmp_path: Path, merged: bool) -> None:
+    read_often(small(tmp_path, merged), changes=250, opens=10**6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
+def test_whoever_opened_a_generation_keeps_it(tmp_path: Path, merged: bool) -> None:
+    """Nothing is read by its name later: not after an index of the same size took the place, nor after none did."""
+    folder = small(tmp_path, merged)
+    opened = Index.open(folder)
+    remove(folder, ["doc 3"])
+    append(folder, Embeddings(["doc 300"], VECTORS[COUNT : COUNT + 1]))
+    check_generation(opened)
+    again = Index.open(folder)
+    shutil.rmtree(folder)
+    check_generation(again)
+    assert "doc 300" in again.ids
+    assert "doc 3" not in again.ids
+
+
+def test_embeddings_that_were_opened_find_their_ids_after_the_folder_is_gone(tmp_path: Path) -> None:
+    opened = on_disk(tmp_path / "emb", clustered(20))
+    shutil.rmtree(tmp_path / "emb")
+    assert opened.rows_of(["doc 7", "nobody"]).tolist() == [7, -1]
+
+
+def test_a_reader_between_the_two_renames_of_a_folder_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is replaced at the worst moment: after meta.json was read, before the other files are."""
+    folder = small(tmp_path)
+    verify = parts.open_alone
+    replaced: list[Path] = []
+
+    def replace_first(path: Path) -> Any:
+        if not replaced:
+            replaced.append(path)
+            append(folder, Embeddings(["doc 300"], VECTORS[COUNT : COUNT + 1]))
+        return verify(path)
+
+    monkeypatch.setattr("dualenc.search.index.open_alone", replace_first)
+    opened = Index.open(folder)
+    assert len(opened) == COUNT + 1
+    check_generation(opened)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, 30 texts, an index with BM25 and texts of the first 25, and the other five."""
+    folder = tmp_path_factory.mktemp("at once")
+    toy.text_model(folder / "model")
+    toy.save_documents(folder / "all.jsonl", 30)
+    lines = (folder / "all.jsonl").read_text().splitlines(keepends=True)
+    (folder / "first.jsonl").write_text("".join(lines[:25]))
+    (folder / "more.jsonl").write_text("".join(lines[25:]))
+    run("index", folder / "model", folder / "first.jsonl", "--out", folder / "index", "--bm25", "--texts")
+    return folder
+
+
+def same_as_built_anew(folder: Path, texts: dict[str, str]) -> None:
+    """BM25 and the texts of an index are those of these items, as a new index would have them."""
+    index = Index.open(folder)
+    kept = KeptTexts(folder, index.items_checksum)
+    assert dict(zip(index.ids, kept.of(list(index.ids)))) == texts
+    expected = Lexical.build(texts[name] for name in index.ids)
+    for word in toy.ANIMALS:
+        assert Lexical.open(folder, index.items_checksum).search(word, 40) == expected.search(word, 40)
+
+
+@pytest.mark.slow
+def test_what_is_appended_is_found_by_its_words_and_read_by_a_judge(made: Path, tmp_path: Path) -> None:
+    texts = dict(zip([f"d{i}" for i in range(30)], toy.texts(30)))
+    shutil.copytree(made / "index", tmp_path / "index")
+    run("index", made / "model", made / "more.jsonl", "--out", tmp_path / "index", "--append")
+    same_as_built_anew(tmp_path / "index", texts)
+    (tmp_path / "gone.txt").write_text("d3\nd27\n")
+    run("index", tmp_path / "index", "--remove", tmp_path / "gone.txt")
+    same_as_built_anew(tmp_path / "index", {name: text for name, text in texts.items() if name not in ("d3", "d27")})
+    # From a folder of embeddings, which says what it was made of.
+    run("embed", made / "model", made / "more.jsonl", "--out", tmp_path / "emb")
+    shutil.copytree(made / "index", tmp_path / "other")
+    run("index", tmp_path / "emb", "--out", tmp_path / "other", "--append", "--bm25", "--texts")
+    same_as_built_anew(tmp_path / "other", texts)
+
+
+@pytest.mark.slow
+def test_an_append_that_would_lose_words_is_refused(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = tmp_path / "index"
+    shutil.copytree(made / "index", index)
+    words = ("index", made / "model", made / "more.jsonl", "--out", index, "--append")
+    with pytest.raises(DualencError, match="keeps whole texts; name those that are appended, too"):
+        append(index, Embeddings(["x"], np.zeros((1, 32), np.float32)))
+    with pytest.raises(DualencError, match="the data has no text 'x'"):
+        append(index, Embeddings(["x"], np.zeros((1, 32), np.float32)), Corpus(["y"], ["fox"]))
+    shutil.rmtree(index / "texts")
+    for act in (words, (*words, "--bm25")):
+        assert "run dualenc index" in failure(capsys, *act)
+    shutil.rmtree(index / "bm25")
+    assert "has no BM25 or no texts that others could be appended to" in failure(capsys, *words, "--bm25")
+    assert len(Index.open(index, verify=True)) == 25
+    run(*words)
+
+
+@pytest.mark.slow
+def test_an_open_searcher_keeps_words_and_texts(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "index", tmp_path / "index")
+    searcher = Searcher.open(tmp_path / "index", str(made / "model"))
+    query = Query("left", toy.texts(30)[0], k=25, hybrid="rrf")
+    before = searcher.search([query])
+    run("index", made / "model", made / "more.jsonl", "--out", tmp_path / "index", "--append")
+    assert searcher.search([query]) == before
+    assert searcher.texts is not None
+    assert searcher.texts.of(["d7"]) == [toy.texts(30)[7]]
+    assert "d29" not in searcher.texts.ids
+
+
+@pytest.mark.slow
+def test_an_index_is_not_left_without_its_texts(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    shutil.copy(made / "all.jsonl", data)
+    run("embed", made / "model", data, "--out", tmp_path / "emb")
+    changed = data.read_text().replace("fox", "hen")
+    data.unlink()
+    for option in ("--texts", "--bm25"):
+        assert "data.jsonl" in failure(capsys, "index", tmp_path / "emb", "--out", tmp_path / "index", option)
+        data.write_text(changed)
+        message = failure(capsys, "index", tmp_path / "emb", "--out", tmp_path / "index", option)
+        assert "is not what was embedded" in message
+        data.unlink()
+    assert sorted(os.listdir(tmp_path)) == ["emb"]
+
+
+def hold(target: Path, ready: Any) -> None:
+    with locked(target):
+        ready.set()
+        time.sleep(60)
+
+
+def make_inputs(made: Path) -> None:
+    """Write what `commands` read, once."""
+    if not (made / "emb").exists():
+        run("embed", made / "model", made / "all.jsonl", "--out", made / "emb")
+        toy.write_beir(made / "beir")
+        rows = [f"{query},{document}\n" for query, document in itertools.pairwise(toy.texts(30))]
+        (made / "pairs.csv").write_text("query,document\n" + "".join(rows))
+
+
+def commands(made: Path, out: Path) -> dict[str, tuple[Any, ...]]:
+    emb = made / "emb"
+    return {
+        "index of data": ("index", made / "model", made / "all.jsonl", "--out", out),
+        "index": ("index", emb, "--out", out),
+        "mine": ("mine", made / "model", made / "pairs.csv", "--out", out),
+        "push": ("push", emb, out.with_name("lake"), "--to", "lancedb", "--out", out),
+        "push to one table": ("push", emb, out.parent / "la", "--to", "lancedb", "--collection", out.name),
+        "parquet": ("push", emb, out, "--to", "parquet"),
+        "retrieval": ("evaluate", "retrieval", made / "model", made / "beir", "--out", out),
+        "quickstart": ("quickstart", "--out", out),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", commands(Path(), Path("out")))
+def test_an_output_that_another_process_writes_is_refused_in_one_line(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    make_inputs(made)
+    target = tmp_path / "out"
+    held = tmp_path / "la.out" if name == "push to one table" else target
+    ready = FORK.Event()
+    holder = FORK.Process(target=hold, args=(held, ready))
+    holder.start()
+    ready.wait()
+    try:
+        message = failure(capsys, *commands(made, target)[name])
+        assert message.startswith(f"another dualenc process is writing {held}; wait for it or choose another ")
+        assert not target.exists()
+    finally:
+        holder.kill()
+        holder.join()
+    if name not in ("mine", "quickstart", "retrieval"):
+        run(*commands(made, target)[name])
+        assert not list(tmp_path.glob(".*.lock"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["index of data", "mine", "retrieval", "push"])
+def test_two_of_one_command_at_once(made: Path, tmp_path: Path, name: str) -> None:
+    """One of them does the work, or both do; none ends in anything but 0 or the one line."""
+    make_inputs(made)
+    words = [sys.executable, "-m", "dualenc.cli", *map(str, commands(made, tmp_path / "out")[name])]
+    for _ in range(4):
+        pair = [subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        errors = [process.communicate()[1] for process in pair]
+        codes = sorted(process.returncode for process in pair)
+        assert codes in ([0, 0], [0, 2]), errors
+        if codes == [0, 2]:
+            assert any("another dualenc process is writing" in error for error in errors)
+
+
+def killed_in_removal(step: int, build: Callable[[], Any]) -> bool:
+    """Build in a process that is killed before its `step`-th change of files after the index was saved."""
+
+    def build_and_die() -> None:
+        save = Index.save
+
+        def save_and_count(*arguments: Any) -> None:
+            save(*arguments)
+            calls = iter(range(10**6))
+
+            def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+                def call(*arguments: Any, **options: Any) -> Any:
+                    if next(calls) == step:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return function(*arguments, **options)
+
+                return call
+
+            for name in ("mkdir", "replace", "rmdir", "unlink"):
+                setattr(os, name, dying(getattr(os, name)))
+
+        Index.save = save_and_count  # type: ignore[method-assign, assignment]
+        build()
+
+    process = FORK.Process(target=build_and_die)
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+@pytest.mark.slow
+def test_a_build_in_parts_that_is_killed_at_its_end_blocks_no_later_one(tmp_path: Path) -> None:
+    for step in range(100):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        killed = killed_in_removal(step, lambda: small(folder, merged=True))  # noqa: B023
+        shutil.rmtree(folder / "emb")
+        check_generation(Index.open(small(folder, merged=True)))
+        assert sorted(os.listdir(folder)) == ["emb", "index"]
+        if not killed:
+            break
+    assert 5 < step < 99
+
+
+def test_files_of_a_build_without_a_plan_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / ".index.building").mkdir()
+    for name in ("trained.faiss", "part-00000.faiss", "merged.faiss"):
+        (tmp_path / ".index.building" / name).write_text("of another build")
+    check_generation(Index.open(small(tmp_path, merged=True)))
+    assert sorted(os.listdir(tmp_path)) == ["emb", "index"]
+
+
+def test_a_lock_is_taken_by_one_and_again_by_its_holder(tmp_path: Path) -> None:
+    with locked(tmp_path / "new" / "out", wait=False), locked(tmp_path / "new" / "out", wait=False):
+        assert os.listdir(tmp_path / "new") == [".out.lock"]
+    assert os.listdir(tmp_path) == []
