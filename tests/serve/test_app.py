@@ -271,7 +271,7 @@ def test_what_is_written_anew_is_noticed(tmp_path: Path, text_index: Path) -> No
     assert _manifest(folder)[0] is None
     shutil.copytree(text_index, folder)
     seen = [_manifest(folder)]
-    run("index", folder, text_index.parent / "docs.jsonl", "--bm25")
+    run("index", folder, text_index.parent / "docs.jsonl", "--bm25", "--texts")
     seen.append(_manifest(folder))
     (tmp_path / "gone.txt").write_text("d3\n")
     run("index", folder, "--remove", tmp_path / "gone.txt")
