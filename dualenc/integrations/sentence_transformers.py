@@ -97,7 +97,10 @@ class GlobalLoss(nn.Module):
         if negatives and not self.objective.takes_mined:
             raise DualencError(f"{self.objective.name} takes no mined negatives; remove their columns")
         if negatives:
-            mined = {"negatives": torch.cat(negatives), "negative_id": torch.cat(negative_ids)}
+            ids = torch.stack(negative_ids)
+            # A negative that a row repeats counts once.
+            is_first = torch.stack([(ids[:column] != ids[column]).all(dim=0) for column in range(len(ids))]).flatten()
+            mined = {"negatives": torch.cat(negatives)[is_first], "negative_id": ids.flatten()[is_first]}
         encode = encode if self.objective.needs_encode else None  # type: ignore[assignment]
         return self.objective(left, right, left_id, right_id, encode, **mined).loss
 

@@ -203,6 +203,17 @@ def test_two_processes_equal_one(model_folder: Path, tmp_path: Path, objective: 
     assert difference(one, two) < (1e-3 if objective == "GlobalCache" else 1e-5)
 
 
+def test_a_repeated_negative_counts_once(model_folder: Path) -> None:
+    model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu").train()
+    columns = {"a": ["ant bee", "cat dog"], "p": ["bee", "dog"], "n1": ["eel", "fox"], "n2": ["eel", "fox"]}
+    losses = []
+    for names in (["a", "p", "n1"], ["a", "p", "n1", "n2"]):
+        dataset, _ = with_ids(Dataset.from_dict({name: columns[name] for name in names}))
+        features = [model.preprocess(columns[name]) for name in names]
+        losses.append(GlobalLoss(model, InfoNCE())(features, torch.tensor(dataset["label"])).item())
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
 def test_mistakes_are_one_line(model_folder: Path) -> None:
     dataset, texts = with_ids(pairs())
     model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu").train()
