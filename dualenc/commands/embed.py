@@ -44,10 +44,12 @@ def embed(
     from dualenc.encoders import load_model
     from dualenc.evaluation.output import start_processes
     from dualenc.search.embed import embed as embed_corpus
+    from dualenc.search.embeddings import check_embeddings_target
 
     check_range(1, MAX_ITEMS, batch_size=options.batch_size)
     check_range(1, sys.maxsize, limit=limit, dim=options.dim)
     check_range(0, MAX_WORKERS, num_workers=options.num_workers)
+    check_embeddings_target(Path(out))
     encoder = load_model(model, device=str(start_processes(device)))
     modality = None
     if side is not None:

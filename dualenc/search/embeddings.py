@@ -59,6 +59,17 @@ def shard_ranges(num_items: int) -> list[range]:
     return [range(part.start, part.stop) for part in parts]
 
 
+def check_embeddings_target(folder: Path) -> bool:
+    """Whether a folder holds embeddings, finished or not; an error if it holds anything else."""
+    exists = folder.exists() and not folder.is_dir()
+    if folder.is_dir():
+        # Another worker may be about to write meta.json.
+        exists = any(not name.startswith((".meta.json.", f"{CREATION}.lock")) for name in os.listdir(folder))
+    if exists and not (folder / "meta.json").is_file():
+        raise DualencError(f"{folder}: exists and holds no embeddings; choose a new or empty folder")
+    return exists and bool(read_meta(folder))
+
+
 class EmbeddingWriter:
     """Embedding writer: writes embeddings of N items to a folder that any number of workers share, each with a writer.
 
@@ -121,13 +132,7 @@ class EmbeddingWriter:
 
     def _create(self) -> bool:
         """Create the folder unless it exists; returns whether this worker did."""
-        exists = self.folder.exists() and not self.folder.is_dir()
-        if self.folder.is_dir():
-            # Another worker may be about to write meta.json.
-            exists = any(not name.startswith((".meta.json.", f"{CREATION}.lock")) for name in os.listdir(self.folder))
-        if exists and not (self.folder / "meta.json").is_file():
-            raise DualencError(f"{self.folder}: exists and holds no embeddings; choose a new or empty folder")
-        if exists:
+        if check_embeddings_target(self.folder):
             return False
         with explain_full_disk(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)

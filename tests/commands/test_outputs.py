@@ -121,6 +121,13 @@ def test_an_output_without_a_name_is_no_current_folder(
     assert os.listdir() == []
 
 
+def test_embed_refuses_a_folder_of_other_files_before_it_opens_model_and_data(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"{folder}: exists and holds no embeddings" in failure(capsys, "embed", "/nope", "/nope", "--out", folder)
+    assert "not a folder of embeddings" in failure(capsys, "embed", "/nope", "/nope", "--out", folder / "queries")
+
+
 def test_the_current_folder_takes_an_index(
     tmp_path: Path, toy_text: Path, beir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
