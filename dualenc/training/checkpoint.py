@@ -127,6 +127,7 @@ def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) ->
             check_run_folder(output, resume=resume, overwrite=overwrite)
             folder.mkdir(parents=True, exist_ok=True)
             _lock(lock)
+            recover_inside(folder)
             present = [name for name in RUN_FILES if (folder / name).exists()]
             if present and not (resume or overwrite):
                 raise DualencError(

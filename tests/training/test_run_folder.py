@@ -75,6 +75,14 @@ def test_a_lock_file_that_nobody_holds_is_no_obstacle(tmp_path, content):
     assert not (tmp_path / ".lock").exists()
 
 
+def test_what_a_run_killed_at_its_beginning_leaves_is_no_obstacle(tmp_path):
+    (tmp_path / ".lock").touch()
+    (tmp_path / ".meta.json.part-0123abcd").mkdir()
+    with run_folder.claimed(tmp_path, resume=False, overwrite=False):
+        assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json"]
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_folder_that_is_claimed_twice_in_one_process_is_refused(tmp_path):
     with (
         run_folder.claimed(tmp_path, resume=False, overwrite=False),
