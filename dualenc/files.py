@@ -380,8 +380,10 @@ def save_tensors(path: str | os.PathLike[str], value: Any) -> None:
 
 def write_json(target: str | os.PathLike[str], value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     with atomic_path(target) as part:
-        part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        # Names of files need not be UTF-8: what cannot be encoded becomes an escape of JSON, which reads back.
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def is_folder_of(folder: str | os.PathLike[str], expected: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,7 +164,7 @@ def read_batches(path: Path, mend: str) -> list[pa.RecordBatch]:
     if not path.is_file():
         raise DualencError(f"{path}: missing; {mend}")
     with _damage_reported(path, mend, "truncated or corrupt"):
-        reader = ipc.open_file(pa.memory_map(str(path)))
+        reader = ipc.open_file(pa.memory_map(os.fsencode(path)))
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         for batch in batches:
             batch.validate()
