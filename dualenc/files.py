@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 
 from dualenc.errors import DualencError
 from dualenc.full_disk import explain_full_disk
-from dualenc.reading import read_json_object
+from dualenc.reading import is_utf8, read_json_object
 
 if TYPE_CHECKING:
     import numpy as np
@@ -250,6 +250,8 @@ def check_folder_target(folder: str | os.PathLike[str], is_ours: Callable[[Path]
     """
     check_path(folder)
     folder = Path(folder)
+    if not is_utf8(str(folder)):
+        raise DualencError(f"{folder}: the name is not UTF-8, which FAISS and safetensors need; choose another")
     recover(folder)
     is_free = not folder.exists() or (folder.is_dir() and not os.listdir(folder))
     if not is_free and not (folder.is_dir() and is_ours(folder)):

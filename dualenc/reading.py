@@ -50,6 +50,11 @@ def glob_paths(pattern: str) -> list[Path]:
     return sorted(map(Path, glob.glob(str(Path(glob.escape(str(folder)), inside)), recursive=True)))
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text can be encoded: lone surrogates, as in names of files that are not UTF-8, cannot."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def read_json(source: str | os.PathLike[str]) -> Any:
     """Read a JSON file.
 

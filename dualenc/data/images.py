@@ -15,6 +15,7 @@ from dualenc.data.identity import file_identity
 from dualenc.data.skips import Skips
 from dualenc.decoding import image_suffixes, open_image
 from dualenc.errors import DualencError
+from dualenc.reading import is_utf8
 
 IMAGE_SUFFIXES = image_suffixes()
 SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing")
@@ -100,7 +101,7 @@ def find_images(folder: str | os.PathLike[str], skips: Skips) -> list[str]:
             inside = Path(parent).relative_to(root)
             images = [name for name in files if name.lower().endswith(IMAGE_SUFFIXES) and name[0] != "."]
             for name in ((inside / image).as_posix() for image in images):
-                if name.isascii() or name == name.encode(errors="replace").decode():
+                if is_utf8(name):
                     names.append(name)
                 else:
                     skips.bad("file name that is not UTF-8", repr(str(root / name)), "rename it")

@@ -24,6 +24,7 @@ from pyarrow import ipc
 
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, save_array
+from dualenc.reading import is_utf8
 
 ITEMS = "items.arrow"
 ORDER = "order.npy"
@@ -264,7 +265,7 @@ def check_ids(ids: Sequence[str]) -> None:
             raise DualencError(f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)")
         if "\n" in name:
             raise DualencError(f"id {name!r} at row {row} contains a line break; give it another id")
-        if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
+        if not is_utf8(name):
             raise DualencError(f"id {name!r} at row {row} is not valid Unicode; rename it")
     names = pa.array(ids, pa.large_string())
     order = pc.array_sort_indices(names)  # stable: of duplicates the first row comes first
