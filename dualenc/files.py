@@ -73,7 +73,7 @@ def atomic_folder(target: str | os.PathLike[str], is_ours: Callable[[Path], bool
     """Yield a path beside `target` to write a folder to; on success it takes the target's place.
 
     On an error whatever was written is removed and the old target stays. Behind a symbolic link the folder that it
-    points to is replaced.
+    points to is replaced. Of several writers the last one that succeeds wins.
 
     Args:
         target: the folder.
@@ -84,7 +84,8 @@ def atomic_folder(target: str | os.PathLike[str], is_ours: Callable[[Path], bool
         DualencError: the target is a file, or a folder of another kind that is not empty.
         DiskFull: the disk, the quota or the permitted file size was used up, whichever library noticed it.
     """
-    check_folder_target(target, is_ours, what)
+    with locked(target):
+        check_folder_target(target, is_ours, what)
     target = _behind_link(target)
     with _work_folder(target) as work:
         new = _new(work, target)
@@ -93,13 +94,14 @@ def atomic_folder(target: str | os.PathLike[str], is_ours: Callable[[Path], bool
         for file in new.rglob("*"):
             if file.is_file():
                 _sync(file)
-        try:
-            if target.is_dir():
-                os.replace(target, old)
-            os.replace(new, target)
-        finally:
-            if not os.path.lexists(target) and old.is_dir():
-                os.replace(old, target)
+        with locked(target):
+            try:
+                if target.is_dir():
+                    os.replace(target, old)
+                os.replace(new, target)
+            finally:
+                if not os.path.lexists(target) and old.is_dir():
+                    os.replace(old, target)
 
 
 @contextmanager

@@ -213,6 +213,25 @@ class TestKilledSwap:
         assert os.listdir(tmp_path) == ["meta.json"]
 
     @pytest.mark.slow
+    def test_processes_write_one_folder_and_the_last_one_wins(self, tmp_path: Path) -> None:
+        together = FORK.Barrier(3)
+
+        def write_often(number: int) -> None:
+            for name in range(20):
+                together.wait(timeout=30)
+                for _ in range(3):
+                    write_folder(tmp_path / str(name), str(number))
+
+        processes = [FORK.Process(target=write_often, args=(number,)) for number in range(3)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            assert process.exitcode == 0
+        assert all(version_of(tmp_path / str(name)) in ("0", "1", "2") for name in range(20))
+        assert sorted(os.listdir(tmp_path)) == sorted(map(str, range(20)))
+
+    @pytest.mark.slow
     def test_a_swap_that_ends_meanwhile_is_waited_for(self, tmp_path: Path) -> None:
         target = tmp_path / "index"
         work = dead_writer(target, old="old", new="new")

@@ -196,7 +196,7 @@ class Index:
         Raises:
             DualencError: the folder exists and is not an index.
         """
-        with locked(folder), atomic_folder(folder, is_index, "index") as part:
+        with atomic_folder(folder, is_index, "index") as part:
             part.mkdir(parents=True)
             write_contents(part, Path(folder), self.faiss, self.ids, self.snippets, self.columns, self.meta)
 
@@ -437,9 +437,11 @@ def write_contents(
         _write_faiss(index, part / "index.faiss")
     else:
         before = Path(lists.filename)
-        # The file is never changed in place, so that both folders can share it.
-        if before != part.absolute() / LISTS:
+        if before.with_name("plan.json").exists():
             _link_or_copy(before, part / LISTS)
+        elif before != part.absolute() / LISTS:
+            # From the map: other lists may have taken the place of those that were opened.
+            faiss.rev_swig_ptr(lists.ptr, lists.totsize).tofile(part / LISTS)
         lists.filename = os.path.abspath(folder / LISTS)
         try:
             _write_faiss(index, part / "index.faiss")

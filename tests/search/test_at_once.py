@@ -105,6 +105,11 @@ def test_whoever_opened_a_generation_keeps_it(tmp_path: Path, merged: bool) -> N
     again = Index.open(folder)
     shutil.rmtree(folder)
     check_generation(again)
+    for index, name in ((opened, "saved"), (again, "saved again")):
+        index.save(tmp_path / name)
+        saved = Index.open(tmp_path / name, verify=True)
+        check_generation(saved)
+        assert list(saved.ids) == list(index.ids)
     assert "doc 300" in again.ids
     assert "doc 3" not in again.ids
 
