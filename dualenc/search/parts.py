@@ -293,8 +293,8 @@ def _check_plan(work: Path, plan: dict[str, Any]) -> None:
     path = work / "plan.json"
     # Before the training nothing is lost by another plan; files without a plan are of no build.
     if not path.exists():
-        for left in (*work.glob("*.faiss"), *work.glob("*.npy")):
-            left.unlink()
+        for stale in (*work.glob("*.faiss"), *work.glob("*.npy")):
+            stale.unlink()
     if not (work / "trained.faiss").exists():
         write_json(path, plan)
     found = read_json_object(path)
