@@ -13,7 +13,6 @@ import torch
 
 from dualenc.data import PairDataset
 from dualenc.data.corpus import Corpus
-from dualenc.data.views import SimCLR
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.encoders.load import load_model
 from dualenc.objectives import GlobalCache
@@ -125,22 +124,3 @@ def test_a_model_on_the_gpu_is_evaluated_there(monkeypatch: pytest.MonkeyPatch) 
     expected = evaluator(model.cpu())
     monkeypatch.setattr(exact, "_search_by_faiss", lambda *_: pytest.fail("searched on the CPU"))
     assert evaluator(model.to(GPU)) == pytest.approx(expected, abs=0.02)  # a rank or two, where scores nearly tie
-
-
-def test_views_in_a_cuda_graph_are_those_of_the_cpu() -> None:
-    augment = SimCLR(32, blur=0.5)
-    images = torch.randint(0, 256, (8, 3, 40, 50), dtype=torch.uint8)
-    drawn = torch.zeros_like(augment.draw_batch(40, 50, range(8)), device=GPU)
-    drawn[:, 2:4] = 8  # the crops of the warm-up
-    resident = images.to(GPU)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        augment.render(resident, drawn)  # warm-up, as graphs ask for
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        views = augment.render(resident, drawn)
-    drawn.copy_(augment.draw_batch(40, 50, range(8)))
-    graph.replay()
-    torch.testing.assert_close(views.cpu(), augment.batch(images, range(8)), atol=1e-4, rtol=0)
-    torch.testing.assert_close(augment.batch(resident, range(8)), views)

@@ -141,7 +141,6 @@ def test_a_field_of_text_takes_an_override_as_typed(recipe, tmp_path, text):
         ("trainer.max_steps", "", None),
         ("trainer.max_steps", "3 # three", 3),
         ("trainer.mixed_precision", "no", "no"),
-        ("trainer.data_on_device", "auto", "auto"),
     ],
 )
 def test_the_type_of_a_field_says_how_an_override_is_read(recipe, key, text, value):

@@ -1,9 +1,7 @@
-"""SimCLR's random views: pure functions of image and seed, run per image in a data loader or per batch on a GPU.
+"""SimCLR's random views: pure functions of image and seed.
 
 The operations are torchvision.transforms.v2's functional ones; random numbers come from a generator seeded for each
-call, so no global state is read or changed and a view does not depend on workers, order or restarts. v2's own random
-classes draw from torch's global generator; seeded and restored around each call, they take 1.9× as long per image at 32
-pixels (1.6 against 0.9 ms) and 1.8× at 224 (12.8 against 7.1 ms, most of it the blur).
+call, so no global state is read or changed and a view does not depend on workers, order or restarts.
 """
 
 from __future__ import annotations
@@ -23,13 +21,6 @@ from dualenc.errors import DualencError
 
 CHANGES = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
 """The colour jitter's changes; a change's kind is its index here."""
-
-BRIGHTNESS = 0
-CONTRAST = 1
-HUE = 3
-
-NO_BLUR = 1e-3
-"""A standard deviation in pixels so small that the blur's matrix is exactly the identity."""
 
 
 class Draws(NamedTuple):
@@ -70,10 +61,10 @@ class SimCLR:
         self, size: int = 32, strength: float | None = None, blur: float | None = None, min_area: float = 0.08
     ) -> None:
         self.size = size
-        usual_strength = 0.5 if size <= 64 else 1.0
-        usual_blur = 0.0 if size <= 32 else 0.5
-        self.strength = usual_strength if strength is None else strength
-        self.blur = usual_blur if blur is None else blur
+        default_strength = 0.5 if size <= 64 else 1.0
+        default_blur = 0.0 if size <= 32 else 0.5
+        self.strength = default_strength if strength is None else strength
+        self.blur = default_blur if blur is None else blur
         self.min_area = min_area
         if size < 8 or not 0 <= self.strength <= 2.5 or not 0 <= self.blur <= 1 or not 0 < min_area <= 1:
             raise DualencError(
@@ -95,71 +86,6 @@ class SimCLR:
         if draws.sigma is not None:
             pixels = gaussian_blur(pixels, draws.sigma, self.kernel)
         return pixels
-
-    def batch(self, images: Tensor, seeds: Sequence[int]) -> Tensor:
-        """Views of n images of one size, made on their device: the same crops and changes as image by image.
-
-        Values differ from those of `__call__` by rounding only: Pillow cuts off fractions of 1/255 after each change.
-        For GPUs: on one CPU thread it takes 0.22 ms per image at 32 pixels and 22 at 224, `__call__` 0.27 and 4.4.
-
-        Args:
-            images: (n, 3, H, W) uint8, on any device.
-            seeds: n integers.
-
-        Returns:
-            Pixels (n, 3, size, size) in [0, 1], float32, on the device of the images.
-
-        Raises:
-            DualencError: the images have another type or shape, or there are not as many seeds.
-        """
-        if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3 or len(images) != len(seeds):
-            raise DualencError(
-                f"SimCLR.batch: images are {images.dtype} {tuple(images.shape)} with {len(seeds)} seeds; give uint8 "
-                "(n, 3, H, W) and n seeds"
-            )
-        height, width = images.shape[-2:]
-        drawn = self.draw_batch(height, width, seeds)
-        if images.is_cuda:
-            drawn = drawn.pin_memory()
-        return self.render(images, drawn.to(images.device, non_blocking=True))
-
-    def draw_batch(self, height: int, width: int, seeds: Sequence[int]) -> Tensor:
-        """What `draw` gives for n seeds, for `render`: (n, 15) float32, on the CPU."""
-        rows = []
-        for seed in seeds:
-            draws = self.draw(height, width, seed)
-            # Without jitter: four times the brightness, times 1.
-            changes = draws.changes or [(BRIGHTNESS, 1.0)] * 4
-            kinds = [kind for kind, _ in changes]
-            factors = [factor for _, factor in changes]
-            sigma = NO_BLUR if draws.sigma is None else draws.sigma
-            rows.append([*draws.box, draws.flip, *kinds, *factors, draws.grey, sigma])
-        return torch.tensor(rows, dtype=torch.float32).reshape(-1, 15)
-
-    def render(self, images: Tensor, drawn: Tensor) -> Tensor:
-        """The views that `draw_batch` drew: a pure function on the device, which a CUDA graph can capture.
-
-        Args:
-            images: (n, 3, H, W) uint8.
-            drawn: (n, 15) float32, on the device of the images.
-
-        Returns:
-            Pixels (n, 3, size, size) in [0, 1], float32.
-        """
-        box, flip, kinds, factors, grey, sigma = drawn.split([4, 1, 4, 4, 1, 1], dim=1)
-        top, left, height, width = box[:, :, None].unbind(1)  # (n, 1) each
-        # Half precision would round the pixels to eight bits and worse.
-        with torch.autocast(images.device.type, enabled=False):
-            rows = resize_matrices(images.shape[-2], self.size, top, height, torch.zeros_like(flip))
-            columns = resize_matrices(images.shape[-1], self.size, left, width, flip)
-            pixels = multiply_axes(rows, images / 255, columns)
-            for kind, factor in zip(kinds.split(1, dim=1), factors.split(1, dim=1), strict=True):
-                pixels = change_colours(pixels, kind[:, :, None, None], factor[:, :, None, None])
-            pixels = torch.where(grey[:, :, None, None] > 0, to_grey(pixels), pixels)
-            if self.blur > 0:
-                blurs = blur_matrices(self.size, sigma.squeeze(1), self.kernel)
-                pixels = multiply_axes(blurs, pixels, blurs)
-            return pixels
 
     @property
     def kernel(self) -> int:
@@ -221,83 +147,16 @@ def gaussian_blur(pixels: Tensor, sigma: float, kernel: int) -> Tensor:
     `sigma` is in pixels, `kernel` the odd length of the kernel, at most 2·min(H, W) − 1. The same numbers as
     torchvision's `gaussian_blur`, whose two-dimensional convolution is six times slower at 224 pixels.
     """
-    sigmas = torch.tensor([sigma])
-    rows = blur_matrices(pixels.shape[-2], sigmas, kernel)[0]
-    columns = blur_matrices(pixels.shape[-1], sigmas, kernel)[0]
+    rows = blur_matrix(pixels.shape[-2], sigma, kernel)
+    columns = blur_matrix(pixels.shape[-1], sigma, kernel)
     return rows @ pixels @ columns.T
 
 
-def blur_matrices(length: int, sigma: Tensor, kernel: int) -> Tensor:
-    """Matrices (n, length, length) that blur one axis of n samples, whose standard deviations are `sigma` (n,)."""
-    offsets = torch.arange(kernel, device=sigma.device) - kernel // 2
-    weights = torch.softmax(-0.5 * (offsets / sigma[:, None]) ** 2, dim=1)  # (n, kernel)
-    # Row `i` holds the weights of all positions in the blurred value at `i`, reflected at the borders.
-    source = (torch.arange(length, device=sigma.device)[:, None] + offsets).abs()
+def blur_matrix(length: int, sigma: float, kernel: int) -> Tensor:
+    """The matrix (length, length) that blurs one axis with a standard deviation `sigma`, reflected at the borders."""
+    offsets = torch.arange(kernel) - kernel // 2
+    weights = torch.softmax(-0.5 * (offsets / torch.tensor(sigma)) ** 2, dim=0)
+    # Row `i` holds the weights of all positions in the blurred value at `i`.
+    source = (torch.arange(length)[:, None] + offsets).abs()
     source = torch.where(source >= length, 2 * (length - 1) - source, source)
-    shape = (len(sigma), length, kernel)
-    matrices = torch.zeros(len(sigma), length, length, device=sigma.device)
-    return matrices.scatter_add_(2, source.expand(shape), weights[:, None].expand(shape))
-
-
-def multiply_axes(rows: Tensor, pixels: Tensor, columns: Tensor) -> Tensor:
-    """Resample pixels (n, 3, H, W) by the matrices rows (n, h, H) and columns (n, w, W): (n, 3, h, w) in [0, 1].
-
-    As in Pillow, the horizontal axis comes first, and values saturate after each.
-    """
-    pixels = torch.einsum("nchw,nxw->nchx", pixels, columns).clamp_(0, 1)
-    return torch.matmul(rows[:, None], pixels).clamp_(0, 1)
-
-
-def resize_matrices(length: int, size: int, start: Tensor, extent: Tensor, reverse: Tensor) -> Tensor:
-    """Matrices (n, size, length) that crop one axis of n images and resize it with Pillow's antialiased bicubic kernel.
-
-    Args:
-        length: pixels of the axis.
-        size: pixels after resizing.
-        start: (n, 1), first pixel of the crop.
-        extent: (n, 1), pixels of the crop.
-        reverse: (n, 1), 1 to reverse the order of the resized pixels, else 0.
-    """
-    pixel = torch.arange(length, device=start.device)
-    position = torch.arange(size, device=start.device)
-    position = torch.where(reverse > 0, size - 1 - position, position)  # (n, size)
-    scale = extent / size
-    centre = start + (position + 0.5) * scale  # (n, size)
-    # In units of the kernel, which is as wide as four pixels of the smaller of the two images; it is 0 from 2 on.
-    distance = (pixel + 0.5 - centre[:, :, None]).abs() / scale.clamp(min=1)[:, :, None]  # (n, size, length)
-    distance = distance.clamp(max=2)
-    near = (1.5 * distance - 2.5) * distance**2 + 1
-    far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
-    inside = (pixel >= start) & (pixel < start + extent)  # (n, length)
-    weights = torch.where(distance < 1, near, far) * inside[:, None]
-    return weights / weights.sum(2, keepdim=True)
-
-
-def change_colours(pixels: Tensor, kind: Tensor, factor: Tensor) -> Tensor:
-    """One of `CHANGES` for each sample of pixels (n, 3, H, W) in [0, 1]; kind and factor are (n, 1, 1, 1)."""
-    grey = to_grey(pixels)
-    mean = grey.mean((1, 2, 3), keepdim=True)
-    # Brightness blends with black, contrast with the mean grey, saturation with each pixel's grey.
-    other = torch.where(kind == CONTRAST, mean, grey * (kind != BRIGHTNESS))  # (n, 1, H, W)
-    blended = torch.lerp(other, pixels, factor).clamp_(0, 1)
-    return torch.where(kind == HUE, turn_hue(pixels, factor), blended)
-
-
-def to_grey(pixels: Tensor) -> Tensor:
-    """The luma (n, 1, H, W) of pixels (n, 3, H, W)."""
-    red, green, blue = pixels.split(1, dim=1)
-    return 0.2989 * red + 0.587 * green + 0.114 * blue
-
-
-def turn_hue(pixels: Tensor, turn: Tensor) -> Tensor:
-    """Turn the hue of pixels (n, 3, H, W) by a share `turn` (n, 1, 1, 1) of the colour circle; V and S of HSV stay."""
-    red, green, blue = pixels.split(1, dim=1)
-    value = pixels.amax(1, keepdim=True)
-    chroma = value - pixels.amin(1, keepdim=True)  # V·S
-    # The hue in sixths of the circle, times the chroma.
-    hue = torch.where(green == value, blue - red + 2 * chroma, red - green + 4 * chroma)
-    hue = torch.where(red == value, green - blue, hue)
-    hue = hue / torch.where(chroma > 0, chroma, 1) + 6 * turn
-    # A channel falls from V to V − V·S and rises again around the circle; red, green and blue start at 5, 3 and 1.
-    phase = (hue + torch.arange(5, 0, -2, device=pixels.device)[:, None, None]).remainder(6)  # (n, 3, H, W)
-    return value - chroma * torch.minimum(phase, 4 - phase).clamp_(0, 1)
+    return torch.zeros(length, length).scatter_add_(1, source, weights.expand(length, kernel))

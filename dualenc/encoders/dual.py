@@ -288,12 +288,12 @@ def check_item(item: Any, modality: Modality, name: str = "an item") -> None:
         name: of the item, for the message.
 
     Raises:
-        BadSample: no `str`, no `PIL.Image` or tensor, or no array (D,) of finite numbers.
+        BadSample: no `str`, no `PIL.Image`, or no array (D,) of finite numbers.
     """
     kind: tuple[type, ...]
     kind, needed = {
         "text": ((str,), "a str"),
-        "image": ((Image.Image, Tensor), "a PIL image"),
+        "image": ((Image.Image,), "a PIL image"),
         "vector": ((np.ndarray, Tensor), "an array (D,) of finite numbers"),
     }[modality]
     valid = isinstance(item, kind)

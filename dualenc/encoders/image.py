@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchvision.transforms import v2
-from torchvision.transforms.v2.functional import rgb_to_grayscale, to_pil_image
+from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_item, unit_norm
 from dualenc.encoders.hub import base_metadata, first_line, model_folder
@@ -377,45 +377,23 @@ class ImagePrepare(Prepare):
         evaluate: RGB image to pixels (3, H, W).
         augment: the same for training, as a pure function of image and seed.
         grey: give `evaluate` grey images, of one channel.
-
-    Attributes:
-        device: where `augment.batch` works; None: where the images are.
     """
 
     modality = "image"
-    device: torch.device | None = None
 
     def __init__(self, evaluate: Callable[[Image.Image], Tensor], augment: Augment, grey: bool = False) -> None:
         self.evaluate = evaluate
         self.augment = augment
         self.grey = grey
 
-    @property
-    def augments_batches(self) -> bool:
-        """Whether `augment` has `batch`, to augment n images at once where they are: (n, 3, H, W) uint8 and n seeds."""
-        augment = self.augment.augment if isinstance(self.augment, Normalized) else self.augment
-        return hasattr(augment, "batch")
-
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
-        """As `Prepare.__call__`; items are RGB images or uint8 tensors (3, H, W), all of one size."""
+        """As `Prepare.__call__`; items are RGB images."""
         for item in items:
             check_item(item, "image")
-        if seeds is not None and self.augments_batches and isinstance(items[0], Tensor):
-            return {"image": self._augment_batch(torch.stack(list(items)), seeds)}
-        images = [to_pil_image(item.cpu()) if isinstance(item, Tensor) else item for item in items]
         if seeds is None:
-            modes = [image.convert("L") if self.grey else image for image in images]
+            modes = [image.convert("L") if self.grey else image for image in items]
             return {"image": torch.stack([self.evaluate(image) for image in modes])}
-        return {"image": torch.stack([self.augment(image, seed) for image, seed in zip(images, seeds, strict=True)])}
-
-    def _augment_batch(self, images: Tensor, seeds: Sequence[int]) -> Tensor:
-        """Views of images (n, 3, H, W) on `device`."""
-        augment: Any = self.augment
-        if self.device is not None:
-            if self.device.type == "cuda" and not images.is_cuda:
-                images = images.pin_memory()  # else the copy would wait for the device
-            images = images.to(self.device, non_blocking=True)
-        return augment.batch(images, seeds)
+        return {"image": torch.stack([self.augment(image, seed) for image, seed in zip(items, seeds, strict=True)])}
 
 
 class Seeded:
@@ -452,18 +430,6 @@ class Normalized:
         if len(pixels) == 3 and len(self.mean) == 1:
             pixels = rgb_to_grayscale(pixels)
         return (pixels - self.mean) / self.std
-
-    def batch(self, images: Tensor, seeds: Sequence[int]) -> Tensor:
-        """Views (n, C, H, W) of images (n, 3, H, W) uint8, on their device, by the augmentation's own `batch`."""
-        augment: Any = self.augment
-        pixels = augment.batch(images, seeds)
-        if pixels.shape[1] == 3 and len(self.mean) == 1:
-            pixels = rgb_to_grayscale(pixels)
-        # Numbers, not tensors: the host waits for the copy of a tensor to the device.
-        means = self.mean.flatten().tolist()
-        stds = self.std.flatten().tolist()
-        channels = [(x - mean) / std for x, mean, std in zip(pixels.unbind(1), means, stds, strict=True)]
-        return torch.stack(channels, dim=1)
 
 
 def check_pixels(image_size: int | None, crop_pct: float | None, std: Sequence[float] | None) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.batching.selector import BatchSelector
-from dualenc.data.decoded import DecodedImages
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import DualEncoder
@@ -83,7 +82,6 @@ class Loop:
         # Mining sets the copy's negatives: the caller's pairs stay as they are.
         self.pairs = pairs if settings.mine_every is None else copy.copy(pairs)
         self.objective = objective
-        self.decodes_once = any(isinstance(items, DecodedImages) for items in (pairs.left_items, pairs.right_items))
         self.device = torch.device(accelerator.device.type, accelerator.device.index)
         self.output = Path(settings.output)
 
@@ -150,10 +148,9 @@ class Loop:
             self.model.left.prepare,
             self.model.right.prepare,
             seed=settings.seed,
-            # Workers could not augment on a GPU; nor could what is there be pinned.
-            num_workers=0 if self.decodes_once else settings.num_workers,
+            num_workers=settings.num_workers,
             on_error=settings.on_error,
-            pin_memory=self.device.type == "cuda" and not self.decodes_once,
+            pin_memory=self.device.type == "cuda",
             guide=guide,
         )
         return guide
@@ -200,7 +197,6 @@ class Loop:
         settings = asdict(self.settings)
         # What "auto" means depends on the machine.
         settings["mixed_precision"] = self.accelerator.mixed_precision
-        settings["data_on_device"] = self.decodes_once
         # The evaluator may change between two parts of a run: it does not change what is trained.
         free = {*FREE_SETTINGS, *(name for name, default in LATER_SETTINGS.items() if settings[name] == default)}
         described = {name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")}

@@ -27,7 +27,6 @@ FREE_SETTINGS = (
 """Settings that the weights do not depend on: a run may be resumed with others."""
 LATER_SETTINGS: dict[str, Any] = {
     "shard_model": False,
-    "data_on_device": False,
     "layer_decay": 1.0,
     "freeze": (),
     "weight_average": None,
@@ -81,9 +80,6 @@ class TrainerSettings:
         compile: `torch.compile` both towers, for any length of text: faster after a minute or more of compiling.
             "graphs" pads to a few fixed shapes instead, whose kernels a GPU launches at once as CUDA graphs: for small
             batches, which wait for launches.
-        data_on_device: decode all images once, keep their pixels in memory, and augment whole batches on the device;
-            for images of one size and augmentations that do so, such as `SimCLR`. "auto" does so on a GPU where it can.
-            Pixels then differ from those of single images by rounding. (A text is tokenised once per process.)
         evaluate_every: steps between evaluations; null evaluates before and after training only.
         patience: stop after so many evaluations in a row without a better one; null trains to the end.
         keep_best: the model folder gets the weights with the best evaluation, otherwise the last ones.
@@ -142,7 +138,6 @@ class TrainerSettings:
     chunk_size: int | None = None
     shard_model: bool = False
     compile: bool | Literal["graphs"] = False
-    data_on_device: bool | Literal["auto"] = "auto"
     evaluate_every: int | None = None
     patience: int | None = None
     keep_best: bool = True

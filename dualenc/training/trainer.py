@@ -13,12 +13,10 @@ import torch
 from dualenc import distributed
 from dualenc.batching.mixture import MixtureBatches
 from dualenc.batching.selector import BatchSelector, RandomBatches
-from dualenc.data.decoded import decode_images
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.batchnorm import waits_for_others
 from dualenc.encoders.dual import SIDES, DualEncoder
-from dualenc.encoders.image import ImagePrepare
 from dualenc.encoders.text import TextEncoder
 from dualenc.errors import DualencError, nearest
 from dualenc.objectives.base import Objective
@@ -124,7 +122,6 @@ class Trainer(TrainerSettings):
             explain_killed_worker(self.num_workers),
         ):
             model, skeleton = self._prepare_model(model, pairs, accelerator.device)
-            pairs = self._decoded(model, pairs, accelerator.device)
             counts = [torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES]
             objective.to(accelerator.device).set_counts(*counts)
             loop = Loop(
@@ -190,30 +187,6 @@ class Trainer(TrainerSettings):
                 "them; use one process, or set chunk_size"
             )
         return model, skeleton
-
-    def _decoded(self, model: DualEncoder, pairs: PairDataset, device: torch.device) -> PairDataset:
-        """The pairs with their images decoded, if they are to be augmented on the device."""
-        is_asked_for = self.data_on_device is True
-        if not is_asked_for and (self.data_on_device is False or device.type == "cpu"):
-            return pairs
-        prepares = {side: model.tower(side).prepare for side in SIDES}
-        images = {side: p for side, p in prepares.items() if isinstance(p, ImagePrepare) and p.augments_batches}
-        if not images:
-            if is_asked_for:
-                raise DualencError(
-                    "data_on_device: no tower augments batches of images; give ImageEncoder an augmentation that does, "
-                    "such as dualenc.data.views.SimCLR, or leave it out"
-                )
-            return pairs
-        try:
-            decoded = decode_images(pairs, images, max(1, self.num_workers), self.progress and distributed.is_main())
-        except DualencError as error:
-            if is_asked_for:
-                raise DualencError(f"data_on_device: {error}; leave it out") from None
-            return pairs
-        for prepare in images.values():
-            prepare.device = device
-        return decoded
 
     def _check_parts(
         self,

@@ -12,7 +12,7 @@ titles and texts of a BEIR corpus; against sentence-transformers. image-text: a 
 JPEG files; against open_clip's own loop. views: ResNet-18 on two views of 32×32 pixels; against lightly's SimCLR loop.
 
 Rows are an objective and measures, such as InfoNCE+bf16: bf16 (`mixed_precision="auto"`), compile, graphs
-(`compile="graphs"`, on GPUs unless named), on_device (`data_on_device`), not_deterministic (on GPUs), and all, which is
+(`compile="graphs"`, on GPUs unless named), not_deterministic (on GPUs), and all, which is
 every one of the others that applies (of compile and graphs the latter). `rival` and `rival+bf16` are the other tool.
 
 Times: each row trains for a few steps and for some more, in turn; the difference, over the number of steps between, is
@@ -66,7 +66,6 @@ MEASURES: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": "auto"},
     "compile": {"compile": True},
     "graphs": {"compile": "graphs"},
-    "on_device": {"data_on_device": True},
     "not_deterministic": {"deterministic": False},
 }
 RIVAL = "rival"
@@ -142,8 +141,6 @@ def why_not(measure: str, task: Task, options: Options) -> str | None:
         return "CUDA graphs are for GPUs"
     if measure == "not_deterministic" and not on_gpu:
         return "deterministic changes nothing without a GPU"
-    if measure == "on_device" and task.name != "views":
-        return "no tower augments batches of images"
     return None
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,21 +11,14 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
 from dualenc.data.views import (
-    CHANGES,
-    NO_BLUR,
     Draws,
     SimCLR,
-    blur_matrices,
-    change_colours,
     crop_box,
     draw_jitter,
     gaussian_blur,
     jitter,
-    resize_matrices,
-    to_grey,
 )
 from dualenc.errors import DualencError
-from tests.pretended_device import DEVICE, pretended_device
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -143,99 +135,6 @@ def test_blur_equals_torchvisions(height: int, width: int, sigma: float, kernel:
 
 def test_the_numbers_of_a_seed_stay_the_same() -> None:
     assert SimCLR(48, blur=1.0).draw(40, 50, 7) == RECORDED
-
-
-def smooth(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Large soft shapes, as in photographs."""
-    return noise(6, 8, seed).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def stack(images: list[Image.Image]) -> torch.Tensor:
-    """Images of one size as (n, 3, H, W) uint8."""
-    return torch.stack([v2.functional.pil_to_tensor(image) for image in images])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [noise, smooth])
-@pytest.mark.parametrize(("height", "width", "size"), [(32, 32, 32), (96, 96, 32), (300, 400, 224), (20, 37, 32)])
-def test_a_batch_has_the_views_of_its_images_up_to_rounding(make: Callable, height: int, width: int, size: int) -> None:
-    n = 16 if size == 224 else 64
-    images = [make(height, width, seed) for seed in range(n)]
-    augment = SimCLR(size, blur=0.5)
-    expected = torch.stack([augment(image, 10 * i) for i, image in enumerate(images)])
-    found = augment.batch(stack(images), range(0, 10 * n, 10))
-    assert (found.shape, found.dtype) == ((n, 3, size, size), torch.float32)
-    assert 0 <= found.min() <= found.max() <= 1
-    # Pillow cuts off fractions of 1/255 after each change of colour; unlike rounding, that adds up.
-    difference = (found - expected).abs() * 255
-    assert difference.mean() < 1.5
-    assert difference.flatten().quantile(0.99) < 7.5
-    assert difference.mean((1, 2, 3)).max() < 4
-
-
-@given(st.integers(1, 60), st.integers(8, 70), st.booleans(), st.data())
-def test_resizing_matrices_are_pillows_resize_of_the_crop(
-    length: int, size: int, flip: bool, data: st.DataObject
-) -> None:
-    extent = data.draw(st.integers(1, length))
-    start = data.draw(st.integers(0, length - extent))
-    row = np.random.default_rng(length).random((1, length), dtype=np.float32)
-    crop = Image.fromarray(row[:, start : start + extent])
-    expected = np.asarray(crop.resize((size, 1), Image.Resampling.BICUBIC))[0]
-    arguments = [torch.tensor([[float(x)]]) for x in (start, extent, flip)]
-    found = (resize_matrices(length, size, *arguments)[0] @ torch.from_numpy(row[0])).numpy()
-    np.testing.assert_allclose(found[::-1] if flip else found, expected, atol=1e-4)
-
-
-@given(st.integers(0, 3), st.floats(0, 1), SEEDS)
-def test_changes_of_colour_are_torchvisions_on_floats(kind: int, share: float, seed: int) -> None:
-    factor = share - 0.5 if kind == 3 else 2 * share
-    pixels = torch.rand(1, 3, 6, 7, generator=torch.Generator().manual_seed(seed))
-    pixels[..., 0] = pixels[:, :1, :, 0]  # a grey column, whose hue is undefined
-    expected = CHANGES[kind](pixels, factor)
-    found = change_colours(pixels, torch.full((1, 1, 1, 1), float(kind)), torch.full((1, 1, 1, 1), factor))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(to_grey(pixels), v2.functional.rgb_to_grayscale(pixels))
-
-
-def test_no_blur_is_the_identity() -> None:
-    assert torch.equal(blur_matrices(9, torch.tensor([NO_BLUR]), 5)[0], torch.eye(9))
-
-
-def test_a_view_in_a_batch_depends_on_its_image_and_seed_alone() -> None:
-    images, augment = stack([noise(40, 50, seed) for seed in range(8)]), SimCLR(32, blur=0.5)
-    views = augment.batch(images, range(8))
-    assert torch.equal(augment.batch(images, range(8)), views)
-    others = torch.cat([images[:1], images[:7].flip(0)])
-    torch.testing.assert_close(augment.batch(others, [0, *range(20, 27)])[0], views[0], atol=1e-6, rtol=0)
-    for i in range(8):
-        torch.testing.assert_close(augment.batch(images[i : i + 1], [i])[0], views[i], atol=1e-5, rtol=0)
-    assert augment.batch(images[:0], []).shape == (0, 3, 32, 32)
-
-
-def test_a_batch_is_made_on_the_device_without_waiting() -> None:
-    images, augment = stack([noise(40, 50, seed) for seed in range(4)]), SimCLR(32, blur=0.5)
-    expected = augment.batch(images, range(4))
-    with pretended_device() as device:
-        found = augment.batch(images.to(DEVICE), range(4))
-        waits = device.waits
-        assert found.device == DEVICE
-        torch.testing.assert_close(found.to("cpu"), expected)
-    assert waits == 1  # for the images
-
-
-@pytest.mark.parametrize(
-    "images",
-    [
-        torch.zeros(2, 3, 9, 9),
-        torch.zeros(2, 1, 9, 9).byte(),
-        torch.zeros(3, 9, 9).byte(),
-        torch.zeros(3, 3, 9, 9).byte(),
-    ],
-)
-def test_other_tensors_than_images_are_told(images: torch.Tensor) -> None:
-    with pytest.raises(DualencError, match=r"give uint8 \(n, 3, H, W\) and n seeds"):
-        SimCLR(32).batch(images, [1, 2])
 
 
 def test_defaults_follow_the_size() -> None:

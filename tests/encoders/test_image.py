@@ -16,11 +16,9 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from dualenc.data.views import SimCLR
 from dualenc.encoders import ImageEncoder, load_model
 from dualenc.encoders.image import ImagePrepare, Normalized, Seeded, is_plain_resnet, replace_stem, seeded
 from dualenc.errors import DualencError
-from tests.pretended_device import DEVICE, pretended_device
 
 SMALL: dict[str, Any] = {"backbone": "resnet10t", "image_size": 16, "backbone_args": {"stem_type": ""}}
 
@@ -306,30 +304,3 @@ def test_grey_models_get_grey_pixels() -> None:
     for pixels in (batch([image])["image"], batch([image], seeds=[0])["image"]):
         assert pixels.shape == (1, 1, 2, 2)
         assert pixels[0, 0, 0, 0].item() == pytest.approx(luma, abs=0.003)
-
-
-@pytest.mark.parametrize(("mean", "std"), [((0.5, 0.4, 0.3), (0.5, 0.2, 1.0)), ((0.4,), (0.2,))])
-def test_tensors_are_augmented_as_one_batch(mean: Any, std: Any, images: list[Image.Image]) -> None:
-    grey = len(mean) == 1
-    prepare = ImagePrepare(v2.Compose([v2.Resize((8, 8)), TO_PIXELS]), Normalized(SimCLR(8), mean, std), grey=grey)
-    same_size = [image.resize((20, 16)) for image in images]
-    tensors = [v2.functional.pil_to_tensor(image) for image in same_size]
-    assert prepare.augments_batches
-    assert torch.equal(prepare(tensors)["image"], prepare(same_size)["image"])
-    expected = prepare(same_size, seeds=[5, 6, 7])["image"]
-    found = prepare(tensors, seeds=[5, 6, 7])["image"]
-    assert (found.shape, found.dtype) == (expected.shape, torch.float32)
-    assert (found - expected).abs().mean() < 2 / 255 / min(std)
-    with pretended_device() as device:
-        prepare.device = DEVICE
-        views = prepare(tensors, seeds=[5, 6, 7])["image"]
-        assert views.device == DEVICE
-        assert device.waits == 0
-        torch.testing.assert_close(views.to("cpu"), found)
-
-
-def test_an_augmentation_of_single_images_takes_tensors_too(prepare: ImagePrepare, images: list[Image.Image]) -> None:
-    assert not prepare.augments_batches
-    assert not ImagePrepare(TO_PIXELS, Normalized(Plain(), (0.0,), (1.0,))).augments_batches
-    tensors = [v2.functional.pil_to_tensor(image) for image in images]
-    assert torch.equal(prepare(tensors, seeds=[5, 6, 7])["image"], prepare(images, seeds=[5, 6, 7])["image"])
