@@ -39,9 +39,6 @@ COMMANDS: Commands = {
     "mine": Command("mine", "mine", "mine hard negatives for training with a model"),
     "search": Command("search", "search", "search an index or an engine with a text or an image"),
     "serve": Command("serve", "serve", "serve an index over HTTP, with a page to search on"),
-    "export": Command("export", "export", "write the towers of a model as ONNX files"),
-    "push-model": Command("publish", "push_model", "upload a model folder to the Hugging Face hub"),
-    "push-data": Command("publish", "push_data", "upload embeddings to the Hugging Face hub"),
     "evaluate": {
         "retrieval": Command("evaluate", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
         "image-text": Command("evaluate", "image_text", "recall@k both ways, several captions"),

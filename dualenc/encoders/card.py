@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from dualenc.errors import DualencError
-
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 
 
@@ -77,6 +75,7 @@ def render_card(
     model_format: str,
     usage: str,
     items: str | None = None,
+    on_hub: bool = False,
 ) -> str:
     """The text of a model folder's README.md.
 
@@ -84,7 +83,7 @@ def render_card(
     only the last part is shown: the rest means nothing on another machine.
 
     Args:
-        name: of the folder; stands for it in the examples.
+        name: of the folder or the hub's repository; stands for it in the examples.
         facts: rows of a table, "Kind" among them.
         card: what the model itself cannot know: `task` and `data` as text, `recipe` as `Code` or mapping, `metrics` as
             {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language`, `license` and
@@ -92,13 +91,14 @@ def render_card(
         model_format: one of `LIBRARIES`.
         usage: which example of the template shows how that library loads the folder.
         items: what `dualenc.encoders.load_model` encodes in its example; None: it does not load the folder.
+        on_hub: the name is that of a repository.
     """
     library, pipeline, tags = LIBRARIES[model_format]
     metadata: dict[str, Any] = {key: card.get(key) for key in METADATA}
     results = eval_results(card.get("results") or ())
     if results:
         metadata |= {"model_name": name, "eval_results": results}
-    # What is None is left out
+    # None values are dropped.
     card_data = ModelCardData(
         library_name=library,
         pipeline_tag=pipeline,
@@ -115,53 +115,12 @@ def render_card(
         usage=usage,
         items=items,
         loads_here=items is not None,
+        on_hub=on_hub,
         # Jinja's own escaping is for HTML, which leaves Markdown's links, tables and code as they are.
         inline=_inline,
         table=_table,
     )
     return str(rendered).rstrip("\n") + "\n"
-
-
-def with_repository(readme: str, repo: str) -> str:
-    """A model card whose title and examples name a repository of the hub instead of a folder.
-
-    A card that someone else wrote is returned as it is.
-
-    Args:
-        readme: text of the card.
-        repo: owner/name.
-    """
-    name = re.search(r'\b(?:load_model|SentenceTransformer)\("((?:[^"\\/]|\\.|/(?!query"|document"))+)', readme)
-    if not re.search(r"^Trained with dualenc\.$", readme, flags=re.MULTILINE) or name is None:
-        return readme
-    head, use, examples = readme.rpartition("\n## Use\n")
-    head = re.sub(r"^# .*", lambda _: f"# {_inline(repo)}", head, count=1, flags=re.MULTILINE)
-    old = re.escape(name[1])
-    new = json.dumps(repo)[1:-1]
-    examples = re.sub(f'"(?:local-dir:|hf-hub:){old}"', lambda _: f'"hf-hub:{new}"', examples)
-    examples = examples.replace(f'"{name[1]}"', f'"{new}"')
-    # A folder or file in the repository, which these libraries do not load by name
-    in_folder = f'(?:snapshot_download\\("{old}"\\) \\+ "|"{old})(/[^"]+")'
-    examples, count = re.subn(in_folder, lambda part: f'snapshot_download("{new}") + "{part[1]}', examples)
-    download = "from huggingface_hub import snapshot_download\n"
-    if count and download not in examples:
-        examples = examples.replace("```python\n", f"```python\n{download}", 1)
-    return with_metadata(head + use + examples, repo)
-
-
-def with_metadata(readme: str, name: str, **metadata: str) -> str:
-    """A model card with other values in its front matter, and this name in its model-index if it has one.
-
-    Raises:
-        DualencError: the front matter cannot be read.
-    """
-    card = _parsed(readme)
-    data: Any = card.data
-    for key, value in metadata.items():
-        setattr(data, key, value)
-    if data.eval_results:
-        data.model_name = name
-    return str(card)
 
 
 def eval_results(results: Iterable[Results]) -> list[EvalResult]:
@@ -181,34 +140,6 @@ def eval_results(results: Iterable[Results]) -> list[EvalResult]:
         for name, value in each.metrics.items()
         if math.isfinite(value)
     ]
-
-
-def with_results(readme: str, name: str, results: Iterable[Results]) -> str:
-    """A model card with further results in its model-index; new values replace old ones of the same metric.
-
-    Args:
-        readme: text of the card.
-        name: of the model, where the card has no model-index yet.
-        results: what was measured.
-
-    Raises:
-        DualencError: the front matter cannot be read.
-    """
-    card = _parsed(readme)
-    data: Any = card.data
-    all_results = [*(data.eval_results or []), *eval_results(results)]
-    latest = {(*each.unique_identifier, each.metric_type, each.metric_name): each for each in all_results}
-    data.eval_results = list(latest.values())
-    data.model_name = data.model_name or name
-    return str(card)
-
-
-def _parsed(readme: str) -> ModelCard:
-    try:
-        return ModelCard(readme)
-    except Exception as error:  # of YAML and of the card's own checks, of many kinds
-        why = " ".join(str(error).split())[:200]
-        raise DualencError(f"README.md: its front matter cannot be read ({why}); mend or remove it") from error
 
 
 def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:

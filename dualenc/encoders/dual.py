@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import huggingface_hub
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from dualenc.encoders.card import render_card
+from dualenc.encoders.hub import first_line
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import atomic_folder
 from dualenc.types import Inputs, Modality, Side
@@ -234,7 +237,32 @@ class DualEncoder(nn.Module):
         """Write configuration, preprocessing and weights into an empty folder."""
         raise TypeError(f"{type(self).__name__} does not define write")
 
-    def model_card(self, name: str, card: Mapping[str, Any]) -> str:
+    def push_to_hub(self, repo: str, card: dict[str, Any] | None = None, private: bool = True) -> str:
+        """Upload the model to the Hugging Face hub; log in first with `hf auth login`, or set HF_TOKEN.
+
+        Args:
+            repo: owner/name; a new one is made if needed.
+            card: what the README says beyond the architecture, as for `save`.
+            private: whether a new repository is.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            DualencError: the hub does not take the model.
+        """
+        try:
+            huggingface_hub.create_repo(repo, private=private, exist_ok=True)
+            with tempfile.TemporaryDirectory() as folder:
+                self.write(Path(folder))
+                Path(folder, "README.md").write_text(self.model_card(repo, card or {}, on_hub=True), encoding="utf-8")
+                commit = huggingface_hub.upload_folder(repo_id=repo, folder_path=folder)
+        except Exception as error:  # of the client and the network libraries below it, of many types
+            advice = "give owner/name, and log in: hf auth login"
+            raise DualencError(f"{repo}: could not be uploaded ({first_line(error)}); {advice}") from error
+        return str(commit.commit_url)
+
+    def model_card(self, name: str, card: Mapping[str, Any], on_hub: bool = False) -> str:
         """The text of the model folder's README.md; the arguments are those of `render_card`."""
         items = {"text": '["a text"]', "image": "images", "vector": "rows_of_an_array"}
         return render_card(
@@ -244,6 +272,7 @@ class DualEncoder(nn.Module):
             model_format=self.ecosystem or self.kind,
             usage=self.usage,
             items=items[self.right.modality],
+            on_hub=on_hub,
         )
 
     @property

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 
 from dualenc.cli import main
-from dualenc.encoders import VectorEncoder
 from dualenc.training.checkpoint import claimed, mark_run
 from tests.commands import toy
 from tests.commands.in_process import failure, run
@@ -49,7 +46,6 @@ def as_it_was(folder: Path) -> None:
 
 WORDS: dict[str, Callable[[Path, Path, Path], list[Any]]] = {
     "report": lambda tmp, text, beir: ["report", run_folder(tmp / "run")],
-    "export": lambda tmp, text, beir: ["export", text],
     "retrieval": lambda tmp, text, beir: ["evaluate", "retrieval", text, beir],
     "objectives": lambda tmp, text, beir: ["evaluate", "objectives", text, beir, "--split", "test", "--batch-size", 4],
     "probe": lambda tmp, text, beir: ["evaluate", "probe", text, beir],
@@ -162,7 +158,7 @@ def test_files_of_the_names_of_results_stay(
     assert [file for file in (tmp_path / "mine").rglob("*") if file.is_file()] == [path]
 
 
-@pytest.mark.parametrize("command", ["report", "export", "retrieval", "mine", "embed", "index", "quickstart"])
+@pytest.mark.parametrize("command", ["report", "retrieval", "mine", "embed", "index", "quickstart"])
 def test_a_nul_in_a_path_is_told(
     tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -222,35 +218,6 @@ def test_an_evaluation_of_another_task_is_left_alone(
     run("evaluate", "retrieval", two_runs[0], beir, "--out", "out")
     words = ("evaluate", "objectives", two_runs[0], beir, "--split", "test", "--batch-size", 4, "--out", "out")
     assert "out: exists and holds no evaluation of objectives" in failure(capsys, *words)
-
-
-def exported(*words: Any) -> int | None:
-    """The exit code of `dualenc export` in a child: torch's exporter starts threads that later forks do not survive."""
-    child = multiprocessing.get_context("fork").Process(
-        target=lambda: sys.exit(main(["export", *(str(word) for word in words)]))
-    )
-    child.start()
-    child.join()
-    return child.exitcode
-
-
-@pytest.mark.nightly
-def test_an_export_is_written_again_beside_other_files(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    VectorEncoder(8, tower="linear", dim=4).save(tmp_path / "model")
-    for _ in range(2):
-        assert exported(tmp_path / "model", "--out", tmp_path / "onnx") == 0
-        (tmp_path / "onnx" / "tokenizer.json").write_text("{}")
-    assert sorted(os.listdir(tmp_path / "onnx")) == ["both.onnx", "onnx.json", "tokenizer.json"]
-
-
-@pytest.mark.slow
-def test_export_tells_of_a_full_disk(tmp_path: Path, tiny_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("onnxscript")
-    VectorEncoder(256, tower="mlp", dim=64, hidden=256).save(tmp_path / "model")
-    assert exported(tmp_path / "model", "--out", tiny_disk / "onnx") == 2
-    assert "no space left on the disk" in capfd.readouterr().err
-    assert not (tiny_disk / "onnx").exists()
 
 
 @pytest.mark.slow

@@ -6,8 +6,10 @@ import itertools
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, load_model
-from dualenc.encoders.card import Code, Results, with_repository, with_results
+from dualenc.encoders.card import Code, Results
 from dualenc.errors import DualencError
 
 Build = Callable[[str], DualEncoder]
@@ -124,31 +126,6 @@ def test_results_are_a_model_index_that_the_hub_reads(build: Build, tmp_path: Pa
     assert "Results" not in card.text
 
 
-def test_later_results_replace_those_of_the_same_data(build: Build) -> None:
-    first = build("image-text").model_card(
-        "clip", {"results": [Results("image-text", "a", "test", {"mean_recall": 0.1})]}
-    )
-    told = {"mean_recall": 0.2, "image_to_text_recall@1": 0.3}
-    text = with_results(
-        first, "other", [Results("image-text", "a", "test", told), Results("zero-shot", "b", None, {"top@1": 0.9})]
-    )
-    card = ModelCard(text)
-    assert card.data.model_name == "clip"
-    assert entries(card.data.eval_results) == [
-        ("image-text-retrieval", "a", "test", "mean_recall", 0.2),
-        ("image-text-retrieval", "a", "test", "image_to_text_recall_at_1", 0.3),
-        ("zero-shot-image-classification", "b", None, "accuracy", 0.9),
-    ]
-    assert card.text.strip() == ModelCard(first).text.strip()
-    assert {key: front_matter(text)[key] for key in ("library_name", "tags")} == {
-        key: front_matter(first)[key] for key in ("library_name", "tags")
-    }
-    bare = ModelCard(with_results("# A model\n", "mine", [Results("retrieval", "c", "dev", {"ndcg@10": 0.5})]))
-    assert (bare.data.model_name, bare.text.strip()) == ("mine", "# A model")
-    with pytest.raises(DualencError, match="front matter cannot be read"):
-        with_results("---\n: [\n---\n", "x", [])
-
-
 HOSTILE = "</td><script>alert(1)</script>\n---\n# x\n```\n[a](javascript:b) ![](c) | \x1b[2J \x9b & `d`"
 
 
@@ -228,22 +205,31 @@ def test_a_card_names_the_base_model_and_its_license_but_no_path(
         ("image", ['timm.create_model("hf-hub:me/mine"', 'load_file(snapshot_download("me/mine") + "/model.safe']),
     ],
 )
-def test_a_card_names_the_repository_it_lies_in(build: Build, kind: str, lines: list[str]) -> None:
+def test_an_upload_names_the_repository(
+    build: Build, kind: str, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def upload_folder(repo_id: str, folder_path: str) -> Any:
+        shutil.copytree(folder_path, tmp_path / repo_id)
+        return SimpleNamespace(commit_url=f"https://hub/{repo_id}")
+
+    monkeypatch.setattr("huggingface_hub.create_repo", lambda repo, private, exist_ok: None)
+    monkeypatch.setattr("huggingface_hub.upload_folder", upload_folder)
     model = build(kind)
     if isinstance(model, ImageEncoder):
         model.small_image_stem = True
-    card = {"results": [Results("retrieval", "a", None, {"ndcg@10": 0.5})], "task": '# My model\n\nof "model".'}
-    text = model.model_card("model", card)
-    first = with_repository(text, "someone/first")
-    for told in (with_repository(text, "me/mine"), with_repository(first, "me/mine")):
-        for line in lines:
-            assert line in told
-        assert "\n# me/mine\n" in told
-        assert "first" not in told
-        assert 'of "model".' in told, "only the examples change"
-        assert '"model"' not in told.rpartition("## Use")[2]
-        assert ModelCard(told).data.model_name == "me/mine"
-        for example in re.findall(r"```python\n(.*?)```", told, flags=re.DOTALL):
-            compile(example, "card", "exec")
-            assert ("snapshot_download(" in example) == ("import snapshot_download" in example)
-    assert with_repository("# Written by hand\n", "me/mine") == "# Written by hand\n"
+    card = {"results": [Results("retrieval", "a", None, {"ndcg@10": 0.5})], "license": "mit"}
+    assert model.push_to_hub("me/mine", card) == "https://hub/me/mine"
+    text = (tmp_path / "me" / "mine" / "README.md").read_text()
+    for line in (*lines, "\n# me/mine\n"):
+        assert line in text
+    assert ModelCard(text).data.model_name == "me/mine"
+    for example in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        compile(example, "card", "exec")
+        assert ("snapshot_download(" in example) == ("import snapshot_download" in example)
+    if not isinstance(model, ImageEncoder):
+        assert load_model(tmp_path / "me" / "mine").kind == model.kind
+
+
+def test_a_refused_upload_is_one_line(build: Build) -> None:
+    with pytest.raises(DualencError, match="me/mine: could not be uploaded"):  # the tests are offline
+        build("image-text").push_to_hub("me/mine")
