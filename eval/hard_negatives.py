@@ -1,11 +1,11 @@
-"""Mined hard negatives, a guide and a teacher: what a second training gains by them, at the same number of steps.
+"""Mined hard negatives and a teacher: what a second training gains by them, at the same number of steps.
 
     python eval/hard_negatives.py PATH --epochs 20 --seeds 3
 
 PATH is a BEIR folder; two perceptrons on frozen features (latent semantic analysis, 256 numbers) to vectors of 64, as
 in eval/small_batch.py. They are trained with InfoNCE, mine negatives for their own training queries (as `dualenc mine`
-does), and are then trained as long again: on the pairs alone, or with what was mined. Guide and teacher are the model
-that mined.
+does), and are then trained as long again: on the pairs alone, or with what was mined. The teacher is the model that
+mined.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ from dualenc.search.embed import embed
 from dualenc.search.mining import Rule, mine
 from dualenc.training import Trainer
 
-# By name: the limit of a negative's score as a share of its positive's (None: nothing is mined; 0: no limit), a guide,
-# and options of the objective.
-VARIANTS: dict[str, tuple[float | None, bool, dict[str, Any]]] = {
-    "pairs alone": (None, False, {}),
-    "pairs alone, guide": (None, True, {}),
-    "mined, no limit": (0.0, False, {}),
-    "mined, at most 0.95 of the positive": (0.95, False, {}),
-    "the same, guide": (0.95, True, {}),
-    "the same, teacher": (0.95, False, {"kind": "kl", "teacher_temperature": 0.05}),
+# By name: the limit of a negative's score as a share of its positive's (None: nothing is mined; 0: no limit), and
+# options of `Distilled`.
+VARIANTS: dict[str, tuple[float | None, dict[str, Any]]] = {
+    "pairs alone": (None, {}),
+    "mined, no limit": (0.0, {}),
+    "mined, at most 0.95 of the positive": (0.95, {}),
+    "the same, teacher": (0.95, {"kind": "kl", "teacher_temperature": 0.05}),
 }
 
 
@@ -66,15 +64,12 @@ def with_negatives(pairs: PairDataset, mined: Path) -> PairDataset:
 
 
 def train(model: DualEncoder, pairs: PairDataset, seed: int, epochs: int, folder: Path, **options: Any) -> None:
-    """One training; options of the trainer begin with guide_, the others are those of `Distilled`."""
-    guides = {name: value for name, value in options.items() if name.startswith("guide_")}
-    own = {name: value for name, value in options.items() if name not in guides}
+    """One training; options are those of `Distilled`."""
     trainer = Trainer(
-        output=folder, seed=seed, batch_size=32, epochs=epochs, learning_rate=1e-3, save_every=None, progress=False,
-        **guides,
-    )  # fmt: skip
+        output=folder, seed=seed, batch_size=32, epochs=epochs, learning_rate=1e-3, save_every=None, progress=False
+    )
     objective = InfoNCE(temperature=0.05)
-    trainer.fit(model, pairs, Distilled(objective, **own) if own else objective)
+    trainer.fit(model, pairs, Distilled(objective, **options) if options else objective)
 
 
 def main(path: Path, epochs: int = 20, seeds: int = 3, num_negatives: int = 4) -> None:
@@ -100,15 +95,14 @@ def main(path: Path, epochs: int = 20, seeds: int = 3, num_negatives: int = 4) -
             left, right = corpora(task.pairs)
             queries = embed(first.left, left, work / "queries", progress=False)
             documents = embed(first.right, right, work / "documents", progress=False)
-            guides = {"guide_left": str(work / "queries"), "guide_right": str(work / "documents")}
-            for number, (name, (limit, guided, options)) in enumerate(VARIANTS.items()):
+            for number, (name, (limit, options)) in enumerate(VARIANTS.items()):
                 pairs = task.pairs
                 if limit is not None:
                     rule = Rule(num_negatives=num_negatives, relative=limit or None)
                     mine(queries, documents, pairs, work / f"{number}.jsonl", rule=rule, progress=False)
                     pairs = with_negatives(pairs, work / f"{number}.jsonl")
                 model = copy.deepcopy(first)
-                train(model, pairs, seed, epochs, work / str(number), **options, **(guides if guided else {}))
+                train(model, pairs, seed, epochs, work / str(number), **options)
                 found[name].append(task.test(model)["ndcg@10"])
                 print(f"seed {seed}, {name}: nDCG@10 {found[name][-1]:.4f}", flush=True)
     rows = [

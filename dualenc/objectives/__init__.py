@@ -5,7 +5,6 @@ from dualenc.objectives.distilled import Distilled
 from dualenc.objectives.emc2 import EMC2
 from dualenc.objectives.exact import ExactGlobal
 from dualenc.objectives.global_cache import GlobalCache
-from dualenc.objectives.guide import GuideVectors
 from dualenc.objectives.in_batch import DCL, HCL, InfoNCE, SigLIP
 from dualenc.objectives.isir import ISIR
 from dualenc.objectives.matryoshka import Matryoshka
@@ -24,7 +23,6 @@ __all__ = [
     "Distilled",
     "ExactGlobal",
     "GlobalCache",
-    "GuideVectors",
     "ISogCLR",
     "InfoNCE",
     "Matryoshka",

@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
-from dualenc.objectives.guide import Guide
 
 PADDING = -1
 """Fills lists of ids, and stands for "no item"."""
@@ -49,7 +48,6 @@ class Anchors:
         temperature: scalar τ.
         keys: (X, G, D) a momentum encoder's embeddings of the batch's candidates, without gradient; None without one.
         views: candidates are first all left, then all right views.
-        guide: removes likely false negatives; None without one.
     """
 
     directions: tuple[int, ...]
@@ -66,7 +64,6 @@ class Anchors:
     temperature: Tensor
     keys: Tensor | None = None
     views: bool = False
-    guide: Guide | None = None
 
     @property
     def num_batch(self) -> int:
@@ -95,9 +92,8 @@ class Anchors:
 
     @property
     def not_negative(self) -> Tensor:
-        """(X, A, C) True where a candidate is a known positive, or a likely one by the guide."""
-        known = is_listed(self.candidate_ids, self.positive_ids)
-        return known if self.guide is None else known | self.guide.likely_positives
+        """(X, A, C) True where a candidate is a known positive."""
+        return is_listed(self.candidate_ids, self.positive_ids)
 
     @property
     def logits(self) -> Tensor:
@@ -146,7 +142,6 @@ class Anchors:
     def of_direction(self, x: int) -> Anchors:
         """One direction alone (X = 1)."""
         one = slice(x, x + 1)
-        guide = None if self.guide is None else Guide(*(vectors[one] for vectors in self.guide))
         return replace(
             self,
             directions=self.directions[one],
@@ -154,7 +149,6 @@ class Anchors:
             candidates=self.candidates[one],
             candidate_ids=self.candidate_ids[one],
             keys=None if self.keys is None else self.keys[one],
-            guide=guide,
             **{name: getattr(self, name)[one] for name in _BY_ANCHOR},
         )
 
@@ -177,11 +171,7 @@ class Anchors:
 
         def block(start: int) -> Any:
             part = slice(start, start + size)
-            by_anchor: dict[str, Any] = {name: getattr(self, name)[:, part] for name in _BY_ANCHOR}
-            if self.guide is not None:
-                by_anchor["guide"] = self.guide._replace(
-                    anchors=self.guide.anchors[:, part], limits=self.guide.limits[:, part]
-                )
+            by_anchor = {name: getattr(self, name)[:, part] for name in _BY_ANCHOR}
             anchors = replace(self, batch_rows=self.batch_rows[part], **by_anchor)
             return function(anchors, *(tensor[:, part] for tensor in rows))
 

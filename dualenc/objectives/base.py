@@ -23,7 +23,7 @@ from torch.nn.functional import softplus
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.batch import Batch, gather_batch, guided, two_towers, two_views, with_mined
+from dualenc.objectives.batch import Batch, gather_batch, two_towers, two_views, with_mined
 from dualenc.objectives.checks import (
     MIN_TEMPERATURE,
     check_sizes,
@@ -34,7 +34,6 @@ from dualenc.objectives.checks import (
 from dualenc.objectives.corpus import Corpus
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.embedding_queue import EmbeddingQueue
-from dualenc.objectives.guide import GuideVectors
 from dualenc.objectives.items import Encode, ItemEncoder
 from dualenc.objectives.memory import EmbeddingMemory
 from dualenc.objectives.metrics import Metrics, batch_metrics
@@ -73,9 +72,6 @@ class Objective(nn.Module):
         positive_in_softmax: minimise −log(e⁺/(e⁺ + Z)) over the whole corpus, as InfoNCE does over the batch, where Z
             sums the negatives only. Its gradient is that of −log(e⁺/Z) times the anchor's chance to miss its positive:
             for encoders that find most positives already. Of objectives that estimate Z.
-        guide_margin, guide_relative: with a guide, a negative may be at most s⁺ − (1 − guide_relative)·|s⁺| −
-            guide_margin similar to the anchor, s⁺ being the guide's similarity with the positive (Solatorio 2024,
-            arXiv:2402.16829: 0 and 1). Of objectives of the batch alone.
 
     Raises:
         DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
@@ -94,8 +90,6 @@ class Objective(nn.Module):
     """Whether `encode` is called again in the backward pass."""
     needs_teacher = False
     """Whether `forward` takes a teacher's scores; see `Distilled`."""
-    takes_guide = True
-    """Whether a guide can judge the candidates: if they are of the batch, or mined negatives."""
     momentum: float | None = None
     """μ of the moving average of the towers whose embeddings of the batch `forward` takes; see `MomentumQueue`."""
     dims: list[int] | None = None
@@ -117,8 +111,6 @@ class Objective(nn.Module):
         views: bool = False,
         seed: int = 0,
         positive_in_softmax: bool = False,
-        guide_margin: float = 0.0,
-        guide_relative: float = 1.0,
     ) -> None:
         super().__init__()
         check_sizes(self, num_left, num_right, self.needs_num_left)
@@ -126,8 +118,6 @@ class Objective(nn.Module):
         if positive_in_softmax and not self.estimates_partition:
             able = "SogCLR, ISogCLR, GlobalCache, NegativeCache or ExactGlobal"
             fail(self, "positive_in_softmax", f"does not apply; leave it out, or take {able}")
-        if not 0 <= guide_relative <= 1:
-            fail(self, "guide_relative", f"is {guide_relative}; it must lie in [0, 1], such as 1 or 0.95")
         self.num_left = num_left
         self.num_right = num_left if num_right is None or views else num_right
         self.views = views
@@ -135,8 +125,6 @@ class Objective(nn.Module):
         self.seed = seed
         self.corpus = Corpus(self.num_left, self.num_right, views, self.corpus_of_pairs)
         self.positive_in_softmax = positive_in_softmax
-        self.guide_margin = guide_margin
-        self.guide_relative = guide_relative
         log_temperature = torch.tensor(math.log(temperature), dtype=torch.float64).float()
         self.log_temperature = nn.Parameter(log_temperature, requires_grad=learnable_temperature)
         if self.needs_num_left:
@@ -180,7 +168,6 @@ class Objective(nn.Module):
         negatives: Tensor | None = None,
         negative_id: Tensor | None = None,
         weights: Tensor | None = None,
-        guide: GuideVectors | None = None,
         keys_left: Tensor | None = None,
         keys_right: Tensor | None = None,
     ) -> ObjectiveOutput:
@@ -198,7 +185,6 @@ class Objective(nn.Module):
                 with views.
             weights: (b,) factors of the losses of each pair, 0 or more; with a mean other than 1 the learning rate
                 changes with them. A pair's part in other pairs' losses, as their negative, stays.
-            guide: another model's vectors of the same items, by which likely false negatives are left out.
             keys_left, keys_right: (b, D) unit-norm embeddings of the same pairs by the momentum encoder, without
                 gradient; of objectives with `momentum`.
         """
@@ -225,8 +211,6 @@ class Objective(nn.Module):
             "keys_right": keys_right,
         }
         batch = gather_batch(self, embeddings, ids, weights)
-        if guide is not None:
-            batch = guided(self, batch, guide)
         encoder = None if encode is None else ItemEncoder(encode, self.views, batch.left)
         self._watched = {}
         self.updates_state = self.training and torch.is_grad_enabled()

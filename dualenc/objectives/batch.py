@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 
 from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
-from dualenc.objectives.checks import check_shapes, check_tensors, check_values, fail
-from dualenc.objectives.guide import Guide, GuideVectors, similarity_limits
+from dualenc.objectives.checks import check_shapes, check_values, fail
 
 if TYPE_CHECKING:
     from dualenc.objectives.base import Objective
@@ -37,7 +36,6 @@ class Batch:
         sizes: pairs on every rank.
         most_copies: most pairs of the batch that share one item.
         keys: (P, D) a momentum encoder's embeddings of left and of right items of all ranks; or None.
-        guide: a guide's vectors of left and right anchors against the candidates (X = 2, or 1 with views); or None.
     """
 
     left: Tensor
@@ -55,7 +53,6 @@ class Batch:
     sizes: list[int]
     most_copies: int
     keys: tuple[Tensor, Tensor] | None = None
-    guide: list[Guide] | None = None
 
     def detached(self) -> Batch:
         """The same without gradient, in copies: a loop may change its embeddings in place."""
@@ -137,36 +134,6 @@ def gather_batch(
     )
 
 
-def guided(objective: Objective, batch: Batch, vectors: GuideVectors) -> Batch:
-    """The batch with a guide's judgement of the anchors of each direction, or of all views.
-
-    Raises:
-        DualencError: an objective that looks beyond the batch, or vectors that do not fit it.
-    """
-    if not objective.takes_guide:
-        able = "InfoNCE, DCL, HCL, SogCLR, ISogCLR, SACLR or SigLIP"
-        fail(objective, "guide", f"judges candidates of the batch only; leave it out, or take {able}")
-    check_tensors(objective, {f"guide.{side}": values for side, values in vectors._asdict().items()})
-    left = vectors.left.to(batch.left)
-    right = vectors.right.to(batch.left)
-    if left.shape != right.shape or left.dim() != 2 or len(left) != len(batch.left):
-        shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
-        fail(objective, "guide", f"has vectors of shapes {shapes}; give one for each item of {len(batch.left)} pairs")
-    mined = right[:0] if vectors.negatives is None else vectors.negatives.to(right)
-    limits = similarity_limits(left, right, objective.guide_margin, objective.guide_relative)
-    all_left = distributed.gather(left, batch.sizes)
-    all_right = distributed.gather(right, batch.sizes)
-    all_mined = distributed.gather(mined)
-    if len(all_mined) != len(batch.negative_id):
-        numbers = f"{len(all_mined)} vectors of {len(batch.negative_id)} mined negatives"
-        fail(objective, "guide", f"has {numbers}; give one for each")
-    if objective.views:
-        views = Guide(torch.cat([left, right]), torch.cat([all_left, all_right]), limits.repeat(2))
-        return replace(batch, guide=[views])
-    of_left = Guide(left, torch.cat([all_right, all_mined]), limits)
-    return replace(batch, guide=[of_left, Guide(right, all_left, limits)])
-
-
 def two_towers(batch: Batch, num_left: int, temperature: Tensor) -> Anchors:
     """Left anchors against all right items, and right anchors against all left items (X = 2).
 
@@ -201,13 +168,12 @@ def two_towers(batch: Batch, num_left: int, temperature: Tensor) -> Anchors:
         positive_ids=torch.stack(lists),
         temperature=temperature,
         keys=None if batch.keys is None else torch.stack(batch.keys).flip(0),
-        guide=None if batch.guide is None else Guide(*map(torch.stack, zip(*batch.guide, strict=True))),
     )
 
 
 def with_mined(batch: Batch, num_left: int, temperature: Tensor) -> list[Anchors]:
     """Both directions apart (X = 1 each), with mined negatives among the candidates of the left anchors."""
-    both = two_towers(replace(batch, guide=None), num_left, temperature)
+    both = two_towers(batch, num_left, temperature)
     right = both.of_direction(1)
     left = both.of_direction(0)
     # Only left anchors see mined right items, so the directions differ in C.
@@ -216,10 +182,7 @@ def with_mined(batch: Batch, num_left: int, temperature: Tensor) -> list[Anchors
         candidates=torch.cat([left.candidates, batch.negatives[None]], dim=1),
         candidate_ids=torch.cat([left.candidate_ids, batch.negative_id[None]], dim=1),
     )
-    if batch.guide is None:
-        return [left, right]
-    guides = [Guide(*(vectors[None] for vectors in guide)) for guide in batch.guide]
-    return [replace(left, guide=guides[0]), replace(right, guide=guides[1])]
+    return [left, right]
 
 
 def two_views(batch: Batch, temperature: Tensor) -> Anchors:
@@ -251,7 +214,6 @@ def two_views(batch: Batch, temperature: Tensor) -> Anchors:
         temperature=temperature,
         keys=None if batch.keys is None else torch.cat(batch.keys)[None],
         views=True,
-        guide=None if batch.guide is None else Guide(*(vectors[None] for vectors in batch.guide[0])),
     )
 
 

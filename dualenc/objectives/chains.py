@@ -102,7 +102,6 @@ class ChainObjective(Objective):
 
     needs_num_left = True
     needs_encode = True
-    takes_guide = False
     takes_mined = False
 
     def __init__(

@@ -34,7 +34,6 @@ class ExactGlobal(Objective):
 
     needs_num_left = True
     needs_encode = True
-    takes_guide = False
     estimates_partition = True
     encodes_in_backward = True
 

@@ -34,7 +34,6 @@ class Wrapper(Objective):
         self.needs_encode = self.main.needs_encode
         self.needs_teacher = self.main.needs_teacher
         self.takes_mined = self.main.takes_mined
-        self.takes_guide = self.main.takes_guide
         self.momentum = self.main.momentum
         self.encodes_in_backward = self.main.encodes_in_backward
         self.dims = self.main.dims

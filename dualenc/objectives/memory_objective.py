@@ -27,7 +27,6 @@ class MemoryObjective(Objective):
 
     needs_num_left = True
     needs_encode = True
-    takes_guide = False
     estimates_partition = True
 
     def __init__(self, *, memory_device: Literal["auto", "cpu"] = "auto", **common: Any) -> None:

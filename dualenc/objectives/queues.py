@@ -30,8 +30,6 @@ class QueueObjective(Objective):
         **common: see `Objective`.
     """
 
-    takes_guide = False
-
     def __init__(self, *, queue_size: int = 4096, **common: Any) -> None:
         super().__init__(**common)
         if queue_size < 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dualenc import distributed
-from dualenc.data.corpus import corpora
-from dualenc.data.embeddings import Embeddings
-from dualenc.data.identity import digest_of
 from dualenc.data.pairs import Pair, PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import BadSample, DualencError
-from dualenc.objectives import GuideVectors
 from dualenc.seeds import derive_seed
 from dualenc.training.encoding import PlainEncoding
 from dualenc.training.signals import forgive_one_sigterm
@@ -62,9 +57,6 @@ class Batch(NamedTuple):
         teacher_scores: (b, 1 + K) a teacher's scores of each pair's positive and of its own mined negatives; NaN where
             it has none; None when there are none at all.
         teacher_rows: (b, K) the rows of `negatives` that these are, padded with -1.
-        guide_left: (b, G) a guide's vectors of the left items, NaN where it has none; None without a guide.
-        guide_right: (b, G) likewise of the right items.
-        guide_negatives: (n, G) likewise of the mined negatives.
         bad: (index, reason) of each sample left out.
     """
 
@@ -80,9 +72,6 @@ class Batch(NamedTuple):
     weights: Tensor | None = None
     teacher_scores: Tensor | None = None
     teacher_rows: Tensor | None = None
-    guide_left: Tensor | None = None
-    guide_right: Tensor | None = None
-    guide_negatives: Tensor | None = None
     bad: tuple[tuple[int, str], ...] = ()
 
     def arguments(self, device: torch.device, needs_teacher: bool) -> dict[str, Any]:
@@ -99,67 +88,12 @@ class Batch(NamedTuple):
         names = ["left_positives", "right_positives", "negative_id", "weights"]
         if needs_teacher:
             names += ["teacher_scores", "teacher_rows"]
-        given: dict[str, Any] = {name: moved(getattr(self, name)) for name in names}
-        left = moved(self.guide_left)
-        right = moved(self.guide_right)
-        if left is not None and right is not None:
-            given["guide"] = GuideVectors(left, right, moved(self.guide_negatives))
-        return given
+        return {name: moved(getattr(self, name)) for name in names}
 
     @property
     def size(self) -> int:
         """b, the number of pairs."""
         return self.indices.shape[0]
-
-
-class Guide:
-    """A guide model's embeddings of the items of pairs, read by id from memory-mapped files.
-
-    Args:
-        pairs: the training pairs.
-        left: folder of embeddings of their left items (`dualenc.data.corpus.corpora` gives the ids).
-        right: folder of embeddings of their right items, by the same model.
-
-    Raises:
-        DualencError: no embeddings, of different dimensions, or of none of the items.
-    """
-
-    def __init__(self, pairs: PairDataset, left: str | os.PathLike[str], right: str | os.PathLike[str]) -> None:
-        self._vectors: dict[Side, Any] = {}
-        self._checksums: dict[Side, str] = {}
-        self._rows: dict[Side, np.ndarray] = {}
-        for side, folder, corpus in zip(SIDES, (left, right), corpora(pairs)):
-            stored = Embeddings.open(folder)
-            files = stored.meta["files"]
-            contents = [f"{name} {files[name]}" for name in sorted(files) if name.endswith(".arrow")]
-            rows = stored.rows_of(corpus.ids)
-            num_found = int((rows >= 0).sum())
-            if num_found == 0:
-                raise DualencError(f"{folder}: embeds no {side} item of the pairs; embed the data that is trained on")
-            # Numbers that only happen to be ids of other data would be taken for these items.
-            if not hasattr(pairs, "queries") and len(stored.ids) > num_found:
-                raise DualencError(f"{folder}: embeds other items than the {side} ones of the pairs; embed those")
-            self._vectors[side] = stored.vectors
-            self._checksums[side] = digest_of(contents)
-            self._rows[side] = rows
-        left_dim = int(self._vectors["left"].shape[1])
-        right_dim = int(self._vectors["right"].shape[1])
-        if left_dim != right_dim:
-            raise DualencError(f"{left} has dimension {left_dim} and {right} {right_dim}; embed both with one model")
-
-    def identities(self) -> dict[str, str]:
-        """Checksum of each side's ids and vectors, so that a run is not resumed with others."""
-        return {f"guide.{side}": checksum for side, checksum in self._checksums.items()}
-
-    def vectors(self, side: Side, ids: np.ndarray) -> np.ndarray:
-        """(n, G) float32 unit vectors of items (n,) of a side; NaN for items without one."""
-        rows = self._rows[side][ids]
-        found = np.asarray(self._vectors[side][np.maximum(rows, 0)], dtype=np.float32)
-        # The rows of missing items are overwritten below; a zero vector, too, becomes NaN, which means "none".
-        with np.errstate(invalid="ignore"):
-            found = found / np.linalg.norm(found, axis=1, keepdims=True)
-        found[rows < 0] = np.nan
-        return found
 
 
 class BatchLoader:
@@ -174,7 +108,6 @@ class BatchLoader:
         on_error: "skip" leaves bad samples out of their batch and lists them, "raise" stops at the first.
         augment: training augmentation; False for the preprocessing of evaluation.
         pin_memory: page-locked host memory, for faster copies to a GPU.
-        guide: a guide's vectors of both sides.
     """
 
     def __init__(
@@ -188,9 +121,7 @@ class BatchLoader:
         on_error: OnError = "skip",
         augment: bool = True,
         pin_memory: bool = False,
-        guide: Guide | None = None,
     ) -> None:
-        self.guide = guide
         # Builds its table once, before workers are forked, not in each of them.
         for side in SIDES:
             pairs.positives(side, np.zeros(1, dtype=np.int64))
@@ -261,8 +192,6 @@ class BatchLoader:
             weights=self._weights(pairs),
             teacher_scores=teacher_scores,
             teacher_rows=teacher_rows,
-            guide_left=self._guide_vectors("left", left_id),
-            guide_right=self._guide_vectors("right", right_id),
             bad=tuple(bad),
             **self._mined(pairs, right_seeds),
         )
@@ -286,7 +215,7 @@ class BatchLoader:
         return dict(self.prepare[side](items, seeds if self.augment else None))
 
     def _mined(self, pairs: list[Pair], right_seeds: list[int]) -> dict[str, Any]:
-        """Inputs, ids and guide vectors of the pairs' mined negatives; {} without any."""
+        """Inputs and ids of the pairs' mined negatives; {} without any."""
         items: list[Any] = []
         ids: list[int] = []
         seeds: list[int] = []
@@ -297,12 +226,7 @@ class BatchLoader:
             seeds += range(seed + 1, seed + 1 + len(pair.negatives))
         if not items:
             return {}
-        negative_id = np.array(ids, dtype=np.int64)
-        return {
-            "negatives": self._prepared("right", items, seeds),
-            "negative_id": torch.from_numpy(negative_id),
-            "guide_negatives": self._guide_vectors("right", negative_id),
-        }
+        return {"negatives": self._prepared("right", items, seeds), "negative_id": torch.tensor(ids)}
 
     def _positives(self, side: Side, ids: np.ndarray) -> Tensor | None:
         # A batch may be empty on this rank, where every sample was bad.
@@ -336,11 +260,6 @@ class BatchLoader:
             rows[row, :count] = torch.arange(first, first + count)
             first += count
         return scores, rows
-
-    def _guide_vectors(self, side: Side, ids: np.ndarray) -> Tensor | None:
-        if self.guide is None:
-            return None
-        return torch.from_numpy(self.guide.vectors(side, ids))
 
 
 class _PlannedBatches(Dataset[Any]):

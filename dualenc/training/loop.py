@@ -31,7 +31,7 @@ from dualenc.seeds import seed_everything
 from dualenc.training.best import BestModel
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
 from dualenc.training.evaluators import Evaluator
-from dualenc.training.loader import Batch, BatchLoader, Guide, ItemEncoder
+from dualenc.training.loader import Batch, BatchLoader, ItemEncoder
 from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.mining import NegativeMiner
 from dualenc.training.plan import BatchPlan, fresh_embeddings
@@ -96,7 +96,7 @@ class Loop:
             device=self.device,
         )
         self.total_steps = self._count_steps()
-        guide = self._build_loader()
+        self._build_loader()
         self.train_step = TrainStep(
             settings,
             accelerator,
@@ -109,7 +109,7 @@ class Loop:
             is_sharded=skeleton is not None,
         )
         self.miner = self._new_miner()
-        self._build_outputs(evaluator, skeleton, guide)
+        self._build_outputs(evaluator, skeleton)
 
         self.bad: dict[int, str] = {}
         self.steps = 0
@@ -133,12 +133,9 @@ class Loop:
         steps = sum(-(-count // settings.gradient_accumulation) for count in batches)
         return min(steps, settings.max_steps or steps)
 
-    def _build_loader(self) -> Guide | None:
-        """The loader of batches and of single items; returns the guide, if there is one."""
+    def _build_loader(self) -> None:
+        """The loader of batches and of single items."""
         settings = self.settings
-        guide = None
-        if settings.guide_left is not None and settings.guide_right is not None:
-            guide = Guide(self.pairs, settings.guide_left, settings.guide_right)
         for tower in (self.model.left, self.model.right):
             if isinstance(tower.prepare, TextPrepare) and tower.prepare.memory is None:
                 tower.prepare.memory = TokenMemory()
@@ -151,9 +148,7 @@ class Loop:
             num_workers=settings.num_workers,
             on_error=settings.on_error,
             pin_memory=self.device.type == "cuda",
-            guide=guide,
         )
-        return guide
 
     def _new_miner(self) -> NegativeMiner | None:
         settings = self.settings
@@ -170,7 +165,7 @@ class Loop:
             progress=settings.progress,
         )
 
-    def _build_outputs(self, evaluator: Evaluator | None, skeleton: DualEncoder | None, guide: Guide | None) -> None:
+    def _build_outputs(self, evaluator: Evaluator | None, skeleton: DualEncoder | None) -> None:
         """What the run writes: model folder, log, checkpoints."""
         settings = self.settings
         self.best = BestModel(
@@ -188,8 +183,6 @@ class Loop:
         self.meter = Meter(self.device, [f"{kind}/{name}" for kind in ("loss", "batch_estimate") for name in sources])
         # Last, as it reads all the data: a mistake in the settings is reported before that.
         described = fingerprint(self._described(), self.model, self.objective, self.pairs, self.plan.selector)
-        if guide is not None:
-            described |= guide.identities()
         self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
 
     def _described(self) -> dict[str, Any]:

@@ -32,8 +32,6 @@ LATER_SETTINGS: dict[str, Any] = {
     "weight_average": None,
     "patience": None,
     "held_out": None,
-    "guide_left": None,
-    "guide_right": None,
     "mine_every": None,
     "mine_negatives": 1,
     "mine_last_rank": 100,
@@ -94,10 +92,6 @@ class TrainerSettings:
         selection_embeddings: for batch selection by embeddings: "epoch" takes those of the last epoch's batches,
             "fresh" makes an evaluation-mode pass at the start of every epoch.
         selection_background: select batches while training continues, one epoch late; false waits for it.
-        guide_left: folder of a guide model's embeddings of the left items, which exclude likely false negatives
-            (`guide_margin` of the objective): `dualenc mine` keeps such folders, `dualenc embed` makes them. Objectives
-            that look beyond the batch refuse it.
-        guide_right: likewise of the right items; the same folder for two views of images.
         mine_every: epochs after which the model mines hard negatives anew, which replace those of the data; the first
             ones so many epochs after the start, when it has learned something (ANCE, Xiong et al. 2021,
             arXiv:2007.00808). null: never. Objectives without mined negatives refuse it.
@@ -150,8 +144,6 @@ class TrainerSettings:
     on_error: OnError = "skip"
     selection_embeddings: EmbeddingSource = "epoch"
     selection_background: bool = True
-    guide_left: str | None = None
-    guide_right: str | None = None
     mine_every: int | None = None
     mine_negatives: int = 1
     mine_last_rank: int = 100
@@ -216,8 +208,6 @@ class TrainerSettings:
             raise DualencError(f"mine_{error}") from None
 
     def _check_combinations(self) -> None:
-        if (self.guide_left is None) != (self.guide_right is None):
-            raise DualencError("guide_left and guide_right are given together; name the embeddings of both sides")
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
             raise DualencError("patience counts evaluations; set evaluate_every, and leave keep_best true")
         if self.mine_every is not None and self.max_steps is None and self.mine_every >= (self.epochs or 1):

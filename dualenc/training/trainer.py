@@ -216,11 +216,6 @@ class Trainer(TrainerSettings):
                 f"shard_model does not go with {objective.name}, whose momentum encoder is a second model; leave "
                 "shard_model out, or take another objective"
             )
-        if self.guide_left is not None and not objective.takes_guide:
-            raise DualencError(
-                f"guide_left judges candidates of the batch, and {objective.name} looks beyond; leave the guide out, "
-                "or take SogCLR or another objective of the batch"
-            )
 
     def _check_evaluator(self, evaluator: Evaluator | None) -> None:
         if evaluator is None:

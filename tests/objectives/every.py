@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dualenc.objectives
 from dualenc import distributed
-from dualenc.objectives import Distilled, GuideVectors, Matryoshka, Objective
+from dualenc.objectives import Distilled, Matryoshka, Objective
 
 NUM_LEFT, NUM_RIGHT, STEPS = 20, 70, 4
 # Uneven for 2 and 3 ranks; in the third batch a third rank has nothing.
@@ -43,14 +43,13 @@ class Setting:
     objective: type[Objective]
     views: bool
     arguments: dict[str, Any] = field(default_factory=dict)
-    guided: bool = False
     wrapper: str = ""
 
     @property
     def name(self) -> str:
         given = "-".join(f"{k}={v}" for k, v in self.arguments.items())
-        kind, guided = "views" if self.views else "pairs", "guided" if self.guided else ""
-        return "-".join(filter(None, [self.wrapper, self.objective.__name__, kind, given, guided]))
+        kind = "views" if self.views else "pairs"
+        return "-".join(filter(None, [self.wrapper, self.objective.__name__, kind, given]))
 
     def build(self, **sizes: int) -> Objective:
         common: dict[str, Any] = {"num_left": NUM_LEFT, "num_right": NUM_RIGHT, "temperature": 0.2, **sizes}
@@ -79,7 +78,6 @@ WRAPPED = [
     Setting(_named("MomentumQueue"), False, {"queue_size": 12}, wrapper="Matryoshka"),
     Setting(_named("InfoNCE"), False, wrapper="Distilled"),
 ]
-GUIDED = [replace(s, guided=True) for s in FIRST if s.objective.__name__ in ("InfoNCE", "SogCLR")]
 # One of each mechanism: moving averages, chains, memories.
 THREE = [s for s in FIRST if s.objective.__name__ in ("SogCLR", "ISIR", "NegativeCache") and not s.views]
 
@@ -99,9 +97,6 @@ class Towers(nn.Module):
         self.right_features = normal(num_right, 6)
         self.left = nn.Parameter(normal(6, 5))
         self.right = self.left if views else nn.Parameter(normal(6, 5))
-        self.guide_left, self.guide_right = (
-            nn.functional.normalize(normal(number, 3), dim=1) for number in (NUM_LEFT, num_right)
-        )
 
     def encode(self, side: str, ids: Tensor) -> Tensor:
         features, weight = (self.left_features, self.left) if side == "left" else (self.right_features, self.right)
@@ -164,10 +159,6 @@ class Run:
             if f"{name}_id" in own:
                 given["negatives" if name == "negative" else name] = self.towers.encode(side, own[f"{name}_id"])
         given |= momentum_keys(self.criterion, given["left"], given["right"])
-        if self.setting.guided:
-            mined = self.towers.guide_right[own["negative_id"]] if "negative_id" in own else None
-            vectors = self.towers.guide_left[own["left_id"]], self.towers.guide_right[own["right_id"]]
-            given["guide"] = GuideVectors(*vectors, mined)
         if self.criterion.needs_teacher:
             num_pairs, num_mined = len(own["left_id"]), len(own.get("negative_id", ()))
             rows = torch.arange(num_pairs)

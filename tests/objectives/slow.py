@@ -11,28 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualenc.objectives import GuideVectors
-
-
-@dataclass
-class GuideTable:
-    """A guide's vectors of 20 items of each side, and its rule (Solatorio 2024) for one anchor and one item."""
-
-    left: Tensor
-    right: Tensor
-
-    @classmethod
-    def make(cls, seed: int) -> GuideTable:
-        draw = torch.Generator().manual_seed(seed)
-        tables = torch.nn.functional.normalize(torch.randn(2, 20, 3, generator=draw, dtype=torch.float64), dim=2)
-        return cls(tables[0], torch.nn.functional.normalize(tables[0] + tables[1], dim=1))
-
-    def removes(self, anchor: tuple[str, int], positive: tuple[str, int], item: tuple[str, int]) -> bool:
-        """Whether the item, given by side and id, is more similar to the anchor than the positive."""
-        tables = {"left": self.left, "right": self.right}
-        own, partner, other = (tables[side][i].tolist() for side, i in (anchor, positive, item))
-        return sum(a * b for a, b in zip(own, other)) > sum(a * b for a, b in zip(own, partner))
-
 
 @dataclass
 class Case:
@@ -45,7 +23,6 @@ class Case:
     views: bool
     relevant: set[tuple[int, int]] = field(default_factory=set)
     num_items: int = 20
-    guide: GuideTable | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `Objective.forward`."""
@@ -58,8 +35,6 @@ class Case:
         if self.relevant:
             given["left_positives"] = padded([[r for q, r in self.relevant if q == i] for i in self.left_id])
             given["right_positives"] = padded([[q for q, r in self.relevant if r == i] for i in self.right_id])
-        if self.guide is not None:
-            given["guide"] = GuideVectors(self.guide.left[self.left_id], self.guide.right[self.right_id])
         return given
 
 
@@ -68,9 +43,7 @@ def padded(rows: list[list[int]]) -> Tensor:
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows])
 
 
-def make_case(
-    seed: int, size: int, views: bool, dtype: torch.dtype = torch.float64, guide: GuideTable | None = None
-) -> Case:
+def make_case(seed: int, size: int, views: bool, dtype: torch.dtype = torch.float64) -> Case:
     """Random unit vectors; with pairs some queries and documents repeat and some are relevant across pairs."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -80,11 +53,11 @@ def make_case(
 
     if views:
         ids = torch.randperm(20, generator=draw)[:size].tolist()
-        return Case(unit(), unit(), ids, ids, views=True, guide=guide)
+        return Case(unit(), unit(), ids, ids, views=True)
     left_id = torch.randint(0, 12, (size,), generator=draw).tolist()
     right_id = torch.randint(0, 12, (size,), generator=draw).tolist()
     relevant = {(left_id[i], right_id[(i * 3 + 1) % size]) for i in range(0, size, 3)}
-    return Case(unit(), unit(), left_id, right_id, views=False, relevant=relevant, guide=guide)
+    return Case(unit(), unit(), left_id, right_id, views=False, relevant=relevant)
 
 
 def gradients(loss: Tensor, *leaves: Any) -> Tensor:
@@ -144,35 +117,23 @@ def directions(case: Case) -> list[list[Row]]:
     forward, backward = [], []
     for i in range(size):
         query, document, positive = case.left_id[i], case.right_id[i], case.left[i] @ case.right[i]
-        against_right = [case.left[i] @ case.right[j] for j in range(size) if _is_negative(case, i, j, "left")]
+        against_right = [case.left[i] @ case.right[j] for j in range(size) if _is_negative(case, i, j)]
         forward.append(Row("left", query, document, positive, against_right))
-        against_left = [case.right[i] @ case.left[j] for j in range(size) if _is_negative(case, j, i, "right")]
+        against_left = [case.right[i] @ case.left[j] for j in range(size) if _is_negative(case, j, i)]
         backward.append(Row("right", document, query, positive, against_left))
     return [forward, backward]
 
 
 def _others(case: Case, views: list[Tensor], anchor: int) -> list[Tensor]:
-    """Similarities of a view with both views of all other images, but for those that a guide removes."""
-    size = len(case.left_id)
-    names = [(side, i) for side in ("left", "right") for i in case.left_id]
-    return [
-        views[anchor] @ views[c]
-        for c in range(2 * size)
-        if names[c][1] != names[anchor][1]
-        and not (case.guide and case.guide.removes(names[anchor], names[(anchor + size) % (2 * size)], names[c]))
-    ]
+    """Similarities of a view with both views of all other images."""
+    ids = case.left_id * 2
+    return [views[anchor] @ view for view, item in zip(views, ids) if item != ids[anchor]]
 
 
-def _is_negative(case: Case, query: int, document: int, anchor: str) -> bool:
-    """Whether the left item of pair `query` and the right item of pair `document`, of which that of the side `anchor`
-    is the anchor, are negatives."""
+def _is_negative(case: Case, query: int, document: int) -> bool:
+    """Whether the left item of pair `query` and the right item of pair `document` are negatives."""
     positives = case.relevant | set(zip(case.left_id, case.right_id))
-    if (case.left_id[query], case.right_id[document]) in positives:
-        return False
-    left, right = ("left", case.left_id[query]), ("right", case.right_id[document])
-    if anchor == "left":
-        return not (case.guide and case.guide.removes(left, ("right", case.right_id[query]), right))
-    return not (case.guide and case.guide.removes(right, ("left", case.left_id[document]), left))
+    return (case.left_id[query], case.right_id[document]) not in positives
 
 
 def mean_loss(case: Case, anchor_loss: Callable[[Row], Tensor]) -> Tensor:

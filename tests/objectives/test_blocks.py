@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dualenc.objectives import anchors
-from tests.objectives.every import FIRST, GUIDED, SETTINGS, Run, Setting, assert_same_state, momentum_keys
+from tests.objectives.every import FIRST, SETTINGS, Run, Setting, assert_same_state, momentum_keys
 
 
 def assert_blocks_equal_whole(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def assert_blocks_equal_whole(setting: Setting, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", FIRST + GUIDED, ids=lambda s: s.name)
+@pytest.mark.parametrize("setting", FIRST, ids=lambda s: s.name)
 def test_blocks_give_what_the_whole_gives(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_blocks_equal_whole(setting, monkeypatch)
 

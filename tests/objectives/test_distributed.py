@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.objectives.every import FIRST, GUIDED, SETTINGS, STEPS, THREE, WRAPPED, Run, assert_same_state
+from tests.objectives.every import FIRST, SETTINGS, STEPS, THREE, WRAPPED, Run, assert_same_state
 
 pytestmark = pytest.mark.slow
-FEW = FIRST + WRAPPED + GUIDED
+FEW = FIRST + WRAPPED
 FURTHER = [s for s in SETTINGS if s not in FEW]
 RESUMED_AT = 3
 TOLERANCE = 1e-9

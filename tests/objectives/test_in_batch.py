@@ -30,13 +30,10 @@ FORMULAS = {
     size=st.integers(2, 7),
     views=st.booleans(),
     tau=st.sampled_from([0.05, 0.2, 1.0]),
-    guided=st.booleans(),
 )
-def test_loss_and_gradient_equal_the_formula(
-    name: str, seed: int, size: int, views: bool, tau: float, guided: bool
-) -> None:
+def test_loss_and_gradient_equal_the_formula(name: str, seed: int, size: int, views: bool, tau: float) -> None:
     kind, arguments, formula = FORMULAS[name]
-    case = slow.make_case(seed, size, views, guide=slow.GuideTable.make(seed) if guided else None)
+    case = slow.make_case(seed, size, views)
     found = kind(temperature=tau, views=views, **arguments)(**case.arguments()).loss
     expected = slow.mean_loss(case, lambda row: formula(row, tau))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)

@@ -18,13 +18,12 @@ from tests.objectives.slow import gradients
 NUM, STEPS = 20, 3
 TAU = 0.2
 few = settings(max_examples=6)
-BATCHES = {"seed": st.integers(0, 1000), "size": st.integers(2, 7), "views": st.booleans(), "guided": st.booleans()}
+BATCHES = {"seed": st.integers(0, 1000), "size": st.integers(2, 7), "views": st.booleans()}
 
 
 def assert_equals_loop(criterion: Objective, batch: dict[str, Any], step_of: Any) -> None:
-    guide = slow.GuideTable.make(batch["seed"]) if batch["guided"] else None
     for step in range(STEPS):
-        case = slow.make_case(batch["seed"] * STEPS + step, batch["size"], batch["views"], guide=guide)
+        case = slow.make_case(batch["seed"] * STEPS + step, batch["size"], batch["views"])
         is_learned = criterion.log_temperature.requires_grad
         log_tau = torch.tensor(math.log(TAU), dtype=torch.float64, requires_grad=is_learned)
         found = all_gradients(criterion(**case.arguments()).loss, case, criterion.log_temperature)

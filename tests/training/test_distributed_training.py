@@ -8,7 +8,6 @@ import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
 
 from dualenc.batching import RandomBatches
-from dualenc.data import Corpus
 from dualenc.objectives import (
     EMC2,
     ISIR,
@@ -22,9 +21,7 @@ from dualenc.objectives import (
     NegativeCache,
     SogCLR,
 )
-from dualenc.search.embed import embed
 from dualenc.training.log import read_metrics
-from tests.fake_towers import LetterTower, texts
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, vector_encoder, vector_pairs, weights
 from tests.training.launched import free_port, launch
 from tests.training.runs import FixedEvaluator, train
@@ -84,12 +81,11 @@ def train_with_positives(output: Path) -> None:
         train(output / kind.__name__, model=TinyEncoder(), pairs=pairs, objective=make(kind), **settings)
     negatives = [[(i + 3) % 24] * (i % 2) for i in range(24)]
     judged = {"negatives": negatives, "scores": range(24), "negative_scores": range(12), "weights": range(24)}
-    guide = {f"guide_{side}": output.parent / "guide" for side in ("left", "right")}
     for kind in (InfoNCE, SogCLR):
         pairs = tiny_pairs(bad=bad, right_id=right_id, **judged)
         objective = Distilled(kind(num_left=24, temperature=0.2), "kl").double()
         name = f"{kind.__name__}, judged"
-        train(output / name, model=TinyEncoder(), pairs=pairs, objective=objective, **guide, **settings)
+        train(output / name, model=TinyEncoder(), pairs=pairs, objective=objective, **settings)
 
 
 def all_cases(output: Path) -> None:
@@ -155,7 +151,6 @@ def test_two_processes_give_the_adapters_of_one(runs):
 def test_ranks_agree_on_their_exchanges_whatever_positives_their_parts_list(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     two.mkdir()
-    embed(LetterTower(), Corpus([str(i) for i in range(24)], texts(24)), tmp_path / "guide", progress=False)
     ranks = launch(two, train_with_positives, two, ranks=2)
     train_with_positives(one)
     ended = [process.end(120) for process in ranks]

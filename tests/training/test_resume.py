@@ -218,8 +218,8 @@ def test_another_model_is_another_recipe(unbroken):
 
 
 def test_another_setting_of_the_objective_is_another_recipe(unbroken):
-    with pytest.raises(DualencError, match=r"objective\.guide_margin was 0\.0 and is now 0\.1"):
-        train(unbroken, resume=True, objective=tiny_objective(tiny_pairs(), guide_margin=0.1))
+    with pytest.raises(DualencError, match=r"objective\.seed was 0 and is now 1"):
+        train(unbroken, resume=True, objective=tiny_objective(tiny_pairs(), seed=1))
 
 
 def beir_pairs(folder: Path, changed: str = "nothing") -> BeirPairs:
