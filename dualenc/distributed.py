@@ -1,22 +1,16 @@
-"""Communication between processes: collectives, gradient averaging, sharding.
+"""Communication between processes: collectives and gradient averaging.
 
 No other file imports `torch.distributed`.
 
 With one process (or before a process group exists) every function is the identity, so callers never branch.
 Tensors may have a different first dimension on each rank: the last batch of an epoch rarely divides evenly.
-
-DTensor, FSDP and distributed checkpoints are imported where they are called: they add a second (a third) to the import
-of torch, and only sharded models need them.
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -198,7 +192,7 @@ class GradientAverage:
     Gradients are sent in flat buckets, the last parameters first, in the order of a backward pass. After `expect` each
     bucket is sent when the next backward pass has filled it and those before it are sent, so that the order is the same
     on every rank; `finish` sends the rest, waits, and writes the averages. A missing gradient counts as zero, and a
-    parameter that no rank has used keeps none. Sharded parameters are left out: their backward pass averages them.
+    parameter that no rank has used keeps none.
 
     Args:
         parameters: the same list on every rank.
@@ -208,8 +202,7 @@ class GradientAverage:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], bucket_elements: int = 2**22) -> None:
         trained = [p for p in parameters if p.requires_grad]
         self.device = trained[0].device if trained else torch.device("cpu")
-        self.parameters = [p for p in trained if not is_sharded(p)]
-        self.buckets = _buckets(reversed(self.parameters), bucket_elements)
+        self.buckets = _buckets(reversed(trained), bucket_elements)
         self._group: Any = None
         self._missing: list[int] | None = None
         self._sent: list[tuple[Any, Tensor]] = []
@@ -300,151 +293,6 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
         parameters: the same list on every rank.
     """
     GradientAverage(parameters).finish()
-
-
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> Tensor:
-    """Clip averaged gradients to a norm; each rank may have a part of sharded ones.
-
-    Args:
-        parameters: the same list on every rank.
-        limit: the largest norm of all gradients together.
-
-    Returns:
-        The norm before, a scalar.
-    """
-    parameters = list(parameters)
-    if not any(is_sharded(p) for p in parameters):
-        return torch.nn.utils.clip_grad_norm_(parameters, limit)
-    parts = [local_part(p.grad) for p in parameters if p.grad is not None and is_sharded(p)]
-    whole = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
-    # torch's own function would take the norm of this rank's parts alone.
-    squares = torch.nn.utils.get_total_norm(parts).to(local_part(parameters[0])) ** 2
-    norm = (all_reduce(squares) + torch.nn.utils.get_total_norm(whole).to(squares) ** 2).sqrt()
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in (*parts, *whole):
-        gradient.mul_(scale.to(gradient))
-    return norm
-
-
-def can_shard() -> bool:
-    """Whether this version of torch has what sharding needs here."""
-    try:
-        from torch.distributed.checkpoint import HuggingFaceStorageWriter
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:
-        return False
-    writes = "save_distributed" in inspect.signature(HuggingFaceStorageWriter).parameters
-    return writes and "ignored_params" in inspect.signature(fully_shard).parameters
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds only a part of a tensor, see `shard`."""
-    if not is_initialized():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other tensor as it is."""
-    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return local
-
-
-def shard(modules: Iterable[torch.nn.Module], device: torch.device) -> None:
-    """Divide the parameters of modules among all ranks, by rows; gradients and optimizer state follow.
-
-    Each module gathers its parameters for its own forward and backward pass only. All ranks must therefore make the
-    same passes in the same order. Scalars stay whole.
-
-    Source: Zhao et al. 2023 (PyTorch FSDP, arXiv:2304.11277), in torch's second version.
-
-    Args:
-        modules: inner ones before outer ones; parameters and buffers move to the device one module after the other.
-        device: of the parts.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    # One dimension: every rank has a part of every weight.
-    mesh = init_device_mesh(device.type, (world_size(),))
-    for module in modules:
-        scalars = {parameter for parameter in module.parameters() if parameter.dim() == 0}
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
-
-
-def shard_forward(module: torch.nn.Module, name: str) -> None:
-    """Make another method of a sharded module gather its parameters, as its forward does."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    register_fsdp_forward_method(module, name)
-
-
-@explain_lost_process()
-def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors on the main process's CPU, elsewhere {}; all ranks call it together, with equal keys."""
-    whole = {}
-    for name, tensor in tensors.items():
-        full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-        if is_main():
-            whole[name] = full.detach().cpu()
-    return whole
-
-
-@explain_lost_process()
-def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write sharded and whole tensors as safetensors, every rank its part; all ranks call it together.
-
-    Raises:
-        DualencError: a rank could not write.
-    """
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
-
-    try:
-        with _explain_failure():
-            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            save(dict(tensors), storage_writer=writer, no_dist=not is_initialized())
-    except _Failed as error:
-        raise DualencError(f"{folder}: cannot be written ({error}); mend that, then resume with --resume") from error
-
-
-@explain_lost_process()
-def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors with what `save_shards` wrote, on any number of ranks; all ranks call it together.
-
-    Raises:
-        DualencError: a tensor is missing, has another shape, or a file is damaged.
-    """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-
-    try:
-        with _explain_failure():
-            reader = HuggingFaceStorageReader(str(folder))
-            load(dict(tensors), storage_reader=reader, no_dist=not is_initialized())
-    except _Failed as error:
-        raise DualencError(f"{folder}: does not hold this model's weights ({error}); restore the folder") from error
-
-
-class _Failed(Exception):
-    """The reason, in one line, why a rank could not write or read its part."""
-
-
-@contextmanager
-def _explain_failure() -> Iterator[None]:
-    """Raise the first rank's reason, where torch raises the tracebacks of all ranks on each.
-
-    Its warning that a single process saves is suppressed: that is intended.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        try:
-            yield
-        except CheckpointException as error:
-            reason = next((failure[0] for failure in error.failures.values()), error)
-            raise _Failed(" ".join(str(reason).split())[:160]) from error
 
 
 @explain_lost_process()

@@ -367,11 +367,3 @@ def take(inputs: Inputs, rows: Tensor) -> Inputs:
     used = torch.nonzero(mask[rows].any(dim=0)).reshape(-1)
     columns = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(None)
     return {name: t[rows, columns] if t.shape == mask.shape else t[rows] for name, t in inputs.items()}
-
-
-def placeholder(tower: Tower) -> Inputs:
-    """One prepared item that stands for none, for a pass that this rank makes because the others make it."""
-    items: dict[Modality, Any] = {"text": "0", "image": Image.new("RGB", (64, 64))}
-    if tower.modality == "vector":
-        items["vector"] = np.zeros(tower.prepare.input_dim, dtype=np.float32)  # type: ignore[attr-defined]
-    return dict(tower.prepare([items[tower.modality]]))

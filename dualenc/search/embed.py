@@ -26,7 +26,7 @@ from dualenc import distributed
 from dualenc.data import Corpus
 from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import MAX_IMAGES, digest_of, identities, texts_checksum
-from dualenc.encoders.dual import Prepare, Tower, check_item, chunk_rows, placeholder, take, unit_norm
+from dualenc.encoders.dual import Prepare, Tower, check_item, chunk_rows, take, unit_norm
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import removed_if_refused
 from dualenc.search.embeddings import EmbeddingWriter, Skipped, shard_ranges, skipped_entries
@@ -103,10 +103,6 @@ def embed(
     bar = _bar(progress)
     if out is None:
         return _embed_in_memory(encoder, dtype, {**notes, **identity}, bar)
-    if encoder.in_step:
-        raise DualencError(
-            f"{out}: a sharded model embeds in memory only; leave out away, or embed with the saved model"
-        )
     identity["model_checksum"] = tower_checksum(tower)
     with removed_if_refused(out) if distributed.is_main() else contextlib.nullcontext():
         embeddings = _embed_into(out, encoder, dtype, identity, notes, bar)
@@ -171,7 +167,6 @@ def _embed_in_memory(encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_op
         bar_options = {**bar_options, "disable": True}
     with tqdm(total=total, **bar_options) as bar:
         encoded = {number: encoder.shard(ranges[number], bar) for number in own}
-    encoder.join_remaining_passes()
     by_number = {number: shard for part in distributed.gather_objects(encoded) for number, shard in part.items()}
     shards = [by_number[number] for number in range(len(ranges))]
     skipped = [entry for _, bad in shards for entry in bad]
@@ -220,8 +215,6 @@ class _Encoder:
             self.dim = dim
         self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
         self.device = next(itertools.chain(tower.parameters(), tower.buffers())).device
-        # With sharded weights every rank must make every forward pass.
-        self.in_step = any(distributed.is_sharded(parameter) for parameter in tower.parameters())
         self.autocast = getattr(torch, autocast) if autocast else None
         self.window_rows = batch_size
         # Windows are a whole number of batches.
@@ -266,35 +259,15 @@ class _Encoder:
             self.tower.train(was_training)
         return torch.cat(parts).numpy() if parts else np.empty((0, self.dim), np.float32), skipped
 
-    def join_remaining_passes(self) -> None:
-        """Take part in the forward passes of a sharded tower that other ranks still make, with dummy inputs."""
-        if not self.in_step:
-            return
-        inputs = {name: value.to(self.device) for name, value in placeholder(self.tower).items()}
-        was_training = self.tower.training
-        self.tower.eval()
-        with torch.no_grad():
-            while self._any_rank_encodes(False):
-                self.forward(inputs)
-        self.tower.train(was_training)
-
-    def _any_rank_encodes(self, own: bool) -> bool:
-        """Whether any rank is about to encode a batch; all ranks call it before each pass of a sharded tower."""
-        return bool(distributed.all_reduce(torch.tensor(int(own), device=self.device), "max"))
-
     def _encode(self, inputs: Inputs, bar: tqdm) -> Tensor:
         """Encode prepared rows in batches of similar length; (rows, D) float32 on the CPU, in the rows' order."""
         chunks = chunk_rows(inputs, self.batch_size)
         parts = []
         for rows in chunks:
             batch = {name: value.to(self.device, non_blocking=True) for name, value in take(inputs, rows).items()}
-            if self.in_step:
-                self._any_rank_encodes(True)
             autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
             try:
-                # Weights that a sharded tower gathers in inference mode could not be trained afterwards.
-                explained = distributed.explain_lost_process()
-                with explained, autocast, torch.inference_mode(not self.in_step), torch.no_grad():
+                with autocast, torch.inference_mode():
                     vectors = self.forward(batch).float()
                     parts.append(unit_norm(vectors[:, : self.dim]) if self.dim < vectors.shape[1] else vectors)
             except torch.OutOfMemoryError:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from dualenc.distributed import local_part
-
 
 class AveragedWeights:
     """An exponential moving average of all weights and running statistics of a model.
@@ -19,10 +17,10 @@ class AveragedWeights:
     θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Polyak and Juditsky 1992; as an exponential average Tarvainen and Valpola 2017,
     arXiv:1703.01780), where δ = min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten;
     or δ = decay throughout.
-    Integers, such as a count of batches, are copied. Each rank averages its part of a sharded model.
+    Integers, such as a count of batches, are copied.
 
     Args:
-        model: already sharded if it is to be; the average starts as a copy of its weights.
+        model: the average starts as a copy of its weights.
         decay: δ after many steps, in [0, 1).
         warm_up: begin with a smaller δ, as above.
     """
@@ -41,16 +39,14 @@ class AveragedWeights:
         decay = self.decay
         if self.warm_up:
             decay = min(decay, (1 + self.steps) / (10 + self.steps))
-        # On this rank's part only: no layer is gathered.
-        current = {name: local_part(tensor) for name, tensor in self.model.state_dict().items()}
-        average = {name: local_part(tensor) for name, tensor in self.average.items()}
-        floating = [name for name, tensor in average.items() if tensor.is_floating_point()]
+        current = self.model.state_dict()
+        floating = [name for name, tensor in self.average.items() if tensor.is_floating_point()]
         # All in one call, as launching many kernels takes longer than what they do. Identity towers have none.
         if floating:
             update = get_ema_multi_avg_fn(decay)
-            update([average[name] for name in floating], [current[name] for name in floating], None)
-        for name in average.keys() - set(floating):
-            average[name].copy_(current[name])
+            update([self.average[name] for name in floating], [current[name] for name in floating], None)
+        for name in self.average.keys() - set(floating):
+            self.average[name].copy_(current[name])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -65,7 +61,7 @@ class AveragedWeights:
     @torch.no_grad()
     def _assign(self, weights: Mapping[str, Tensor]) -> None:
         for name, tensor in self.model.state_dict().items():
-            local_part(tensor).copy_(local_part(weights[name]))
+            tensor.copy_(weights[name])
 
     def state_dict(self) -> dict[str, Any]:
         """The average and the number of steps in it."""

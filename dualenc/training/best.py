@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from dualenc.objectives.base import Objective
 from dualenc.seeds import random_state_kept
 from dualenc.training.checkpoint import Checkpoints
 from dualenc.training.evaluators import Evaluator
-from dualenc.training.sharding import assembled, join_evaluated
 
 
 class BestModel:
@@ -29,7 +27,6 @@ class BestModel:
         folder: the model folder.
         keep_best: keep the weights with the best primary metric; otherwise the last.
         card: makes the model card's part on the training: `card(before, metrics, step)`.
-        skeleton: of a sharded model, see `dualenc.training.sharding.shard_model`.
         progress: show bars while the evaluator embeds.
 
     Attributes:
@@ -48,7 +45,6 @@ class BestModel:
         *,
         keep_best: bool,
         card: Callable[[dict[str, float], dict[str, float], int], dict[str, Any]],
-        skeleton: DualEncoder | None = None,
         progress: bool = False,
     ) -> None:
         self.model = model
@@ -58,7 +54,6 @@ class BestModel:
         self.folder = folder
         self.keep_best = keep_best and evaluator is not None
         self.card = card
-        self.skeleton = skeleton
         self.before: dict[str, float] = {}
         self.best: dict[str, float] = {}
         self.last: dict[str, float] = {}
@@ -137,12 +132,9 @@ class BestModel:
         latest = {
             name: {key: tensor.clone() for key, tensor in part.state_dict().items()} for name, part in parts.items()
         }
-        # What was evaluated then: averaged weights, if there are any.
-        if "shards" in state:
-            join_evaluated(self.model, state, state["shards"])
-        else:
-            averages = state.get("averages")
-            self.model.load_state_dict(state["model"] if averages is None else averages["average"])
+        # Restore the evaluated weights (averaged ones, if enabled).
+        averages = state.get("averages")
+        self.model.load_state_dict(state["model"] if averages is None else averages["average"])
         self.objective.load_state_dict(state["objective"])
         self._save(self.best_step, self.best)
         for name, part in parts.items():
@@ -169,14 +161,12 @@ class BestModel:
         self.evaluations_without_improvement = state.get("worse", 0)
 
     def _save(self, step: int, metrics: dict[str, float]) -> None:
-        whole = nullcontext(self.model) if self.skeleton is None else assembled(self.model, self.skeleton)
-        with whole as model:
-            if distributed.is_main():
-                model.set_temperature(self.objective.temperature.item())
-                model.set_dims(self.objective.dims or ())
-                model.eval()
-                try:
-                    model.save(self.folder, card=self.card(self.before, metrics, step))
-                finally:
-                    self.model.train()
+        if distributed.is_main():
+            self.model.set_temperature(self.objective.temperature.item())
+            self.model.set_dims(self.objective.dims or ())
+            self.model.eval()
+            try:
+                self.model.save(self.folder, card=self.card(self.before, metrics, step))
+            finally:
+                self.model.train()
         distributed.barrier()

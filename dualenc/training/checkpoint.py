@@ -3,8 +3,6 @@
     OUTPUT/checkpoints/step-00000500/
         state.pt      everything that is the same on all ranks, readable with torch.load(weights_only=True)
         ranks.pt      each rank's random generators
-        shards/       of a sharded model: weights and optimizer state as safetensors, a file by each rank; readable on
-                      any number of ranks
         meta.json     step, fingerprint of the recipe, size and SHA-256 of each file
 
 `accelerate.save_state` is not used: it writes in place, in several files and with pickled parts, and knows neither the
@@ -21,13 +19,13 @@ import socket
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, SoftFileLock, Timeout
-from torch import Tensor, nn
+from torch import nn
 
 from dualenc import distributed
 from dualenc.checksums import checksums
@@ -51,7 +49,6 @@ from dualenc.seeds import random_state, seed_everything, set_random_state
 FORMAT = "dualenc-run"
 LOCK = ".lock"
 META = "meta.json"
-SHARDS = "shards"
 RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "checkpoints", "selection", "model", "recipe.yaml", "trackers")
 
 
@@ -210,7 +207,7 @@ def _lock(lock: FileLock) -> None:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder holds a checkpoint, complete or not."""
-    return any((folder / name).exists() for name in ("state.pt", "meta.json", SHARDS))
+    return any((folder / name).exists() for name in ("state.pt", "meta.json"))
 
 
 def _is_of_a_run(path: Path) -> bool:
@@ -254,40 +251,21 @@ class Checkpoints:
 
         Args:
             step: number of optimizer steps done.
-            state: tensors and plain values, equal on all ranks; but "shards" are tensors by name of which each rank may
-                hold a part.
-
-        Raises:
-            DualencError: there are shards, and not every rank sees the folder.
+            state: tensors and plain values, equal on all ranks.
         """
         # Dropout draws from each rank's own generators.
         ranks = distributed.gather_objects(random_state())
-        target = self.folder / f"step-{step:08d}"
-        is_main = distributed.is_main()
-        with atomic_folder(target, is_checkpoint, "checkpoint") if is_main else nullcontext(target) as part:
-            if is_main:
+        if distributed.is_main():
+            with atomic_folder(self.folder / f"step-{step:08d}", is_checkpoint, "checkpoint") as part:
                 part.mkdir()
-            # Before meta.json, which lists the files of all ranks.
-            if "shards" in state:
-                self._save_shards(distributed.broadcast_object(part), state["shards"])
-            if is_main:
-                save_tensors(part / "state.pt", {name: value for name, value in state.items() if name != "shards"})
+                save_tensors(part / "state.pt", state)
                 save_tensors(part / "ranks.pt", ranks)
                 self._save_meta(part, step)
-        if is_main:
             _sync_folder(self.folder)
             # Only now that a newer one is complete and on the disk.
             for _, old in self.complete()[: -self.keep]:
                 remove(old)
         distributed.barrier()
-
-    def _save_shards(self, part: Path, shards: dict[str, Tensor]) -> None:
-        if not all(distributed.gather_objects(part.is_dir())):
-            raise DualencError(
-                f"{self.folder}: not every process sees this folder, and each writes its part of a sharded model to "
-                "it; put trainer.output on a file system that all machines share"
-            )
-        distributed.save_shards(part / SHARDS, shards)
 
     def _save_meta(self, part: Path, step: int) -> None:
         written = [path for path in sorted(part.rglob("*")) if path.is_file()]
@@ -316,8 +294,6 @@ class Checkpoints:
     def load_latest(self, seed: int) -> dict[str, Any] | None:
         """The state of the latest complete checkpoint, or None; sets this rank's random generators.
 
-        For "shards" it holds the folder in which they are.
-
         A rank that the checkpoint does not know (more processes than before) is seeded anew from (seed, rank).
 
         Raises:
@@ -332,7 +308,7 @@ class Checkpoints:
             return None
         self._check_fingerprint(folder)
         _check_files(folder)
-        state = _state_in(folder)
+        state: dict[str, Any] = _load(folder / "state.pt")
         ranks = _load(folder / "ranks.pt")
         # A run may be resumed on more processes than it was saved by.
         if distributed.rank() < len(ranks):
@@ -341,13 +317,13 @@ class Checkpoints:
             seed_everything(seed, distributed.rank())
         return state
 
-    def load_step(self, step: int) -> dict[str, Any] | None:
+    def load_step(self, step: int) -> Any:
         """The state of the checkpoint of a step, like `load_latest`, or None; all ranks call it together."""
         folder = distributed.broadcast_object(dict(self.complete()).get(step))
         if folder is None:
             return None
         _check_files(folder)
-        return _state_in(folder)
+        return _load(folder / "state.pt")
 
     def _check_fingerprint(self, folder: Path) -> None:
         saved = read_json(folder / "meta.json")["fingerprint"]
@@ -403,13 +379,6 @@ def _problem_with_files(folder: Path) -> str | None:
         if found[name] != expected:
             return _damage(folder / name, "its SHA-256 is not the one in meta.json")
     return None
-
-
-def _state_in(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = _load(folder / "state.pt")
-    if (folder / SHARDS).is_dir():
-        state["shards"] = folder / SHARDS
-    return state
 
 
 def _load(path: Path) -> Any:

@@ -91,7 +91,7 @@ def _warn_of_a_single_process() -> None:
         )
 
 
-def place(model: DualEncoder, device: torch.device, chunk_size: int | None, move: bool = True) -> DualEncoder:
+def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> DualEncoder:
     """Prepare a model for a device and all ranks: BatchNorm over the global batch, the main process's weights.
 
     With several processes BatchNorm takes its statistics over the global batch: by `SyncBatchNorm` on GPUs, by
@@ -101,7 +101,6 @@ def place(model: DualEncoder, device: torch.device, chunk_size: int | None, move
         model: equal on all ranks but for its weights.
         device: to compute on.
         chunk_size: of gradient caching, if any.
-        move: move the model to the device now.
     """
     several = distributed.world_size() > 1
     if uses_batch_statistics(model):
@@ -112,8 +111,7 @@ def place(model: DualEncoder, device: torch.device, chunk_size: int | None, move
             model = synchronised(model)
         elif several:
             synchronise_statistics(model)
-    if move:
-        model.to(device)
+    model.to(device)
     if several and distributed.is_main() and _has_dropout(model):
         warnings.warn(
             "each process draws dropout for its own part of a batch: the run is not the one of another number of "

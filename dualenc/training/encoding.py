@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualenc import distributed
 from dualenc.encoders.batchnorm import BatchStatistics, waits_for_others
-from dualenc.encoders.dual import DualEncoder, chunk_rows, num_rows, placeholder, take
+from dualenc.encoders.dual import DualEncoder, chunk_rows, num_rows, take
 from dualenc.errors import DualencError
 from dualenc.types import Inputs, Side
 
@@ -30,9 +30,6 @@ class PlainEncoding:
     """The forward passes of a batch with their graphs, and the backward pass: memory grows with the batch.
 
     One encoding serves many batches; `begin` opens the next.
-
-    Through sharded towers all ranks must make the same passes: one for each call of `encode`, which every rank makes
-    equally often. A rank without an item encodes a `placeholder`, and drops its embedding.
 
     Args:
         model: the two towers.
@@ -57,7 +54,6 @@ class PlainEncoding:
         self.autocast = autocast
         self.keep_statistics = keep_statistics
         self.has_batch_norm = uses_batch_statistics(model)
-        self.in_step = any(distributed.is_sharded(parameter) for parameter in model.parameters())
         self.begin()
 
     def begin(self) -> None:
@@ -66,7 +62,6 @@ class PlainEncoding:
             # What the graphs of the last step gave may be overwritten now.
             torch.compiler.cudagraph_mark_step_begin()
         self.statistics = BatchStatistics(keep=self.keep_statistics)
-        self._encoded: list[tuple[Tensor, Tensor]] = []
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
         """Encode n prepared items to (n, D); under `torch.no_grad()` without a graph.
@@ -76,8 +71,6 @@ class PlainEncoding:
             inputs: the tower's inputs, on any device, first dimension n; {} for no item.
             out_of_batch: BatchNorm normalises them by the statistics of the batch, and does not add theirs.
         """
-        if self.in_step:
-            return self._encode_in_step(side, inputs)
         if not inputs:
             if self.model.training and not out_of_batch and waits_for_others(self.model):
                 raise DualencError(
@@ -116,20 +109,6 @@ class PlainEncoding:
         # Frees the stored activations layer by layer, as the backward pass is done with them.
         self.statistics.release()
         loss.backward()
-        encoded = self._encoded
-        self._encoded = []
-        if encoded:
-            embeddings = [embedding for embedding, _ in encoded]
-            torch.autograd.backward(embeddings, [gradient_of(leaf) for _, leaf in encoded])
-
-    def _encode_in_step(self, side: Side, inputs: Inputs) -> Tensor:
-        """Encode to a leaf: the backward passes of the tower follow the loss's, in the same order on all ranks."""
-        encoded = self._forward(side, inputs or placeholder(self.model.tower(side)))[: num_rows(inputs)]
-        if not encoded.requires_grad:
-            return encoded
-        leaf = encoded.detach().requires_grad_()
-        self._encoded.append((encoded, leaf))
-        return leaf
 
     @distributed.explain_lost_process()
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
@@ -155,11 +134,6 @@ def fill_up(inputs: Inputs, multiple: int) -> Inputs:
     """Repeat the last of n items until there are a multiple of so many."""
     missing = -num_rows(inputs) % multiple
     return {name: torch.cat([tensor, *[tensor[-1:]] * missing]) for name, tensor in inputs.items()}
-
-
-def gradient_of(leaf: Tensor) -> Tensor:
-    """The gradient of a leaf; zero if nothing depends on it."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def length_groups(inputs: Inputs, cost_of_a_forward: int) -> list[Tensor]:
@@ -191,7 +165,6 @@ class _Recorded(NamedTuple):
         chunks: rows of each chunk.
         random_states: of the CPU and the GPU before each chunk.
         leaves: (n, D) embeddings, which get the gradient of the loss.
-        missing: how many more passes other ranks make.
     """
 
     side: Side
@@ -200,14 +173,10 @@ class _Recorded(NamedTuple):
     chunks: list[Tensor]
     random_states: list[tuple[Tensor, Tensor | None]]
     leaves: Tensor
-    missing: int
 
 
 class CachedEncoding(PlainEncoding):
     """Gradient caching: encodes in chunks, twice, so that memory does not grow with the batch.
-
-    Through sharded towers all ranks make as many passes as the one with the most chunks, which takes an exchange for
-    each call of `encode`.
 
     Args:
         model: the two towers.
@@ -244,10 +213,9 @@ class CachedEncoding(PlainEncoding):
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
         """Like `PlainEncoding.encode`, but without a graph, to leaves from whose gradients `backward` continues."""
-        if not inputs and not self.in_step:
+        if not inputs:
             return self._no_rows()
-        chunks = chunk_rows(inputs, self.chunk_size) if inputs else []
-        missing = self._missing_passes(len(chunks))
+        chunks = chunk_rows(inputs, self.chunk_size)
         random_states = []
         parts = []
         with torch.no_grad():
@@ -255,17 +223,11 @@ class CachedEncoding(PlainEncoding):
                 random_states.append(self._random_state())
                 with self.statistics.of_batch(self.model.tower(side), out_of_batch):
                     parts.append(self._forward(side, take(inputs, rows)))
-            # Sharded layers are gathered by all ranks together.
-            for _ in range(missing):
-                self._forward(side, placeholder(self.model.tower(side)))
-            if chunks:
-                encoded = torch.cat(parts)
-                embeddings = torch.empty_like(encoded).index_copy_(0, torch.cat(chunks).to(self.device), encoded)
-            else:
-                embeddings = torch.zeros(0, self.model.dim, device=self.device)
+            encoded = torch.cat(parts)
+            embeddings = torch.empty_like(encoded).index_copy_(0, torch.cat(chunks).to(self.device), encoded)
         if torch.is_grad_enabled():
             embeddings.requires_grad_()
-            self._recorded.append(_Recorded(side, inputs, out_of_batch, chunks, random_states, embeddings, missing))
+            self._recorded.append(_Recorded(side, inputs, out_of_batch, chunks, random_states, embeddings))
         return embeddings
 
     @distributed.explain_lost_process()
@@ -278,15 +240,12 @@ class CachedEncoding(PlainEncoding):
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda), running_statistics_kept(self.model):
             for record in recorded:
-                # No loss depends on these items. Sharded towers need the passes all the same.
-                if record.leaves.grad is None and not self.in_step:
-                    continue
-                self._repeat(record)
+                if record.leaves.grad is not None:
+                    self._repeat(record, record.leaves.grad)
 
-    def _repeat(self, record: _Recorded) -> None:
+    def _repeat(self, record: _Recorded, gradients: Tensor) -> None:
         """Encode the chunks of a call once more, each with its graph, and go back through it."""
         tower = self.model.tower(record.side)
-        gradients = gradient_of(record.leaves)
         for rows, (on_cpu, on_gpu) in zip(record.chunks, record.random_states, strict=True):
             # The same dropout as in the first pass.
             torch.set_rng_state(on_cpu)
@@ -297,17 +256,6 @@ class CachedEncoding(PlainEncoding):
             # A tower whose weights are all frozen has no graph.
             if embeddings.requires_grad:
                 torch.autograd.backward(embeddings, gradients[rows.to(self.device)])
-        for _ in range(record.missing):
-            embeddings = self._forward(record.side, placeholder(tower))
-            if embeddings.requires_grad:
-                torch.autograd.backward(embeddings, torch.zeros_like(embeddings))
-
-    def _missing_passes(self, num_chunks: int) -> int:
-        """How many more passes the rank with the most chunks makes through a sharded tower."""
-        if not self.in_step:
-            return 0
-        largest = distributed.all_reduce(torch.tensor(num_chunks, device=self.device), "max")
-        return int(largest) - num_chunks
 
     def _random_state(self) -> tuple[Tensor, Tensor | None]:
         on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None

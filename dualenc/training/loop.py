@@ -58,7 +58,6 @@ class Loop:
         evaluator: measures the model, if any.
         signals: what a scheduler has sent; every step agrees on it with the other ranks.
         recipe: the resolved recipe; empty for a run from Python.
-        skeleton: of a sharded model, see `dualenc.training.sharding.shard_model`.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Loop:
         evaluator: Evaluator | None,
         signals: StopSignals,
         recipe: Mapping[str, Any],
-        skeleton: DualEncoder | None = None,
     ) -> None:
         self.settings = settings
         self.accelerator = accelerator
@@ -106,10 +104,9 @@ class Loop:
             self.items,
             self.total_steps,
             self.device,
-            is_sharded=skeleton is not None,
         )
         self.miner = self._new_miner()
-        self._build_outputs(evaluator, skeleton)
+        self._build_outputs(evaluator)
 
         self.bad: dict[int, str] = {}
         self.steps = 0
@@ -165,7 +162,7 @@ class Loop:
             progress=settings.progress,
         )
 
-    def _build_outputs(self, evaluator: Evaluator | None, skeleton: DualEncoder | None) -> None:
+    def _build_outputs(self, evaluator: Evaluator | None) -> None:
         """What the run writes: model folder, log, checkpoints."""
         settings = self.settings
         self.best = BestModel(
@@ -175,7 +172,6 @@ class Loop:
             self.output / "model",
             keep_best=settings.keep_best,
             card=partial(training_card, self.pairs, self.objective, asdict(settings), self.recipe, evaluator),
-            skeleton=skeleton,
             progress=settings.progress,
         )
         self.log = RunLog(self.output / "metrics.jsonl", self.accelerator, self.total_steps, settings.progress)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from dualenc import distributed
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError, nearest
 
@@ -36,7 +35,6 @@ def build_optimizer(
     weight_decay: float = 0.01,
     momentum: float = 0.9,
     betas: tuple[float, float] = (0.9, 0.999),
-    sharded: Collection[nn.Parameter] = (),
     layer_decay: float = 1.0,
 ) -> Optimizer:
     """One of timm's optimizers over all trainable parameters of modules.
@@ -51,7 +49,6 @@ def build_optimizer(
         weight_decay: of parameters with two or more dimensions.
         momentum: of optimizers that have one, such as "sgd", "lars" and "muon".
         betas: of optimizers that have two, such as "adamw" and "lion".
-        sharded: parameters that may be divided among ranks; in groups of their own, whatever the number of ranks.
         layer_decay: the learning rate of a layer as a share of that of the layer above it, see `layer_depths`.
 
     Raises:
@@ -63,7 +60,7 @@ def build_optimizer(
     check_optimizer(name, learning_rate, weight_decay, momentum, betas, layer_decay)
     # Read twice below.
     modules = list(modules)
-    groups = parameter_groups(modules, weight_decay, sharded)
+    groups = parameter_groups(modules, weight_decay)
     if layer_decay != 1:
         groups = groups_by_depth(groups, modules, learning_rate, layer_decay)
     info = get_optimizer_info(name)
@@ -71,7 +68,7 @@ def build_optimizer(
     if info.has_betas and info.num_betas == 2:
         arguments["betas"] = betas
     if info.opt_class in (torch.optim.SGD, torch.optim.AdamW):
-        arguments["fused"] = _can_fuse(info.opt_class, [p for group in groups for p in group["params"]])
+        arguments["fused"] = _can_fuse(trainable_parameters(modules))
     if name in ("lars", "larc", "nlars", "nlarc"):
         # Otherwise timm adapts no group without weight decay, which it takes for norms and biases.
         for group in groups:
@@ -85,14 +82,8 @@ def build_optimizer(
         raise DualencError(f"optimizer {name!r} cannot be made: {' '.join(str(error).split())}") from error
 
 
-def _can_fuse(optimizer: type, parameters: Iterable[nn.Parameter]) -> bool:
-    for parameter in parameters:
-        # Of fused kernels, torch divides only Adam's.
-        if optimizer is torch.optim.SGD and distributed.is_sharded(parameter):
-            return False
-        if parameter.device.type not in ("cpu", "cuda") or not parameter.is_floating_point():
-            return False
-    return True
+def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
 
 
 def check_optimizer(
@@ -133,19 +124,15 @@ def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
 
 
-def parameter_groups(
-    modules: Iterable[nn.Module], weight_decay: float, sharded: Collection[nn.Parameter] = ()
-) -> list[dict[str, Any]]:
-    """Parameter groups with and without weight decay; first those that are not sharded, then those that are."""
+def parameter_groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups with and without weight decay."""
     parameters = trainable_parameters(modules)
     if not parameters:
         raise DualencError("nothing to train: every weight of the model is fixed; unfreeze a tower")
-    sharded_ids = {id(p) for p in sharded}
-    groups = []
-    for is_sharded in (False, True):
-        members = [p for p in parameters if (id(p) in sharded_ids) == is_sharded]
-        groups.append({"params": [p for p in members if p.dim() >= 2], "weight_decay": weight_decay})
-        groups.append({"params": [p for p in members if p.dim() < 2], "weight_decay": 0.0})
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 

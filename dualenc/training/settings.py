@@ -26,7 +26,6 @@ FREE_SETTINGS = (
 )
 """Settings that the weights do not depend on: a run may be resumed with others."""
 LATER_SETTINGS: dict[str, Any] = {
-    "shard_model": False,
     "layer_decay": 1.0,
     "freeze": (),
     "weight_average": None,
@@ -73,8 +72,6 @@ class TrainerSettings:
             (GPUs since Ampere, processors with AVX512-BF16 or AMX).
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
         chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
-        shard_model: fully sharded data parallelism (FSDP): each process holds a part of the weights, gradients and
-            optimizer state, for models that do not fit on one GPU.
         compile: `torch.compile` both towers, for any length of text: faster after a minute or more of compiling.
             "graphs" pads to a few fixed shapes instead, whose kernels a GPU launches at once as CUDA graphs: for small
             batches, which wait for launches.
@@ -130,7 +127,6 @@ class TrainerSettings:
     mixed_precision: MixedPrecision = "no"
     gradient_accumulation: int = 1
     chunk_size: int | None = None
-    shard_model: bool = False
     compile: bool | Literal["graphs"] = False
     evaluate_every: int | None = None
     patience: int | None = None

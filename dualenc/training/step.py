@@ -20,7 +20,6 @@ from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.loader import Batch, ItemEncoder
 from dualenc.training.optim import build_optimizer, build_schedule, trainable_parameters
 from dualenc.training.settings import TrainerSettings
-from dualenc.training.sharding import join_state, split_state
 from dualenc.types import Inputs, Side
 
 
@@ -36,7 +35,6 @@ class TrainStep:
         items: encodes items outside the batch.
         total_steps: of the schedule.
         device: to compute on.
-        is_sharded: weights are divided among processes.
     """
 
     def __init__(
@@ -49,7 +47,6 @@ class TrainStep:
         items: ItemEncoder,
         total_steps: int,
         device: torch.device,
-        is_sharded: bool,
     ) -> None:
         self.settings = settings
         self.accelerator = accelerator
@@ -61,10 +58,9 @@ class TrainStep:
         modules = [model, objective]
         self.parameters = trainable_parameters(modules)
         self.gradients = distributed.GradientAverage(self.parameters)
-        # Gradients can be averaged during the backward pass only where it is one pass: gradient caching and sharding
-        # make many, and layers that exchange statistics do so within one.
-        many_passes = settings.chunk_size is not None or is_sharded
-        self.one_backward = not many_passes and not waits_for_others(model)
+        # Gradients can be averaged during the backward pass only where it is one pass: gradient caching makes many, and
+        # layers that exchange statistics do so within one.
+        self.one_backward = settings.chunk_size is None and not waits_for_others(model)
         self.optimizer = build_optimizer(
             modules,
             settings.optimizer,
@@ -72,7 +68,6 @@ class TrainStep:
             settings.weight_decay,
             settings.momentum,
             settings.betas,
-            [p for p in model.parameters() if p.dim()] if settings.shard_model else (),
             settings.layer_decay,
         )
         self.schedule = build_schedule(
@@ -119,10 +114,9 @@ class TrainStep:
         keys = self._encode_keys(batch)
         encoding = self.encoding
         encoding.begin()
-        # Through sharded towers this rank makes the pass for negatives even without any, because others make it.
         parts: list[tuple[Side, Inputs]] = [("left", batch.left), ("right", batch.right)]
-        if batch.negatives is not None or (encoding.in_step and self.pairs.negatives is not None):
-            parts.append(("right", batch.negatives or {}))
+        if batch.negatives is not None:
+            parts.append(("right", batch.negatives))
         left, right, *mined = encoding.encode_parts(*parts)
         output = self.objective(
             left,
@@ -171,7 +165,7 @@ class TrainStep:
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         if self.settings.max_gradient_norm is not None:
-            norm = distributed.clip_gradients(self.parameters, self.settings.max_gradient_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_gradient_norm)
         if scaler is None:
             self.optimizer.step()
         else:
@@ -190,14 +184,13 @@ class TrainStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer, schedule and averages; all ranks call it together."""
-        state: dict[str, Any] = {"schedule": self.schedule.state_dict()}
-        if self.settings.shard_model:
-            small, shards = split_state(self.model, self.optimizer, self.averages)
-            state |= {**small, "shards": shards}
-        else:
-            state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-            if self.averages is not None:
-                state["averages"] = self.averages.state_dict()
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+        }
+        if self.averages is not None:
+            state["averages"] = self.averages.state_dict()
         if self.momentum_encoder is not None:
             state["momentum_encoder"] = self.momentum_encoder.state_dict()
         scaler = self.accelerator.scaler
@@ -206,13 +199,10 @@ class TrainStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`, whatever the number of processes was then."""
-        if "shards" in state:
-            join_state(self.model, self.optimizer, self.averages, state, state["shards"])
-        else:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            if self.averages is not None:
-                self.averages.load_state_dict(state["averages"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.averages is not None:
+            self.averages.load_state_dict(state["averages"])
         self.schedule.load_state_dict(state["schedule"])
         if self.momentum_encoder is not None:
             self.momentum_encoder.load_state_dict(state["momentum_encoder"])

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualenc import distributed
 from dualenc.batching.mixture import MixtureBatches
 from dualenc.batching.selector import BatchSelector, RandomBatches
 from dualenc.data.mixture import Mixture
@@ -31,7 +30,6 @@ from dualenc.training.loop import Loop
 from dualenc.training.mining import check_minable
 from dualenc.training.optim import freeze
 from dualenc.training.settings import TrainerSettings
-from dualenc.training.sharding import check_shardable, shard_model
 from dualenc.training.signals import StopSignals
 
 __all__ = ["Trainer", "TrainingResult", "place", "start_accelerator", "synchronised"]
@@ -88,8 +86,7 @@ class Trainer(TrainerSettings):
         """Train, and leave the model in `output/model`.
 
         Args:
-            model: trained in place; ends with the weights of the last step, of which with shard_model and several
-                processes each holds a part.
+            model: trained in place; ends with the weights of the last step.
             pairs: the training pairs.
             objective: the loss; its learnable parameters are trained too.
             batching: chooses the batches; by default random batches, of a `Mixture` as its weights and `batches` say.
@@ -121,12 +118,10 @@ class Trainer(TrainerSettings):
             deterministic_algorithms(self.deterministic, accelerator.device),
             explain_killed_worker(self.num_workers),
         ):
-            model, skeleton = self._prepare_model(model, pairs, accelerator.device)
+            model = self._prepare_model(model, pairs, accelerator.device)
             counts = [torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES]
             objective.to(accelerator.device).set_counts(*counts)
-            loop = Loop(
-                self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {}, skeleton
-            )
+            loop = Loop(self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {})
             try:
                 metrics = loop.run(resume)
             finally:
@@ -157,21 +152,12 @@ class Trainer(TrainerSettings):
             names=list(pairs.sources),
         )
 
-    def _prepare_model(
-        self, model: DualEncoder, pairs: PairDataset, device: torch.device
-    ) -> tuple[DualEncoder, DualEncoder | None]:
-        """Freeze, place, shard and compile a model; the second value is the skeleton of a sharded one."""
+    def _prepare_model(self, model: DualEncoder, pairs: PairDataset, device: torch.device) -> DualEncoder:
+        """Freeze, place and compile a model."""
         freeze(model, self.freeze)
         if isinstance(pairs, Mixture) and isinstance(model, TextEncoder):
             model.name_prompts(pairs.prompts)
-        skeleton = None
-        if self.shard_model:
-            check_shardable(model, self.optimizer, self.mixed_precision, bool(self.compile))
-        is_divided = self.shard_model and distributed.is_initialized()
-        # Sharding moves a rank's part only: the whole model may not fit on the device.
-        model = place(model, device, self.chunk_size, move=not is_divided)
-        if is_divided:
-            skeleton = shard_model(model, device)
+        model = place(model, device, self.chunk_size)
         if self.compile:
             # A set, as both sides may be one tower.
             for tower in {model.left, model.right}:
@@ -186,7 +172,7 @@ class Trainer(TrainerSettings):
                 "mined negatives do not go with BatchNorm on several processes, some of which may have none of "
                 "them; use one process, or set chunk_size"
             )
-        return model, skeleton
+        return model
 
     def _check_parts(
         self,
@@ -197,10 +183,6 @@ class Trainer(TrainerSettings):
         evaluator: Evaluator | None,
     ) -> None:
         """Refuse parts that do not fit one another, before any work."""
-        if any(distributed.is_sharded(parameter) for parameter in model.parameters()):
-            raise DualencError(
-                "the model is still divided among the processes of an earlier training; load what that has saved"
-            )
         self._check_evaluator(evaluator)
         self._check_batching(pairs, objective, batching)
         _check_modalities(model, pairs, evaluator)
@@ -211,11 +193,6 @@ class Trainer(TrainerSettings):
             )
         if self.mine_every is not None:
             check_minable(pairs, objective)
-        if self.shard_model and objective.momentum is not None:
-            raise DualencError(
-                f"shard_model does not go with {objective.name}, whose momentum encoder is a second model; leave "
-                "shard_model out, or take another objective"
-            )
 
     def _check_evaluator(self, evaluator: Evaluator | None) -> None:
         if evaluator is None:

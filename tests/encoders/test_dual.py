@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dualenc.data import PairDataset
 from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, Tower, VectorEncoder, train_tokenizer
-from dualenc.encoders.dual import placeholder, unit_norm
+from dualenc.encoders.dual import unit_norm
 from dualenc.errors import BadSample, DualencError
 
 
@@ -121,14 +121,6 @@ def test_interrupted_saving_keeps_the_old_model(
 def test_unit_norm_keeps_the_direction_in_float32_and_survives_zero(dtype: torch.dtype) -> None:
     vectors = unit_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]]).to(dtype))
     torch.testing.assert_close(vectors, torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
-
-
-def test_a_placeholder_is_one_item_of_any_tower(model: TextEncoder, clip: dict[str, Any]) -> None:
-    vectors, images = VectorEncoder(6, dim=4), ImageTextEncoder(config=clip)
-    for tower in (model.left, images.left, images.right, vectors.left):
-        encoded = tower(placeholder(tower))
-        assert encoded.shape == (1, tower.dim)
-        assert torch.isfinite(encoded).all()
 
 
 def test_what_is_no_item_is_named_with_its_place(

@@ -116,17 +116,6 @@ def test_exact_searches_are_compared(capsys: pytest.CaptureFixture[str]) -> None
         script.check_alike((scores, columns[:, [1, 0, 2]]), (scores, columns))
 
 
-@pytest.mark.nightly
-def test_a_sharded_encoder_is_held_in_parts() -> None:
-    on_ranks = load_script("bench/sharding.py").on_ranks
-    (whole,), parts = on_ranks(1, "adapted", layers=2), on_ranks(2, "adapted", layers=2)
-    for name in ("weights", "gradients"):
-        assert sum(held[name] for held in parts) == whole[name]
-    # Of every weight the optimizer also counts its steps, on each rank.
-    assert whole["optimizer"] == pytest.approx(2 * whole["gradients"], rel=1e-3)
-    assert sum(held["optimizer"] for held in parts) == pytest.approx(whole["optimizer"], rel=1e-3)
-
-
 @pytest.mark.slow
 def test_prefixes_are_judged_by_exact_search() -> None:
     script = load_script("matryoshka.py")

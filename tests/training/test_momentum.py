@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dualenc.errors import DualencError
 from dualenc.objectives import InfoNCE, MomentumQueue
-from dualenc.training.trainer import Trainer
-from tests.training.fakes import TinyEncoder, tiny_pairs, weights
+from tests.training.fakes import TinyEncoder, weights
 from tests.training.runs import train
 
 MU = 0.7
@@ -73,14 +72,6 @@ def test_running_statistics_count_each_batch_once(tmp_path: Path) -> None:
     assert len(statistics) == 6
     for name in statistics:
         torch.testing.assert_close(with_keys[name], without[name])
-
-
-def test_sharded_models_are_refused_in_one_line(tmp_path: Path) -> None:
-    trainer = Trainer(output=tmp_path / "run", shard_model=True, progress=False)
-    with pytest.raises(DualencError, match="shard_model does not go with MomentumQueue, whose") as caught:
-        trainer.fit(TinyEncoder(), tiny_pairs(64), MomentumQueue().double())
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_without_a_momentum_encoder_is_not_resumed_with_one(tmp_path: Path) -> None:

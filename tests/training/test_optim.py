@@ -28,13 +28,6 @@ def test_norms_biases_and_the_temperature_do_not_decay():
     assert len(decayed["params"]) + len(others["params"]) == len(expected)
 
 
-def test_sharded_parameters_are_in_groups_of_their_own():
-    model, objective = TinyEncoder(), tiny_objective(tiny_pairs())
-    groups = parameter_groups([model, objective], weight_decay=0.1, sharded=list(model.parameters()))
-    assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.0, 1), (0.1, 4), (0.0, 4)]
-    assert groups[0]["params"] == [objective.log_temperature]
-
-
 def test_a_shared_parameter_counts_once_and_a_fixed_one_not_at_all():
     model = TinyEncoder(shared=True)
     model.left.layers[0].requires_grad_(False)
