@@ -1,20 +1,11 @@
-"""Image decoding: always upright, three channels, 8 bits; what cannot be decoded is a bad sample.
-
-Apart from `dualenc.data`, so that the process that decodes an upload loads Pillow and no Arrow.
-"""
+"""Image decoding: always upright, three channels, 8 bits; what cannot be decoded is a bad sample."""
 
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
-import subprocess
-import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -35,15 +26,8 @@ or do not report the true size (an ICO file holds a PNG of any size)."""
 _COMMON_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 UPLOAD_FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 """Formats of uploads: decoded in little more memory than the pixels need, without holding Python's lock."""
-UPLOAD_MEMORY = 1 << 30
-"""Bytes of memory for the process that decodes an upload."""
-UPLOAD_SECONDS = 10.0
-MAX_UPLOAD_SIDE = 4096
-"""Pixels; larger uploads are scaled down before they leave the process."""
 MAX_UPLOAD_RATIO = 64
 """Of an upload's sides: models scale the shorter one to their size, and the longer one would take gigabytes."""
-
-_max_side_apart: ContextVar[int | None] = ContextVar("max_side_apart", default=None)
 
 
 def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None) -> Image.Image:
@@ -60,13 +44,6 @@ def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None
     formats = _formats() if formats is None else formats
     if len(data) > MAX_BYTES:
         raise BadSample(f"{where}: image of {len(data):,} bytes, where {MAX_BYTES:,} are allowed; replace or remove it")
-    max_side = _max_side_apart.get()
-    if max_side is not None:
-        return _decode_apart(data, where, formats, max_side)
-    return _decode(data, where, formats)
-
-
-def _decode(data: bytes, where: str, formats: tuple[str, ...]) -> Image.Image:
     try:
         with warnings.catch_warnings():
             # Counted below, without a second bound.
@@ -113,66 +90,17 @@ def rgb_item(item: Any, where: str) -> Any:
 
 
 def decode_upload(data: bytes, where: str) -> Image.Image:
-    """Decode an uploaded image in a process of its own, with bounds on formats, memory, time and shape.
+    """Decode an uploaded image, with bounds on its format and shape.
 
     Raises:
         BadSample: what `decode_image` raises, or a bound is exceeded.
     """
-    return _decode_apart(data, where, UPLOAD_FORMATS, MAX_UPLOAD_SIDE, MAX_UPLOAD_RATIO)
-
-
-@contextmanager
-def decoding_apart(max_side: int) -> Iterator[None]:
-    """Within it, `decode_image` in this thread decodes in a process of its own, with bounds on memory and time.
-
-    Args:
-        max_side: pixels; larger images are scaled down.
-    """
-    token = _max_side_apart.set(max_side)
-    try:
-        yield
-    finally:
-        _max_side_apart.reset(token)
-
-
-def _decode_apart(
-    data: bytes, where: str, formats: tuple[str, ...], max_side: int, max_ratio: float = math.inf
-) -> Image.Image:
-    """Decode in a process of its own, and scale down there."""
-    script = "import sys; from dualenc import decoding; decoding._decode_to_stdout(*sys.argv[1:])"
-    bounds = [str(UPLOAD_MEMORY), str(max_side), str(max_ratio)]
-    command = [sys.executable, "-c", script, where, ",".join(formats), *bounds]
-    # The math libraries would reserve memory for each processor.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    try:
-        run = subprocess.run(command, input=data, capture_output=True, env=environment, timeout=UPLOAD_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise BadSample(f"{where}: image is not decoded within {UPLOAD_SECONDS:g} s; send a smaller one") from None
-    if run.returncode:
-        lines = run.stderr.decode(errors="replace").strip().splitlines()
-        # Anything else is a crash of the process, whose traceback says nothing to the sender.
-        if run.returncode == 1 and lines and lines[-1].startswith(where):
-            raise BadSample(lines[-1])
-        raise BadSample(f"{where}: image cannot be decoded; replace it")
-    return _decode(run.stdout, where, ("PPM",))
-
-
-def _decode_to_stdout(where: str, formats: str, memory: str, max_side: str, max_ratio: str) -> None:
-    """The process of `_decode_apart`: an image file on stdin, PPM on stdout, the reason of a refusal on stderr."""
-    # Windows has none, and macOS may refuse.
-    with suppress(ImportError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
-    try:
-        image = _decode(sys.stdin.buffer.read(), where, tuple(formats.split(",")))
-    except BadSample as error:
-        sys.exit(str(error))
-    if max(image.size) > float(max_ratio) * min(image.size):
-        sys.exit(f"{where}: image of {image.width} x {image.height} pixels is too narrow to search with; crop it")
-    # Smaller before it is sent: pixels travel uncompressed.
-    image.thumbnail((int(max_side), int(max_side)))
-    image.save(sys.stdout.buffer, "PPM")
+    image = decode_image(data, where, UPLOAD_FORMATS)
+    if max(image.size) > MAX_UPLOAD_RATIO * min(image.size):
+        raise BadSample(
+            f"{where}: image of {image.width} x {image.height} pixels is too narrow to search with; crop it"
+        )
+    return image
 
 
 @cache

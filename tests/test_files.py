@@ -24,7 +24,6 @@ import torch
 from filelock import FileLock
 
 from dualenc import files
-from dualenc.commands.serve import _read_token
 from dualenc.data.beir import read_qrels
 from dualenc.data.embeddings import Embeddings
 from dualenc.data.lines import read_records
@@ -601,7 +600,6 @@ def test_an_interruption_leaves_what_there_is(tmp_path: Path) -> None:
         ("run.txt", "q Q0 d 1 0.5 tag\n", read_trec),
         ("lines.txt", "a photo of a {}\n", lambda path: [line for _, line in read_lines(path)]),
         ("modules.json", '{"a": 1}', read_json),
-        ("token", "0123456789abcdef0123456789abcdef\n", lambda path: _read_token(str(path))),
         ("recipe.yaml", "model: 1\n", _read_yaml),
     ],
 )

@@ -203,19 +203,12 @@ def test_links_between_folders_are_followed_once(tmp_path: Path) -> None:
     assert find_images(elsewhere, Skips(tmp_path)) == ["class/1.png"], "a link to a class folder is followed"
 
 
-@pytest.mark.slow
-def test_an_upload_is_decoded_as_other_images_are_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_is_decoded_as_other_images_are_within_bounds() -> None:
     data = encoded(picture(90), "JPEG")
     assert np.array_equal(np.asarray(decode_upload(data, "x")), np.asarray(decode_image(data, "x")))
     narrow = io.BytesIO()
     Image.new("L", (6500, 100)).save(narrow, "PNG")
     with pytest.raises(BadSample, match="x: image of 6500 x 100 pixels is too narrow"):
         decode_upload(narrow.getvalue(), "x")
-    large = io.BytesIO()
-    Image.new("L", (8000, 6000)).save(large, "PNG", compress_level=1)
-    monkeypatch.setattr(decoding, "UPLOAD_MEMORY", 300 << 20)
-    with pytest.raises(BadSample, match="x: image cannot be decoded"):
-        decode_upload(large.getvalue(), "x")
-    monkeypatch.setattr(decoding, "UPLOAD_SECONDS", 0.01)
-    with pytest.raises(BadSample, match="not decoded within"):
-        decode_upload(data, "x")
+    with pytest.raises(BadSample, match="no image of a known format: GIF, JPEG, PNG, WEBP"):
+        decode_upload(encoded(picture(1), "TIFF"), "x")
