@@ -29,10 +29,9 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor, nn
 
 from dualenc.batching import BatchSelector
-from dualenc.objectives import GlobalCache, ISogCLR, SogCLR
+from dualenc.objectives import GlobalCache, ISogCLR, MomentumQueue, SogCLR
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.global_cache import Pool
-from dualenc.objectives.queues import QueueObjective
 
 HIDDEN = 128
 
@@ -92,11 +91,15 @@ class SharedRobustTemperature(ISogCLR):
         self.tau.sub_(self.temperature_rate * self.tau_momentum).clamp_(self.min_temperature, self.max_temperature)
 
 
-class DualBank(QueueObjective):
+class DualBank(MomentumQueue):
     """InfoNCE of all pairs of the batch and of two queues, each anchor against all of them; for two towers on one rank.
 
     Shapes: P pairs of the batch, Q of the queues, D dimension.
     """
+
+    def __init__(self, **queue: Any) -> None:
+        super().__init__(**queue)
+        self.momentum = None  # the queues hold the encoder's own embeddings
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         # Left anchors have right candidates, and the other way round; both queues hold the same pairs in one order.
@@ -111,7 +114,10 @@ class DualBank(QueueObjective):
         not_candidate = shares_item.fill_diagonal_(False)
         logits = scores.masked_fill(not_candidate, -torch.inf)
         both = torch.stack([logits.logsumexp(dim=1), logits.logsumexp(dim=0)]) - scores.diagonal()  # (2, P + Q)
-        self.enqueue(anchors, anchors.candidates.detach())
+        if self.updates_state:
+            for direction in (0, 1):
+                queue = self.queue_of(direction)
+                queue.write(anchors.candidate_ids[direction], anchors.candidates[direction].detach())
         return both.mean(dim=1, keepdim=True).expand(2, len(left))
 
 

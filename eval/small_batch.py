@@ -45,7 +45,6 @@ from quality import COMPARED
 from dualenc.encoders import DualEncoder
 from dualenc.objectives import (
     SACLR,
-    XBM,
     ExactGlobal,
     GlobalCache,
     MomentumQueue,
@@ -70,7 +69,6 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "GlobalCache 2": lambda **common: GlobalCache(extra_encodes=2.0, **common),
     "GlobalCache+": lambda **common: GlobalCache(positive_in_softmax=True, **common),
     "MomentumQueue": MomentumQueue,
-    "XBM": XBM,
     "SogCLR+": lambda **common: SogCLR(gamma=0.5, positive_in_softmax=True, **common),
 }
 
@@ -97,11 +95,9 @@ PROBES: dict[str, Callable[..., Objective]] = {
     "two banks of 128": lambda **common: DualBank(queue_size=128, **common),
     "two banks of 512": lambda **common: DualBank(queue_size=512, **common),
     "GlobalCache, latest 2048": lambda **common: LatestItems(pool=2048, **common),
-    "XBM, 256": lambda **common: XBM(queue_size=256, **common),
     "InfoNCE, teacher's batches": OBJECTIVES["InfoNCE"],
 }
-"""Methods that are tried: FastCLIP's schedule of γ (Wei et al. 2024, arXiv:2407.01445), those of `probes.py`, and short
-queues of both sides."""
+"""Methods that are tried: FastCLIP's schedule of γ (Wei et al. 2024, arXiv:2407.01445), and those of `probes.py`."""
 OBJECTIVES |= PROBES
 TRAINER |= {name: {"gradient_accumulation": 4} for name in PROBES if name.endswith("4 accumulated")}
 

@@ -1085,7 +1085,6 @@ def recipe_keys(toys: Path) -> Iterator[Case]:
             "GlobalCache": {"extra_encodes": -1},
             "NegativeCache": {"refresh": 2},
             "MomentumQueue": {"queue_size": 0, "momentum": 1},
-            "XBM": {"queue_size": 0, "warm_up": 2},
             "ISogCLR": {"radius": -1, "min_temperature": 2, "temperature_momentum": 1},
             "ExactGlobal": {"corpus_chunk_size": 0},
         },

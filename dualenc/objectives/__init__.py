@@ -9,7 +9,7 @@ from dualenc.objectives.in_batch import DCL, HCL, InfoNCE, SigLIP
 from dualenc.objectives.isir import ISIR
 from dualenc.objectives.matryoshka import Matryoshka
 from dualenc.objectives.negative_cache import NegativeCache
-from dualenc.objectives.queues import XBM, MomentumQueue
+from dualenc.objectives.queues import MomentumQueue
 from dualenc.objectives.saclr import SACLR
 from dualenc.objectives.sogclr import ISogCLR, SogCLR
 
@@ -19,7 +19,6 @@ __all__ = [
     "HCL",
     "ISIR",
     "SACLR",
-    "XBM",
     "Distilled",
     "ExactGlobal",
     "GlobalCache",

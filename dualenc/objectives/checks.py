@@ -115,7 +115,7 @@ def refuse_momentum(objective: Objective) -> None:
     if objective.momentum is not None:
         raise DualencError(
             f"{objective.name} needs a momentum encoder, which only dualenc's own Trainer keeps; train with that, or "
-            "take XBM or GlobalCache here"
+            "take GlobalCache here"
         )
 
 

@@ -32,7 +32,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "NegativeCache": [{"refresh": 0.1}, {"refresh": 0.0}],
     "SACLR": [{}, {"form": "matrix"}, {"negatives": 1}, {"variant": "authors"}],
     "SogCLR": [{}, {"gamma_schedule": "cosine"}, {"positive_in_softmax": True}],
-    "XBM": [{"queue_size": 12, "warm_up": 0.25}],
 }
 
 

@@ -83,7 +83,7 @@ def test_a_memory_on_the_cpu_stays_there_and_gives_the_same_losses(setting: Sett
         torch.testing.assert_close(found_state[name], values, equal_nan=True)
 
 
-STATELESS = ("InfoNCE", "DCL", "HCL", "SigLIP", "SogCLR", "ISogCLR", "SACLR", "MomentumQueue", "XBM")
+STATELESS = ("InfoNCE", "DCL", "HCL", "SigLIP", "SogCLR", "ISogCLR", "SACLR", "MomentumQueue")
 
 
 @pytest.mark.parametrize("setting", [s for s in FIRST if s.objective.__name__ in STATELESS], ids=lambda s: s.name)

@@ -19,7 +19,6 @@ N, B = 200, 40
 BOUNDS = {
     # The batch alone: B − 1 negatives in place of N − 1, a factor of log((N − 1)/(B − 1)) = 1.6.
     "InfoNCE": (-1.6, 0.0),
-    "XBM": (-1.6, 0.2),
     "MomentumQueue": (-2.8, 0.2),  # log(N/12), by its queue
     "DCL": (-2.3, 0.0),
     # Other losses than L(θ).
@@ -56,7 +55,7 @@ def test_the_first_values_are_near_the_loss_and_the_first_gradient_points_its_wa
     name = setting.objective.__name__
     arguments: dict[str, Any] = dict(setting.arguments)
     criterion = frozen.build(setting.objective, **arguments)
-    in_softmax = criterion.positive_in_softmax or name in ("InfoNCE", "XBM", "MomentumQueue", "HCL")
+    in_softmax = criterion.positive_in_softmax or name in ("InfoNCE", "MomentumQueue", "HCL")
     oracle = frozen.build(ExactGlobal, positive_in_softmax=in_softmax)
     low, high = BOUNDS.get(name, ESTIMATE_BOUNDS)
     for step, ids in enumerate(next(batches(N, B, 1))):

@@ -20,7 +20,6 @@ from dualenc.objectives import (
     HCL,
     ISIR,
     SACLR,
-    XBM,
     Distilled,
     ExactGlobal,
     GlobalCache,
@@ -202,7 +201,7 @@ def test_second_derivatives_are_right_or_refused(kind: type[Objective]) -> None:
         return (left if side == "left" else right)[ids]
 
     loss = criterion(left, right, ids, encode=encode, **momentum_keys(criterion, left, right)).loss
-    if kind.__name__ in ("InfoNCE", "DCL", "HCL", "SigLIP", "MomentumQueue", "XBM"):
+    if kind.__name__ in ("InfoNCE", "DCL", "HCL", "SigLIP", "MomentumQueue"):
         (gradient,) = torch.autograd.grad(loss, left, create_graph=True)
         (second,) = torch.autograd.grad(gradient.square().sum(), left)
         assert torch.isfinite(second).all()
@@ -244,7 +243,6 @@ def test_half_precision_leaves_temperatures_and_tables_alone(kind: type[Objectiv
         (lambda: NegativeCache(num_left=5, refresh=1.5), "refresh is 1.5"),
         (lambda: MomentumQueue(queue_size=0), "MomentumQueue: queue_size is 0; it must be at least 1"),
         (lambda: MomentumQueue(momentum=1.0), r"momentum is 1.0; it must lie in \[0, 1\)"),
-        (lambda: XBM(warm_up=1.5), r"XBM: warm_up is 1.5; it must lie in \[0, 1\]"),
         (lambda: EMC2(num_left=5, score="old"), "score is 'old'"),
         (lambda: InfoNCE(temperature="0.07"), "InfoNCE: temperature is '0.07'; it must be a finite number"),
         (lambda: DCL(learnable_temperature="false"), "learnable_temperature is 'false'; it must be True or False"),

@@ -32,7 +32,6 @@ RATIOS: list[tuple[str, dict[str, Any], tuple[float, float], tuple[float, float]
     # Of other losses: with the positive in the softmax, over fewer negatives, and of other weights.
     ("InfoNCE", {}, (0.1, 0.16), (0.72, 0.77)),
     ("MomentumQueue", {"queue_size": 160}, (0.25, 0.35), (0.88, 0.95)),
-    ("XBM", {"queue_size": 160}, (0.25, 0.4), (0.88, 0.97)),
     ("HCL", {}, (0.4, 0.65), (0.16, 0.25)),
     ("SACLR", {}, (-0.35, -0.1), (0.3, 0.42)),
     ("SigLIP", {}, (-130.0, -115.0), (3.2, 3.5)),

@@ -1,9 +1,8 @@
-"""MomentumQueue and XBM equal float64 loops over a deque of past embeddings, and lightly's memory bank."""
+"""MomentumQueue equals a float64 loop over a deque of past embeddings, and lightly's memory bank."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.errors import DualencError
-from dualenc.objectives import XBM, InfoNCE, MomentumQueue
-from dualenc.objectives.queues import QueueObjective
+from dualenc.objectives import InfoNCE, MomentumQueue
 from tests.objectives.slow import Case, Item, batch_items, gradients, is_hidden, item_anchors, make_case
 
 TAU, SIZE, STEPS = 0.3, 14, 5
@@ -36,25 +34,19 @@ def partner_key(keys: Case, side: str, place: int) -> Tensor:
     return (keys.right if is_left else keys.left)[place % size]
 
 
-def loop_loss(case: Case, keys: Case | None, queues: dict[str, Queue], uses_queue: bool = True) -> Tensor:
-    """He et al. 2020, Algorithm 1, in the first step against the batch's own keys; or without keys InfoNCE over batch
-    and queue. Appends to the queues, in place."""
+def loop_loss(case: Case, keys: Case, queues: dict[str, Queue]) -> Tensor:
+    """He et al. 2020, Algorithm 1, in the first step against the batch's own keys. Appends to the queues, in place."""
     losses = []
     for side in sides_of(case.views):
         of_side = []
-        candidates = list(enumerate(batch_items(case, side)))
         for place, anchor in enumerate(item_anchors(case, side)):
-            positive = anchor.positive if keys is None else anchor.vector @ partner_key(keys, side, place)
-            seen = list(queues[side]) if uses_queue else []
-            if keys is not None and not seen:
-                seen = batch_items(keys, side)
-            if keys is None:
-                seen += [item for _, item in candidates]
+            positive = anchor.vector @ partner_key(keys, side, place)
+            seen = list(queues[side]) or batch_items(keys, side)
             negatives = [anchor.vector @ vector for item, vector in seen if not is_hidden(case, anchor, item)]
             total = (positive / TAU).exp() + sum((s / TAU).exp() for s in negatives)
             of_side.append(-((positive / TAU).exp() / total).log())
         losses.append(torch.stack(of_side).mean())
-        queues[side].extend((item, vector.detach()) for item, vector in batch_items(keys or case, side))
+        queues[side].extend((item, vector.detach()) for item, vector in batch_items(keys, side))
     return torch.stack(losses).mean()
 
 
@@ -73,20 +65,6 @@ def test_momentum_queue_equals_a_loop(seed: int, views: bool) -> None:
         keys = make_keys(case, step)
         found = criterion(**case.arguments(), **keys_given(keys)).loss
         expected = loop_loss(case, keys, queues)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(gradients(found, case), gradients(expected, case))
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_cross_batch_memory_equals_a_loop(seed: int, views: bool) -> None:
-    criterion = XBM(queue_size=SIZE, warm_up=0.3, temperature=TAU, views=views).double()
-    queues: dict[str, Queue] = {side: deque(maxlen=SIZE) for side in sides_of(views)}
-    for step in range(STEPS):
-        case = make_case(seed * STEPS + step, [5, 3, 8, 1, 4][step], views)
-        criterion.set_progress(step / STEPS)
-        found = criterion(**case.arguments()).loss
-        expected = loop_loss(case, None, queues, uses_queue=step >= 2)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(gradients(found, case), gradients(expected, case))
 
@@ -131,26 +109,14 @@ def test_mined_negatives_stand_beside_the_queue() -> None:
     assert bool(mined.grad.any())
 
 
-def test_without_set_progress_there_is_no_warm_up() -> None:
-    criterion = XBM(queue_size=8, warm_up=0.5)
-    first, second = unit(0, 2, 3), unit(1, 2, 3)
-    criterion(*first.requires_grad_(), torch.arange(3))
-    with_queue = criterion(*second, torch.arange(3, 6)).loss
-    assert float(with_queue) > float(InfoNCE()(*second, torch.arange(3, 6)).loss)
-
-
-@pytest.mark.parametrize("criterion", [MomentumQueue(queue_size=5), XBM(queue_size=5, warm_up=0.5)])
-def test_the_loss_is_reported_once_the_queue_is_full_and_in_use(criterion: QueueObjective) -> None:
-    left, right = unit(0, 2, 3).requires_grad_()
-    given: dict[str, Any] = {}
-    if criterion.momentum is not None:
-        given = keys_given(Case(left.detach(), right.detach(), [], [], views=False))
+def test_the_loss_is_reported_once_the_queue_is_full() -> None:
+    criterion = MomentumQueue(queue_size=5)
     reported = []
-    for progress in (0.0, 0.25, 0.5):
-        criterion.set_progress(progress)
-        criterion(left, right, torch.arange(3), **given)
+    for step in range(3):
+        left, right, keys_left, keys_right = unit(step, 4, 3)
+        criterion(left.requires_grad_(), right, torch.arange(3), keys_left=keys_left, keys_right=keys_right)
         reported.append(criterion.reports_loss)
-    assert reported == [False, isinstance(criterion, MomentumQueue), True]
+    assert reported == [False, True, True]
 
 
 def test_keys_that_do_not_fit_are_refused() -> None:
@@ -169,8 +135,9 @@ def test_keys_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_queue_of_another_size_is_refused_and_nothing_is_loaded() -> None:
-    saved, other = XBM(queue_size=5), XBM(queue_size=6)
-    saved(*unit(0, 2, 3).requires_grad_(), torch.arange(3))
+    saved, other = MomentumQueue(queue_size=5), MomentumQueue(queue_size=6)
+    left, right, keys_left, keys_right = unit(0, 4, 3)
+    saved(left.requires_grad_(), right, torch.arange(3), keys_left=keys_left, keys_right=keys_right)
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(DualencError, match=r"queues.0.ids has shape \(5,\) in the saved state, \(6,\) here"):
         other.load_state_dict(saved.state_dict())

@@ -12,7 +12,6 @@ from dualenc.objectives import (
     EMC2,
     ISIR,
     SACLR,
-    XBM,
     Distilled,
     GlobalCache,
     InfoNCE,
@@ -67,7 +66,7 @@ def train_vectors(output: Path) -> None:
 
 
 # Objectives with collectives of their own, and one without.
-WITH_POSITIVES = [SogCLR, SACLR, ISogCLR, EMC2, ISIR, GlobalCache, NegativeCache, InfoNCE, MomentumQueue, XBM]
+WITH_POSITIVES = [SogCLR, SACLR, ISogCLR, EMC2, ISIR, GlobalCache, NegativeCache, InfoNCE, MomentumQueue]
 
 
 def train_with_positives(output: Path) -> None:
