@@ -20,35 +20,35 @@ from torch.autograd.function import once_differentiable
 
 from dualenc.errors import DualencError
 
-_works_alone = False
+_is_single = False
 
 
 def is_initialized() -> bool:
     """Whether a process group of more than one process is up, and this process takes part in it."""
     # A group of one process needs no communication either.
-    return not _works_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return not _is_single and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Work as if there were no other process: for tasks of which each process does a different one."""
-    global _works_alone
+def single_process() -> Iterator[None]:
+    """Turn collectives off in this context, for work that differs by rank."""
+    global _is_single
     # Contexts may be nested.
-    before = _works_alone
-    _works_alone = True
+    before = _is_single
+    _is_single = True
     try:
         yield
     finally:
-        _works_alone = before
+        _is_single = before
 
 
 def rank() -> int:
-    """This process's number, 0 when alone."""
+    """This process's number, 0 for a single process."""
     return dist.get_rank() if is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many processes take part, 1 when alone."""
+    """How many processes take part, 1 for a single process."""
     return dist.get_world_size() if is_initialized() else 1
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +27,7 @@ import yaml
 from dualenc.errors import DualencError, nearest
 from dualenc.reading import open_regular
 from dualenc.recipe_check import CLASS_KEYS, SECTIONS, Check, TypedText
+from dualenc.recipe_yaml import RecipeLoader
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -227,51 +227,13 @@ def make_recipe(settings: dict[str, Any], source: str = "recipe", allow_modules:
         raise DualencError(f"{source}: {' '.join(str(error).split())}") from error
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain values, where `no` is text, 1e-3 a number and 2001-01-01 no date; every key once."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  as in the base class
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                line = key.start_mark.line + 1
-                raise yaml.YAMLError(f"the key {key.value} is given twice, again in line {line}; remove one")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes texts that YAML 1.1 or 1.2 would read as another value, such as "1e3"."""
-
-
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-):
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-
-
-def dump_recipe(settings: Mapping[str, Any]) -> str:
-    """The text of a YAML file from which `read_recipe` reads the same settings."""
-    return str(yaml.dump(dict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
-
-
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         with open_regular(path) as stream:
             content = stream.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise DualencError(f"{path}: has more than {MAX_BYTES:,} bytes; a recipe has fewer")
-        settings = yaml.load(content.decode("utf-8"), _Loader)
+        settings = yaml.load(content.decode("utf-8"), RecipeLoader)
     except DualencError:
         raise
     except OSError as error:
@@ -290,7 +252,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     if not separator or not all(names):
         raise DualencError(f"'{override}' is no override; write section.key=value, such as trainer.epochs=3")
     try:
-        parsed = yaml.load(text, _Loader)
+        parsed = yaml.load(text, RecipeLoader)
     except (yaml.YAMLError, ValueError, RecursionError):
         parsed = text
     if names[0] not in SECTIONS:

@@ -15,8 +15,9 @@ import yaml
 from dualenc import cli
 from dualenc.commands.train import next_commands
 from dualenc.errors import DualencError
-from dualenc.recipe import _read_yaml, dump_recipe, make_recipe, read_recipe
+from dualenc.recipe import _read_yaml, make_recipe, read_recipe
 from dualenc.recipe_check import SECTIONS, argument_types
+from dualenc.recipe_yaml import dump_recipe
 from dualenc.signatures import argument_names
 from dualenc.training.log import read_metrics
 

@@ -248,7 +248,7 @@ def exact_gradient(
         left, right = (torch.cat([encode(side, inputs) for inputs in own]) for side, own in chunks.items())
     frozen = pairs(left.double(), right.double())
     # Every process measures a model of its own.
-    with distributed.alone():
+    with distributed.single_process():
         gradient, loss = frozen.exact(temperature)
     model.zero_grad(set_to_none=True)
     for (side, own), on_side in zip(chunks.items(), gradient.split([len(left), len(right)])):

@@ -73,7 +73,7 @@ def knn_predict(
         raise DualencError(f"temperature={temperature}: it must be above 0")
     rows = unit_rows(train, "training features")
     queries = unit_rows(test, "test features")
-    with distributed.alone():
+    with distributed.single_process():
         scores, neighbours = exact_search(queries, rows, k, device=device)
     votes = np.ones_like(scores)
     if temperature is not None:

@@ -51,7 +51,7 @@ def find_models(run: str) -> list[RunModel]:
         raise DualencError(f"{folder}: is no folder; give a run, a folder of models, or a model")
     if not folder.is_dir() or _is_model(folder):
         return [RunModel(0, folder)]
-    checkpoints = Checkpoints(folder / "checkpoints").complete()
+    checkpoints = Checkpoints(folder / "checkpoints").finished()
     if checkpoints:
         if not _is_model(folder / "model"):
             raise DualencError(f"{folder}: has checkpoints but no model folder yet; wait until one is written")
@@ -96,7 +96,7 @@ def trained_temperature(model: DualEncoder, folder: Path) -> float | None:
     if recorded is not None:
         return float(recorded)
     written = folder.parent / "checkpoints"
-    checkpoints = Checkpoints(written).complete() if folder.is_dir() and written.is_dir() else []
+    checkpoints = Checkpoints(written).finished() if folder.is_dir() and written.is_dir() else []
     if not checkpoints:
         return None
     try:

@@ -341,14 +341,14 @@ class _Miner:
         if factory == "exact":
 
             def search(vectors: np.ndarray, k: int) -> np.ndarray:
-                with distributed.alone():
+                with distributed.single_process():
                     return exact_search(vectors, self.documents.vectors, k)[1]
 
             return search
         folder = self.folder / "index"
         if distributed.is_main() and not is_index(folder):
             vectors = self.queries.vectors[self.left_row[self.asked[:500]]]
-            with distributed.alone():
+            with distributed.single_process():
                 Index.build(self.documents, None, factory, metric=metric, queries=vectors, folder=folder)
         distributed.barrier()
         index = Index.open(folder)

@@ -16,6 +16,8 @@ from dualenc.seeds import random_state_kept
 from dualenc.training.checkpoint import Checkpoints
 from dualenc.training.evaluators import Evaluator
 
+_STATE = ("before", "best", "last", "best_step", "evaluations_without_improvement")
+
 
 class BestModel:
     """Evaluates, and keeps in the model folder the best weights so far, or the last ones.
@@ -101,13 +103,13 @@ class BestModel:
         everywhere: dict[str, float] = distributed.broadcast_object(own)
         return everywhere
 
-    def finish(self, step: int, checkpoints: Checkpoints, say: Callable[[str], None]) -> dict[str, float]:
+    def finish(self, step: int, checkpoints: Checkpoints, info: Callable[[str], None]) -> dict[str, float]:
         """Make sure that the model folder holds what it should; all ranks call it together.
 
         Args:
             step: the last one, of the weights that the model has.
             checkpoints: one of them may have the best weights, if the model folder that had them is gone.
-            say: reports to the user if none has.
+            info: reports to the user if none has.
 
         Returns:
             The metrics of what the folder holds.
@@ -120,7 +122,7 @@ class BestModel:
             if state is not None:
                 self._save_from(state)
                 return self.best
-            say(f"{self.folder} is gone, and no checkpoint has the best weights, those of step {self.best_step}")
+            info(f"{self.folder} is gone, and no checkpoint has the best weights, those of step {self.best_step}")
             self.best = {}
             self.best_step = -1
         self._save(step, self.last)
@@ -142,23 +144,12 @@ class BestModel:
 
     def state_dict(self) -> dict[str, Any]:
         """What later decisions depend on."""
-        state: dict[str, Any] = {
-            "before": self.before,
-            "best": self.best,
-            "last": self.last,
-            "best_step": self.best_step,
-        }
-        if self.evaluations_without_improvement:
-            state["worse"] = self.evaluations_without_improvement
-        return state
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""
-        self.before = state["before"]
-        self.best = state["best"]
-        self.last = state["last"]
-        self.best_step = state["best_step"]
-        self.evaluations_without_improvement = state.get("worse", 0)
+        for name in _STATE:
+            setattr(self, name, state[name])
 
     def _save(self, step: int, metrics: dict[str, float]) -> None:
         if distributed.is_main():

@@ -98,7 +98,7 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> Iterator[None]:
+def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> Iterator[None]:
     """Lock a run's folder in this context; all ranks enter it together, the main process holds the lock.
 
     The folder is made if it is missing. Otherwise nothing in it changes here but `meta.json`, and a folder in which
@@ -160,11 +160,11 @@ def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) ->
 def mark_run(folder: Path) -> None:
     """Let a run use a folder that holds other files, unless these have a meta.json."""
     if not (folder / META).exists():
-        write_json(folder / META, {"format": FORMAT, "version": 1})
+        write_json(folder / META, {"format": FORMAT})
 
 
 def check_run_folder(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> None:
-    """Refuse to write into a folder that holds anything but a run; arguments as of `claimed`.
+    """Refuse to write into a folder that holds anything but a run; arguments as of `locked_run`.
 
     Raises:
         DualencError: the folder, or a file or folder in it that would be replaced, is of another origin.
@@ -182,8 +182,7 @@ def _may_be_used(folder: Path) -> bool:
     """Whether a folder holds a run, or nothing yet but what one that was killed before its first step has left."""
     if all(name == LOCK or name.startswith(f".{META}.part-") for name in os.listdir(folder)):
         return True
-    # Earlier versions wrote no meta.json.
-    return is_folder_of(folder, FORMAT) or any(map(_is_complete, folder.glob("checkpoints/step-*")))
+    return is_folder_of(folder, FORMAT)
 
 
 def _lock(lock: FileLock) -> None:
@@ -263,7 +262,7 @@ class Checkpoints:
                 self._save_meta(part, step)
             _sync_folder(self.folder)
             # Only now that a newer one is complete and on the disk.
-            for _, old in self.complete()[: -self.keep]:
+            for _, old in self.finished()[: -self.keep]:
                 remove(old)
         distributed.barrier()
 
@@ -273,7 +272,7 @@ class Checkpoints:
         meta = {"step": step, "files": sizes, "checksums": checksums(part, sizes), "fingerprint": self.fingerprint}
         write_json(part / "meta.json", meta)
 
-    def complete(self) -> list[tuple[int, Path]]:
+    def finished(self) -> list[tuple[int, Path]]:
         """(step, folder) of every checkpoint whose files are all there, in ascending order.
 
         The rename that ends the writing of a folder is atomic, but disks and copies are not: sizes are compared.
@@ -297,12 +296,12 @@ class Checkpoints:
         A rank that the checkpoint does not know (more processes than before) is seeded anew from (seed, rank).
 
         Raises:
-            DualencError: the checkpoint belongs to another recipe, is damaged, or is too old to have checksums.
+            DualencError: the checkpoint belongs to another recipe or is damaged.
         """
         if distributed.is_main():
             recover_inside(self.folder)
         # The main process decides: another rank may see the folder later, on a shared file system.
-        complete = self.complete()
+        complete = self.finished()
         folder = distributed.broadcast_object(complete[-1][1] if complete else None)
         if folder is None:
             return None
@@ -319,7 +318,7 @@ class Checkpoints:
 
     def load_step(self, step: int) -> Any:
         """The state of the checkpoint of a step, like `load_latest`, or None; all ranks call it together."""
-        folder = distributed.broadcast_object(dict(self.complete()).get(step))
+        folder = distributed.broadcast_object(dict(self.finished()).get(step))
         if folder is None:
             return None
         _check_files(folder)
@@ -368,12 +367,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _problem_with_files(folder: Path) -> str | None:
-    recorded = read_json(folder / "meta.json").get("checksums")
-    if recorded is None:
-        return (
-            f"{folder}: an earlier version wrote this checkpoint, without checksums; finish the run with that "
-            "version, or start anew with trainer.overwrite=true"
-        )
+    recorded = read_json(folder / "meta.json")["checksums"]
     found = checksums(folder, recorded)
     for name, expected in recorded.items():
         if found[name] != expected:

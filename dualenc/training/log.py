@@ -22,7 +22,7 @@ from dualenc.encoders.card import Code, Results
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective
-from dualenc.recipe import dump_recipe
+from dualenc.recipe_yaml import dump_recipe
 from dualenc.training.evaluators import Evaluator
 
 
@@ -207,7 +207,7 @@ class RunLog:
             return
         _append(self.observed_path, {"step": step, **observed})
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """Print a line for the user, above the progress bar."""
         if self.active:
             tqdm.write(line, file=sys.stderr)

@@ -26,7 +26,7 @@ from dualenc.encoders.tokenizer import TokenMemory
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.recipe import dump_recipe
+from dualenc.recipe_yaml import dump_recipe
 from dualenc.seeds import seed_everything
 from dualenc.training.best import BestModel
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
@@ -35,7 +35,7 @@ from dualenc.training.loader import Batch, BatchLoader, ItemEncoder
 from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.mining import NegativeMiner
 from dualenc.training.plan import BatchPlan, fresh_embeddings
-from dualenc.training.settings import FREE_SETTINGS, LATER_SETTINGS, TrainerSettings
+from dualenc.training.settings import FREE_SETTINGS, TrainerSettings
 from dualenc.training.signals import StopSignals
 from dualenc.training.step import TrainStep
 
@@ -187,9 +187,8 @@ class Loop:
         # What "auto" means depends on the machine.
         settings["mixed_precision"] = self.accelerator.mixed_precision
         # The evaluator may change between two parts of a run: it does not change what is trained.
-        free = {*FREE_SETTINGS, *(name for name, default in LATER_SETTINGS.items() if settings[name] == default)}
         described = {name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")}
-        described["trainer"] = {name: value for name, value in settings.items() if name not in free}
+        described["trainer"] = {name: value for name, value in settings.items() if name not in FREE_SETTINGS}
         return described
 
     def run(self, resume: bool) -> dict[str, float]:
@@ -203,10 +202,10 @@ class Loop:
         state = self.checkpoints.load_latest(self.settings.seed) if resume else None
         if state is not None:
             self.load_state_dict(state)
-            self.log.say(f"resuming at step {self.steps} of {self.total_steps}")
+            self.log.info(f"resuming at step {self.steps} of {self.total_steps}")
         else:
             if resume:
-                self.log.say(f"{self.checkpoints.folder}: no checkpoint to resume from; starting at step 0")
+                self.log.info(f"{self.checkpoints.folder}: no checkpoint to resume from; starting at step 0")
             self._evaluate()
         self.model.train()
         self.objective.train()
@@ -221,12 +220,12 @@ class Loop:
         # A run that was finished before, or has no steps, has not begun yet.
         self._begin()
         if self.out_of_patience:
-            self.log.say(
+            self.log.info(
                 f"stopped at step {self.steps}: {self.best.evaluations_without_improvement} evaluations in a row were "
                 f"not better than that of step {self.best.best_step}"
             )
         with self.train_step.averaged():
-            return self.best.finish(self.steps, self.checkpoints, self.log.say)
+            return self.best.finish(self.steps, self.checkpoints, self.log.info)
 
     @property
     def out_of_patience(self) -> bool:
@@ -317,7 +316,7 @@ class Loop:
             self.log.step()
             self._seconds += time.perf_counter() - clock
             self._samples += len(group) * batches.shape[1]
-            self._between_steps()
+            self._after_step()
             clock = time.perf_counter()
             group = []
             if self.is_finished:
@@ -336,7 +335,7 @@ class Loop:
         if not report:
             return
         self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})
-        self.log.say(
+        self.log.info(
             f"epoch {self.epoch + 1}: batches selected in {report['seconds']:.1f} s from embeddings "
             f"{report['staleness']:.0f} steps old; loss {report['loss']:.3f}, random {report['random_loss']:.3f}"
         )
@@ -348,7 +347,7 @@ class Loop:
         report = self.miner.mine(self.epoch)
         # At the first step that they serve: a run resumed before it mines them again, and logs them once.
         self.log.write(self.steps + 1, {f"mined/{name}": value for name, value in report.items()})
-        self.log.say(
+        self.log.info(
             f"epoch {self.epoch + 1}: negatives mined in {report['seconds']:.1f} s; mean rank "
             f"{report['mean_rank']:.1f}, {report['without_negatives']:.1%} of the left items have none"
         )
@@ -357,7 +356,7 @@ class Loop:
         for index, reason in batch.bad:
             # One line is enough to look into it; a broken folder would print thousands.
             if not self.bad:
-                self.log.say(f"pair {index} is left out: {reason} (further ones are counted)")
+                self.log.info(f"pair {index} is left out: {reason} (further ones are counted)")
             self.bad[index] = reason
 
     def _step(self, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor | float]]:
@@ -415,7 +414,7 @@ class Loop:
             if estimates is not None:
                 self.meter.add_pairs(numbers + len(self.pairs.sources), estimates)
 
-    def _between_steps(self) -> None:
+    def _after_step(self) -> None:
         """Log, evaluate, save, stop: whatever is due after a step."""
         settings = self.settings
         is_last = self.steps == self.total_steps
@@ -438,7 +437,7 @@ class Loop:
             saved = f"its checkpoint is in {self.checkpoints.folder}; resume with --resume"
             if settings.save_every is None:
                 saved = "nothing is saved, as save_every is null"
-            self.log.say(f"stopped by {signal.Signals(stop).name} after step {self.steps}: {saved}")
+            self.log.info(f"stopped by {signal.Signals(stop).name} after step {self.steps}: {saved}")
             raise self.signals.stop()
 
     def _write_log(self) -> None:
@@ -458,7 +457,7 @@ class Loop:
             metrics = self.best.evaluate(self.steps)
         if metrics:
             self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
-            self.log.say(f"step {self.steps}: {self.best.primary} {metrics[self.best.primary]:.4f}")
+            self.log.info(f"step {self.steps}: {self.best.primary} {metrics[self.best.primary]:.4f}")
         observed = getattr(self.best.evaluator, "observed", None)
         if observed is not None:
             self.log.write_observed(self.steps, observed.to_plain())
@@ -470,8 +469,8 @@ class Loop:
             return
         rate = self.train_step.optimizer.param_groups[0]["initial_lr"]
         # Before the first step the folder may hold checkpoints of the run that this one replaces.
-        complete = self.checkpoints.complete() if self.is_begun else []
-        saved = f"the checkpoint {complete[-1][1]} is from before" if complete else "nothing was saved"
+        finished = self.checkpoints.finished() if self.is_begun else []
+        saved = f"the checkpoint {finished[-1][1]} is from before" if finished else "nothing was saved"
         raise DualencError(
             f"step {step}: the loss is not finite; lower learning_rate (now {rate:g}), lengthen warmup, set "
             f"max_gradient_norm, or use mixed_precision=no; {saved}"

@@ -195,7 +195,7 @@ class NegativeMiner:
             excluded = [exclusions.of_query(left_id) for left_id in left_ids.tolist()]
             # So deep that the window is full even if all that is excluded ranks above it.
             depth = rule.last_rank + max(len(ids) for ids in excluded)
-            with distributed.alone():
+            with distributed.single_process():
                 scores, columns = exact_search(
                     queries.vectors[left_row[left_ids]], documents.vectors, depth, device=self.device
                 )

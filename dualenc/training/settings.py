@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from dualenc.errors import DualencError
 from dualenc.hard_negatives import Rule
@@ -25,19 +25,6 @@ FREE_SETTINGS = (
     *("tracker", "project", "timeout_minutes", "overwrite", "progress"),
 )
 """Settings that the weights do not depend on: a run may be resumed with others."""
-LATER_SETTINGS: dict[str, Any] = {
-    "layer_decay": 1.0,
-    "freeze": (),
-    "weight_average": None,
-    "patience": None,
-    "held_out": None,
-    "mine_every": None,
-    "mine_negatives": 1,
-    "mine_last_rank": 100,
-    "mine_relative": 0.95,
-    "mine_margin": None,
-}
-"""Defaults of settings that older checkpoints do not know; at these values they are compatible."""
 
 _AT_LEAST_ONE = (
     *("batch_size", "epochs", "max_steps", "gradient_accumulation", "chunk_size", "evaluate_every"),

@@ -19,7 +19,7 @@ from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.encoders.text import TextEncoder
 from dualenc.errors import DualencError, nearest
 from dualenc.objectives.base import Objective
-from dualenc.training.checkpoint import claimed
+from dualenc.training.checkpoint import locked_run
 from dualenc.training.devices import deterministic_algorithms, place, start_accelerator, synchronised
 from dualenc.training.evaluators import Evaluator
 from dualenc.training.hold_out import hold_out
@@ -113,7 +113,7 @@ class Trainer(TrainerSettings):
         accelerator = start_accelerator(self.mixed_precision, trackers, Path(self.output), self.timeout_minutes)
         with (
             StopSignals(saves=self.save_every is not None) as signals,
-            claimed(self.output, resume=resume, overwrite=self.overwrite),
+            locked_run(self.output, resume=resume, overwrite=self.overwrite),
             deterministic_algorithms(self.deterministic, accelerator.device),
             explain_killed_worker(self.num_workers),
         ):

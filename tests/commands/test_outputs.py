@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dualenc.cli import main
-from dualenc.training.checkpoint import claimed, mark_run
+from dualenc.training.checkpoint import locked_run, mark_run
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
@@ -94,7 +94,7 @@ def test_a_training_replaces_what_trainings_have_written_only(folder: Path, name
     (folder / name / "notes.txt").write_text("years of work")
     with (
         pytest.raises(ValueError, match=f"{name}: was not written by a training"),
-        claimed(folder, resume=False, overwrite=True),
+        locked_run(folder, resume=False, overwrite=True),
     ):
         pass
     assert (folder / name / "notes.txt").is_file()

@@ -37,7 +37,7 @@ def test_only_the_latest_few_stay(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 9, 10, 100):
         checkpoints.save(step, {})
-    assert [step for step, _ in checkpoints.complete()] == [10, 100]
+    assert [step for step, _ in checkpoints.finished()] == [10, 100]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000100"]
 
 
@@ -91,17 +91,6 @@ def test_checksums_are_those_that_other_tools_compute(tmp_path):
     assert set(sums) == {"state.pt", "ranks.pt"}
     listed = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
     subprocess.run(["sha256sum", "--check", "--status"], input=listed, cwd=folder, text=True, check=True)
-
-
-def test_a_checkpoint_without_checksums_is_refused_with_a_way_on(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, {})
-    path = tmp_path / "step-00000001" / "meta.json"
-    meta = json.loads(path.read_text())
-    del meta["checksums"]
-    path.write_text(json.dumps(meta))
-    with pytest.raises(DualencError, match="an earlier version wrote this checkpoint, without checksums; finish"):
-        checkpoints.load_latest(seed=0)
 
 
 @pytest.fixture

@@ -55,13 +55,13 @@ def test_a_killed_process_holds_no_lock_before_its_parent_notices(tmp_path):
     """Killed, but not waited for by whoever started it: a zombie still has a number."""
 
     def claim_and_die():
-        with run_folder.claimed(tmp_path, resume=False, overwrite=False):
+        with run_folder.locked_run(tmp_path, resume=False, overwrite=False):
             os.kill(os.getpid(), signal.SIGKILL)
 
     process = multiprocessing.get_context("fork").Process(target=claim_and_die)
     process.start()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    with run_folder.claimed(tmp_path, resume=False, overwrite=False):
+    with run_folder.locked_run(tmp_path, resume=False, overwrite=False):
         assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
     process.join()
     assert not (tmp_path / ".lock").exists()
@@ -70,7 +70,7 @@ def test_a_killed_process_holds_no_lock_before_its_parent_notices(tmp_path):
 @pytest.mark.parametrize("content", ["", "123\nelsewhere\n", "process 1 on elsewhere"])
 def test_a_lock_file_that_nobody_holds_is_no_obstacle(tmp_path, content):
     (tmp_path / ".lock").write_text(content)
-    with run_folder.claimed(tmp_path, resume=True, overwrite=False):
+    with run_folder.locked_run(tmp_path, resume=True, overwrite=False):
         pass
     assert not (tmp_path / ".lock").exists()
 
@@ -78,16 +78,16 @@ def test_a_lock_file_that_nobody_holds_is_no_obstacle(tmp_path, content):
 def test_what_a_run_killed_at_its_beginning_leaves_is_no_obstacle(tmp_path):
     (tmp_path / ".lock").touch()
     (tmp_path / ".meta.json.part-0123abcd").mkdir()
-    with run_folder.claimed(tmp_path, resume=False, overwrite=False):
+    with run_folder.locked_run(tmp_path, resume=False, overwrite=False):
         assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json"]
     assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_is_claimed_twice_in_one_process_is_refused(tmp_path):
     with (
-        run_folder.claimed(tmp_path, resume=False, overwrite=False),
+        run_folder.locked_run(tmp_path, resume=False, overwrite=False),
         pytest.raises(DualencError, match="a run is going on"),
-        run_folder.claimed(tmp_path, resume=False, overwrite=True),
+        run_folder.locked_run(tmp_path, resume=False, overwrite=True),
     ):
         pass
 
@@ -192,14 +192,6 @@ def test_a_model_of_other_origin_in_the_folder_of_a_run_is_refused_before_the_fi
     with pytest.raises(DualencError, match="model: was not written by a training and is not replaced"):
         train(tmp_path, objective=FirstStepFails.of(tiny_pairs()), **{how: True})
     assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize("how", ["resume", "overwrite"])
-def test_a_run_of_a_version_without_meta_json_is_known_by_its_checkpoints(tmp_path, how):
-    train(tmp_path)
-    (tmp_path / "meta.json").unlink()
-    train(tmp_path, **{how: True})
-    assert (tmp_path / "meta.json").is_file()
 
 
 def test_an_output_without_a_name_is_refused():

@@ -62,7 +62,7 @@ def evaluate(model: str, data: str, options: ObjectivesOptions, columns: ColumnO
     ledger: Ledger[str] = Ledger(evaluation.folder / "finished", distributed.broadcast_object(signature))
     own = ledger.missing(chosen)
     # Each process measures on its own: objectives would take the batches of all processes for one.
-    with distributed.alone():
+    with distributed.single_process():
         order = next(epochs(len(frozen), batch_size, options.seed))
         shares = softmax_shares(frozen, temperature, order).cpu().numpy()
         # What holds for the fine-tuning of two towers was not seen with views.

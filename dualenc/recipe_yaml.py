@@ -1,0 +1,47 @@
+"""YAML of recipes: how they are read and written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """YAML 1.2's plain values, where `no` is text, 1e-3 a number and 2001-01-01 no date; every key once."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  as in the base class
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"the key {key.value} is given twice, again in line {line}; remove one")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that YAML 1.1 or 1.2 would read as another value, such as "1e3"."""
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+):
+    for _class in (RecipeLoader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def dump_recipe(settings: Mapping[str, Any]) -> str:
+    """The text of a YAML file from which `read_recipe` reads the same settings."""
+    return str(yaml.dump(dict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
