@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, write_json
 from dualenc.reading import read_json_object
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from dualenc.data.skips import Skips
 
 IN_MEMORY_BYTES = 32 << 20
 """Files that are smaller than this together are kept in memory instead of the cache folder."""

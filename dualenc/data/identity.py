@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -19,9 +19,6 @@ from PIL import Image
 from dualenc.errors import BadSample
 from dualenc.reading import open_regular
 from dualenc.types import Items, Modality
-
-if TYPE_CHECKING:
-    from dualenc.data.remote import RemoteFile
 
 MAX_TEXTS = 1 << 21
 """Sets of more texts are sampled."""
@@ -88,13 +85,11 @@ def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
     return result
 
 
-def file_identity(path: Path | RemoteFile, read: bool = True) -> bytes:
-    """Size and contents of a file; size and modification time if it is not read; of a remote one size and version.
+def file_identity(path: Path, read: bool = True) -> bytes:
+    """Size and contents of a file; size and modification time if it is not read.
 
     A file above 64 MiB is not read in full but in 64 pieces spread over it, and its modification time counts too.
     """
-    if not isinstance(path, Path):
-        return path.identity()
     try:
         with open_regular(path) as stream:
             status = path.stat()

@@ -13,19 +13,15 @@ from dualenc.data.labels import labels_of_folders
 from dualenc.data.line_tables import ColumnKind, listed
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
-from dualenc.data.remote import RemoteFile
-from dualenc.data.remote_table import RemoteTexts, remote_corpus
 from dualenc.data.skips import Skips
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
 from dualenc.data.tables import (
     ONLY_SPLIT,
     TABLE_FORMATS,
     check_whole,
-    find_files,
     first_of,
     has_one_split,
     is_saved,
-    is_whole,
     open_table,
     peek_columns,
     usual_column,
@@ -64,8 +60,7 @@ def open_corpus(
     """Open items to embed: a BEIR folder, a table, a folder of images, tars, texts line by line, or vectors.
 
     Args:
-        path: file, folder, glob, hub name, or URL (`dualenc.data.remote`) of files: tables or tars. Texts of remote
-            parquet files are read by row groups on demand.
+        path: file, folder, glob, hub name, or URL (`dualenc.data.remote`) of tables or tars.
         part: "corpus" or "queries" of a BEIR folder; of a table with a column of each, its documents or its queries.
         modality: "text", "image" or "vector", where a table or tar holds several; images, then texts, are preferred.
         text_column: by default `text` or another usual name, or the only column. A list of texts gives several items.
@@ -246,12 +241,6 @@ def _read_roles(
     allow_outside: bool,
 ) -> Corpus:
     """The items of a table."""
-    # Whole remote texts are read by row groups on demand: such a corpus may exceed the disk.
-    remote_parquet = is_url(path) and url_suffix(str(path)) == ".parquet"
-    one_text_per_row = roles.modality == "text" and roles.kind == "value"
-    if remote_parquet and one_text_per_row and is_whole(split) and not columns:
-        files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
-        return remote_corpus(RemoteTexts(files, roles.main, roles.title), roles.id, skips, limit)
     # A column may have two roles, such as text and filter.
     others = [name for name in (roles.title, roles.label, roles.id, *columns) if name is not None]
     to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), roles.main: roles.kind}

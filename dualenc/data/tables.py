@@ -1,4 +1,4 @@
-"""Tables: local and remote files, saved data sets and hub names, all as a memory-mapped `datasets.Dataset`."""
+"""Tables: files, URLs, saved data sets and hub names, all as a memory-mapped `datasets.Dataset`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dualenc.data.cache import cache_folder, dataset_of_batches, first_line
+from dualenc.data.cache import dataset_of_batches, first_line
 from dualenc.data.identity import file_identity
 from dualenc.data.line_tables import (
     FILE,
@@ -30,7 +30,7 @@ from dualenc.data.line_tables import (
     table_of_lines,
 )
 from dualenc.data.lines import LINE_FORMATS, check_distinct
-from dualenc.data.remote import RemoteFile, expand, open_files
+from dualenc.data.remote import local_copies
 from dualenc.data.skips import Skips
 from dualenc.data.urls import display_name, file_format, is_url, url_suffix
 from dualenc.errors import DualencError
@@ -39,7 +39,6 @@ from dualenc.reading import glob_paths
 if TYPE_CHECKING:
     from datasets import Dataset
 
-TableFile = Path | RemoteFile
 ONLY_SPLIT = "train"
 """What `datasets` calls the rows of a file."""
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
@@ -106,8 +105,7 @@ def open_table(
     """Open a table wherever it is.
 
     Args:
-        source: as for `dualenc.data.TablePairs`, or a URL of files (`dualenc.data.remote`), which go into the cache
-            folder; of parquet only the named columns.
+        source: as for `dualenc.data.TablePairs`, or a URL of files (`dualenc.data.remote`).
         columns: the columns to read, and whether each may hold a list; others are not read.
         skips: counts malformed lines.
         optional: columns of these that may be missing.
@@ -121,18 +119,15 @@ def open_table(
     source = str(source)
     _check_limit(source, limit)
     files = find_files(source, split)
-    local: list[Path] = []
     required = [name for name in columns if name not in optional]
     if not files:
         dataset = _from_datasets(source, subset, split)
     elif is_parquet(files[0]):
         dataset = _from_parquet(source, files, columns, required)
-        local = [file for file in files if isinstance(file, Path)]
     else:
-        local = local_copies(files)
         # A slice may need rows behind the limit.
         first_rows = limit if is_whole(split) else None
-        dataset = table_of_lines(local, columns, optional, skips, quotes, first_rows, reshape)
+        dataset = table_of_lines(files, columns, optional, skips, quotes, first_rows, reshape)
     check_columns(source, dataset.column_names, required)
     if files:
         dataset = select_split({split_name(split): dataset}, split, display_name(source))
@@ -142,8 +137,8 @@ def open_table(
     # Columns are read as stored, without the indices of a selection.
     if dataset._indices is not None:
         dataset = dataset.flatten_indices()
-    root = _root(source, local or files)
-    return DataTable(display_name(source), dataset, skips, root, local, allow_outside and not is_url(source))
+    root = _root(source, files)
+    return DataTable(display_name(source), dataset, skips, root, files, allow_outside and not is_url(source))
 
 
 def _check_limit(source: str | Path, limit: int | None) -> None:
@@ -151,13 +146,13 @@ def _check_limit(source: str | Path, limit: int | None) -> None:
         raise DualencError(f"{display_name(source)}: limit is {limit}; give the number of rows to read, from 1 on")
 
 
-def _root(source: str, files: Sequence[TableFile]) -> Path:
-    """Where relative paths of a table start; for a remote one a folder of the cache without any images in it."""
+def _root(source: str, files: Sequence[Path]) -> Path:
+    """Where relative paths of a table start; for a URL a folder of the cache without any images in it."""
     from datasets import config
 
     if not files:
         return Path(source if is_saved(source) else config.HF_CACHE_HOME)
-    return cache_folder() / "remote" / files[0].key if isinstance(files[0], RemoteFile) else files[0].parent
+    return files[0].parent
 
 
 def peek_columns(
@@ -179,7 +174,7 @@ def peek_columns(
     files = find_files(str(source), split)
     if files and not is_parquet(files[0]):
         skips = Skips(source)
-        kinds = kinds_of_records(local_copies(files), skips, quotes, limit)
+        kinds = kinds_of_records(files, skips, quotes, limit)
         skips.demand(len(kinds), "record")
         return kinds
     if files:
@@ -227,7 +222,7 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
 
 
 def _from_parquet(
-    source: str, files: Sequence[TableFile], columns: Mapping[str, ColumnKind], required: Sequence[str]
+    source: str, files: Sequence[Path], columns: Mapping[str, ColumnKind], required: Sequence[str]
 ) -> Dataset:
     """The named columns of parquet files, as far as they have them."""
     footers = [_footer(file) for file in files]
@@ -236,16 +231,16 @@ def _from_parquet(
     names = [name for name in schema.names if name in columns] or schema.names
     schema = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
     _check_readable(source, schema)
-    size = sum(file.size if isinstance(file, RemoteFile) else file.stat().st_size for file in files)
+    size = sum(file.stat().st_size for file in files)
 
     def key() -> str:
-        facts = [file.key if isinstance(file, RemoteFile) else file_identity(file).decode() for file in files]
+        facts = [file_identity(file).decode() for file in files]
         return json.dumps(["parquet", facts, names])
 
     return dataset_of_batches(_parquet_batches(files, footers, schema), schema, size, key)
 
 
-def _one_schema(files: Sequence[TableFile], footers: Sequence[pq.FileMetaData]) -> pa.Schema:
+def _one_schema(files: Sequence[Path], footers: Sequence[pq.FileMetaData]) -> pa.Schema:
     """The columns of all files, each of a type that holds the values of every file."""
     schemas = [footer.schema.to_arrow_schema() for footer in footers]
     types: dict[str, pa.DataType] = {}
@@ -295,7 +290,7 @@ def _check_readable(source: str, schema: pa.Schema) -> None:
 
 
 def _parquet_batches(
-    files: Sequence[TableFile], footers: Sequence[pq.FileMetaData], schema: pa.Schema
+    files: Sequence[Path], footers: Sequence[pq.FileMetaData], schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
     with tqdm(desc=files[0].name, unit=" rows", delay=2, leave=False) as bar:
         for file, footer in zip(files, footers):
@@ -316,7 +311,7 @@ def _with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
 
 
 @contextmanager
-def broken_parquet(file: TableFile) -> Iterator[None]:
+def broken_parquet(file: Path) -> Iterator[None]:
     """Report what pyarrow raises of broken files and pages, and of files that differ, in one line."""
     try:
         yield
@@ -327,13 +322,13 @@ def broken_parquet(file: TableFile) -> Iterator[None]:
         raise DualencError(f"{file}: {reason}; fetch it again") from None
 
 
-def open_parquet(file: TableFile, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    """Open a parquet file; a remote one costs a request for its footer, unless that is given."""
+def open_parquet(file: Path, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    """Open a parquet file."""
     with broken_parquet(file):
-        return pq.ParquetFile(file.open() if isinstance(file, RemoteFile) else file, metadata=footer)
+        return pq.ParquetFile(file, metadata=footer)
 
 
-def _footer(file: TableFile) -> pq.FileMetaData:
+def _footer(file: Path) -> pq.FileMetaData:
     """The schema and row groups of a parquet file."""
     with broken_parquet(file), open_parquet(file) as parquet:
         footer = parquet.metadata
@@ -342,7 +337,7 @@ def _footer(file: TableFile) -> pq.FileMetaData:
     return footer
 
 
-def find_files(source: str, split: str) -> list[TableFile]:
+def find_files(source: str, split: str) -> list[Path]:
     """The table files that a path, glob, folder or URL stands for, sorted; none of a saved data set or a hub name.
 
     Of a folder, the files named SPLIT.*, SPLIT-* or SPLIT_* in it or in its `data` folder, as the hub lays them out;
@@ -355,9 +350,8 @@ def find_files(source: str, split: str) -> list[TableFile]:
     if has_one_split(source) and split_name(split) != ONLY_SPLIT:
         raise DualencError(f"{display_name(source)}: no split {split!r}; there are: {ONLY_SPLIT}")
     if is_url(source):
-        urls = expand(source)
-        _check_one_format(source, {url_suffix(url) for url in urls})
-        return [*open_files(urls)]
+        _check_one_format(source, {url_suffix(source)})
+        return local_copies(source)
     path = Path(source)
     if is_saved(path):
         return []
@@ -375,7 +369,7 @@ def find_files(source: str, split: str) -> list[TableFile]:
     if not files:
         raise DualencError(f"{source}: no such file; give a file, folder or glob of {_FORMATS}")
     _check_one_format(source, {file_format(file) for file in files})
-    return [*files]
+    return files
 
 
 def _check_one_format(source: str, formats: set[str]) -> None:
@@ -446,11 +440,6 @@ def is_saved(source: str | Path) -> bool:
     return any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def is_parquet(file: TableFile) -> bool:
+def is_parquet(file: Path) -> bool:
     """Whether a table file is in Parquet format."""
-    return file_format(Path(file.name)) == ".parquet"
-
-
-def local_copies(files: Sequence[TableFile]) -> list[Path]:
-    """The files on this machine, remote ones as copies in the cache folder."""
-    return [file.copy() if isinstance(file, RemoteFile) else file for file in files]
+    return file_format(file) == ".parquet"

@@ -19,13 +19,10 @@ from tqdm import tqdm
 
 from dualenc.data.cache import cache_folder
 from dualenc.data.identity import file_identity
-from dualenc.data.remote import RemoteFile
 from dualenc.data.skips import Skips
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import atomic_path
 from dualenc.reading import open_regular
-
-Tar = Path | RemoteFile
 
 _VERSION = 2  # of what an index holds; raise it when the scan changes
 _MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # path up to the first dot of the file name, and what follows it
@@ -43,7 +40,7 @@ class Tars:
 
     _MAX_OPEN = 64
 
-    def __init__(self, paths: Sequence[Tar]) -> None:
+    def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = list(paths)
         self._open: dict[int, BinaryIO] = {}
         self._process = os.getpid()
@@ -53,11 +50,8 @@ class Tars:
 
         Raises:
             BadSample: the tar cannot be read any more.
-            DualencError: a remote one cannot; an unreachable server makes no sample bad.
         """
         path = self.paths[number]
-        if isinstance(path, RemoteFile):
-            return path.read(offset, size)
         # A forked child shares its parent's file positions.
         if self._process != os.getpid():
             self._open = {}
@@ -77,7 +71,7 @@ class Tars:
         return {**self.__dict__, "_open": {}}
 
 
-def index_tar(tar: Tar, skips: Skips, index_folder: Path | None = None) -> pa.Table:
+def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.Table:
     """The samples of one tar, from its index if that is up to date; otherwise the tar is scanned once.
 
     `skips` counts broken members. A row per sample: its name, and lists of its files' extensions, offsets and sizes.
@@ -99,11 +93,8 @@ def index_tar(tar: Tar, skips: Skips, index_folder: Path | None = None) -> pa.Ta
     return table
 
 
-def _places_of_index(tar: Tar, index_folder: Path | None) -> tuple[int, str, list[Path]]:
+def _places_of_index(tar: Path, index_folder: Path | None) -> tuple[int, str, list[Path]]:
     """The size and version of a tar, and where its index may be, best place first."""
-    if isinstance(tar, RemoteFile):
-        place = (index_folder or cache_folder()) / f"{tar.key}.index"
-        return tar.size, f"{_VERSION} {tar.identity().decode()}", [place]
     try:
         with open_regular(tar) as stream:
             status = os.fstat(stream.fileno())
@@ -148,7 +139,7 @@ class _Scan:
         files: of each file its sample, extension, offset and size. Objects would take ten times the memory.
     """
 
-    def __init__(self, tar: Tar, skips: Skips) -> None:
+    def __init__(self, tar: Path, skips: Skips) -> None:
         self.tar = tar
         self.skips = skips
         self.rows: dict[str, int] = {}
@@ -212,10 +203,10 @@ class _Scan:
         return pa.Table.from_arrays([names, *lists], schema=_SCHEMA)
 
 
-def _scan(tar: Tar, skips: Skips) -> pa.Table:
+def _scan(tar: Path, skips: Skips) -> pa.Table:
     """The index of a tar; `skips` counts what is no plain file of a sample."""
     scan = _Scan(tar, skips)
-    with tar.open() if isinstance(tar, RemoteFile) else open_regular(tar) as stream:
+    with open_regular(tar) as stream:
         try:
             scan.read(stream)
         except DualencError:

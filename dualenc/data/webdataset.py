@@ -18,9 +18,9 @@ from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES
 from dualenc.data.lines import MAX_LINE_BYTES
 from dualenc.data.pairs import PairDataset
-from dualenc.data.remote import expand, open_files
+from dualenc.data.remote import local_copies
 from dualenc.data.skips import Skips
-from dualenc.data.tar_index import Tar, Tars, index_tar
+from dualenc.data.tar_index import Tars, index_tar
 from dualenc.data.urls import is_url, url_suffix
 from dualenc.decoding import MAX_BYTES, decode_image
 from dualenc.errors import BadSample, DualencError
@@ -34,7 +34,7 @@ IMAGES = ";".join(_IMAGE_ENDS)
 class WebDatasetPairs(PairDataset):
     """Pairs from tars as webdataset and img2dataset write them: one sample, one pair.
 
-    Each tar is scanned once for an index, kept next to it, or in the cache folder if the tar is remote. Ids come from
+    Each tar is scanned once for an index, stored next to it. Ids come from
     the position of the sample in the sorted tars.
 
     Args:
@@ -142,11 +142,11 @@ class _Shards:
         self.tar = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
 
 
-def _find_tars(path: str | Path | list[str]) -> list[Tar]:
+def _find_tars(path: str | Path | list[str]) -> list[Path]:
     if isinstance(path, list):
         return [tar for part in path for tar in _find_tars(part)]
     if is_url(path):
-        return [*open_files(expand(str(path)))]
+        return local_copies(str(path))
     if Path(path).is_file():
         return [Path(path)]
     return [*glob_paths(str(Path(path) / "*.tar") if Path(path).is_dir() else str(path))]
