@@ -1,4 +1,4 @@
-"""Retrieval tasks of MTEB over local data, nothing of which comes from the hub."""
+"""A retrieval task of MTEB over local data, nothing of which comes from the hub."""
 
 from __future__ import annotations
 
@@ -13,32 +13,18 @@ from mteb.abstasks.task_metadata import TaskMetadata
 from dualenc.data.beir import read_qrels
 
 
-def text_task(folder: Path, name: str = "LocalTexts") -> AbsTaskRetrieval:
+def text_task(folder: Path) -> AbsTaskRetrieval:
     """The test split of a BEIR folder."""
-    documents, queries = (_dataset(folder / f"{part}.jsonl") for part in ("corpus", "queries"))
-    return retrieval_task(queries, documents, read_qrels(folder / "qrels" / "test.tsv"), name, "Retrieval", "t2t")
 
-
-def retrieval_task(
-    queries: Dataset,
-    documents: Dataset,
-    qrels: dict[str, dict[str, int]],
-    name: str,
-    kind: str = "Any2AnyRetrieval",
-    category: str = "i2t",
-) -> AbsTaskRetrieval:
-    """Any queries among any documents; `category` says what they are, such as i2t."""
-    modalities = sorted({{"t": "text", "i": "image"}[letter] for letter in category if letter != "2"})
-
-    class Local(AbsTaskRetrieval):
+    class LocalTexts(AbsTaskRetrieval):
         metadata = TaskMetadata(
-            name=name,
+            name="LocalTexts",
             dataset={"path": "local/data", "revision": "local"},
             description="Read from a folder.",
             reference=None,
-            type=kind,  # type: ignore[arg-type]
-            category=category,  # type: ignore[arg-type]
-            modalities=modalities,
+            type="Retrieval",
+            category="t2t",
+            modalities=["text"],
             eval_splits=["test"],
             eval_langs=["eng-Latn"],
             main_score="ndcg_at_10",
@@ -53,11 +39,16 @@ def retrieval_task(
         )
 
         def load_data(self, num_proc: int | None = None, **_: Any) -> None:
-            split = {"corpus": documents, "queries": queries, "relevant_docs": qrels, "top_ranked": None}
+            split = {
+                "corpus": _dataset(folder / "corpus.jsonl"),
+                "queries": _dataset(folder / "queries.jsonl"),
+                "relevant_docs": read_qrels(folder / "qrels" / "test.tsv"),
+                "top_ranked": None,
+            }
             self.dataset = {"default": {"test": split}}  # type: ignore[typeddict-item]
             self.data_loaded = True
 
-    return Local()
+    return LocalTexts()
 
 
 def _dataset(path: Path) -> Dataset:
