@@ -18,8 +18,8 @@ import torch
 from comparison_tasks import Retrieval, beir_parts, on_features
 
 from dualenc.encoders import VectorEncoder
-from dualenc.evaluation.compression import first_components
 from dualenc.evaluation.metrics import score_queries
+from dualenc.evaluation.probe import unit_rows
 from dualenc.evaluation.report import Table, print_table
 from dualenc.evaluation.retrieval import retrieve
 from dualenc.objectives import GlobalCache, Matryoshka, Objective
@@ -37,7 +37,7 @@ def qualities(model: VectorEncoder, test: Retrieval, dims: list[int]) -> dict[in
     )
     found = {}
     for dim in dims:
-        left, right = (first_components(np.asarray(side.vectors), dim) for side in (queries, documents))
+        left, right = (unit_rows(np.asarray(side.vectors)[:, :dim]) for side in (queries, documents))
         run = retrieve(queries.ids, left, documents.ids, right, depth=10, qrels=collection.qrels)
         found[dim] = statistics.mean(scores["ndcg@10"] for scores in score_queries(collection.qrels, run).values())
     return found

@@ -71,9 +71,6 @@ class RetrievalOptions:
         depth: documents to retrieve for each query.
         titles: put a document's title in front of its text.
         keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed as its copy.
-        small_vectors: compare quality and bytes of vectors cut to their first components, in 8 bits and in one bit a
-            number, with and without a second scoring of the best in float32.
-        dims: lengths to cut to, such as 256,128,64; by default the whole length and its halves down to 32.
         batch_size: texts encoded at once.
     """
 
@@ -82,8 +79,6 @@ class RetrievalOptions:
     depth: int = 100
     titles: bool = True
     keep_self_matches: bool = False
-    small_vectors: bool = False
-    dims: str | None = None
     batch_size: int = 32
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,8 +9,7 @@ import torch
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.evaluation.compression import Size, compressed_run
-from dualenc.evaluation.metrics import Run, Scores
+from dualenc.evaluation.metrics import Run
 from dualenc.evaluation.retrieval import Result, bm25_run, first_documents, retrieve
 from dualenc.evaluation.runs import ranked
 from dualenc.search.fusion import Fusion, fuse
@@ -68,17 +66,6 @@ class Systems:
             run = distributed.broadcast_object(runs.get(reranked))
             runs[RERANKED] = _rerank(self.rescore, run, collection, self.ranking.rerank_top)
         return [self._score(system, name, run, collection) for system, run in runs.items() if distributed.is_main()]
-
-    def rank_compressed(
-        self, collection: RetrievalSet, queries: Embeddings, documents: Embeddings, sizes: Sequence[Size]
-    ) -> dict[Size, Scores]:
-        """Mean metrics of the model with its vectors in each of several smaller sizes."""
-        means = {}
-        for size in sizes:
-            limits = self._limits(collection)
-            run = compressed_run(*_vectors(queries, documents), size, **limits, device=self.device)
-            means[size] = self._score(size.name, "", run, collection).means
-        return means
 
     def _score(self, system: str, name: str, run: Run, collection: RetrievalSet) -> Result:
         keep = self.options.keep_self_matches

@@ -429,28 +429,3 @@ def test_judgements_that_fit_no_query_leave_nothing(
     assert evaluate(model, data, "--out", tmp_path / "out") == 2
     assert "Traceback" not in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_small_vectors_are_compared_by_their_bytes(
-    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate(model, data, "--out", tmp_path, "--small-vectors") == 0
-    measured = json.loads((tmp_path / "metrics.json").read_text())
-    rows = measured["small_vectors"]["toy"]
-    whole = measured["systems"]["toy-text"]["mean"]["ndcg@10"]
-    assert rows[0]["vectors"] == "32 float32"
-    assert rows[0]["ndcg@10"] == pytest.approx(whole)
-    assert {row["vectors"]: row["bytes"] for row in rows}["32 binary, rescored"] == 4
-    assert "Bytes of a vector, toy" in capsys.readouterr().out
-    assert evaluate(model, data, "--out", tmp_path / "dims", "--dims", "16,8") == 0
-    rows = json.loads((tmp_path / "dims" / "metrics.json").read_text())["small_vectors"]["toy"]
-    assert {row["vectors"].split()[0] for row in rows} == {"16", "8"}
-
-
-@pytest.mark.parametrize("dims", ["33", "0", "a,b"])
-def test_lengths_that_are_none(
-    dims: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate(model, data, "--out", tmp_path, "--dims", dims) == 2
-    assert "give numbers from 1 to 32" in capsys.readouterr().err

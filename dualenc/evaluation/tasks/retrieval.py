@@ -16,10 +16,9 @@ from dualenc.data.urls import display_name as source_name
 from dualenc.data.urls import is_url
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
-from dualenc.evaluation.compression import Size, halvings, size_rows, sizes
 from dualenc.evaluation.embedding import embed_into
 from dualenc.evaluation.engine import EvaluatedEngine, open_evaluated_engine
-from dualenc.evaluation.metrics import CUTOFFS, Scores
+from dualenc.evaluation.metrics import CUTOFFS
 from dualenc.evaluation.output import Evaluation, display_name, open_model
 from dualenc.evaluation.report import Figure, Gallery, Table, retrieval_galleries
 from dualenc.evaluation.retrieval import (
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from dualenc.encoders import DualEncoder
     from dualenc.evaluation.options import ColumnOptions, EngineOptions, OutputOptions, RankingOptions, RetrievalOptions
 
-SIZE_METRICS = ("ndcg@10", "recall@100")
-"""Metrics in the table of vector sizes."""
 FOLDERS = {BM25: "bm25", HYBRID: "hybrid", RERANKED: "reranked"}
 """Where the run files of systems other than the model and an engine are."""
 
@@ -78,10 +75,8 @@ def evaluate(
         rescore, _ = open_cross_encoder(ranking.rerank, batch_size=options.batch_size, device=device)
     engine = _open_engine(engine_options, encoder, collections)
     systems = Systems(display_name(model), options, ranking, evaluation.device, rescore, engine)
-    lengths = _lengths(options.dims, encoder.dim) if options.small_vectors or options.dims is not None else []
 
     results: list[Result] = []
-    size_means: dict[str, dict[Size, Scores]] = {}
     folders = {name: evaluation.folder / name if len(data) > 1 else evaluation.folder for name in collections}
     for name, collection in collections.items():
         kept = folders[name] / "embeddings"
@@ -92,15 +87,13 @@ def evaluate(
         else:
             documents = embed_into(kept / "documents", encoder.right, collection.corpus, side="right", **how)
         results += systems.rank(name, collection, queries, documents)
-        size_means[name] = systems.rank_compressed(collection, queries, documents, sizes(lengths))
     if engine is not None:
         engine.index.engine.close()
 
     if distributed.is_main():
         facts: dict[str, object] = {"model": model, "split": split, "depth": options.depth}
         facts |= {"keep_self_matches": options.keep_self_matches, **_facts(ranking, engine_options)}
-        size_tables = {name: size_rows(means, SIZE_METRICS) for name, means in size_means.items() if lengths}
-        _report(evaluation, facts, collections, results, folders, size_tables, engine)
+        _report(evaluation, facts, collections, results, folders, engine)
     distributed.barrier()
 
 
@@ -152,7 +145,6 @@ def _report(
     collections: Mapping[str, RetrievalSet],
     results: Sequence[Result],
     folders: Mapping[str, Path],
-    size_tables: Mapping[str, list[dict[str, object]]],
     engine: EvaluatedEngine | None,
 ) -> None:
     """Write the run files of each collection and system, the metrics and the report."""
@@ -166,9 +158,6 @@ def _report(
         result.write(folders[result.dataset] / folder)
     document: dict[str, object] = {"systems": metrics_document(results)}
     tables = [Table("Retrieval", summary_rows(results))]
-    if size_tables:
-        document["small_vectors"] = size_tables
-        tables += [Table(f"Bytes of a vector, {name}", rows) for name, rows in size_tables.items()]
     if engine is not None:
         document["engine"] = engine.measured
         tables.append(Table("Engine against exact search", [engine.measured]))
@@ -251,16 +240,6 @@ def _among(collection: RetrievalSet, kept: np.ndarray, name: str, option: str) -
         queries = f"{before - len(restricted.queries):,} of {before:,} queries have no relevant one among them"
         print(printable(f"{name}: {documents}; {queries} and are left out"))
     return restricted
-
-
-def _lengths(dims: str | None, whole: int) -> list[int]:
-    """The lengths asked for, or the whole one and its halves."""
-    if dims is None:
-        return halvings(whole)
-    words = [word.strip() for word in dims.split(",")]
-    if not all(word.isdigit() and 1 <= int(word) <= whole for word in words):
-        raise DualencError(f"--dims is {dims!r}; give numbers from 1 to {whole}, such as {whole},{max(1, whole // 2)}")
-    return sorted({int(word) for word in words}, reverse=True)
 
 
 def _figures(systems: dict[str, list[Result]]) -> list[Figure]:
