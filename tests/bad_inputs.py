@@ -252,9 +252,12 @@ def _unfinished(folder: Path, new: frozenset[str]) -> list[str]:
 def _is_whole(file: Path) -> bool:
     """Whether the end of a file that holds results is there; meta.json speaks for its folder and is judged with it."""
     content = file.read_bytes()
-    if file.name == "meta.json" or not content:
+    if not content:
         return False
     try:
+        if file.name == "meta.json":
+            # Of a run it marks the folder only, and the next run goes on there.
+            return bool(json.loads(content).get("format") == "dualenc-run")
         if file.suffix in (".ndjson", ".jsonl"):
             return all(json.loads(line) for line in content.splitlines() if line) and content.endswith(b"\n")
         if file.suffix == ".json":
