@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from dualenc.search.exact import exact_search
 from dualenc.training import Trainer
 from dualenc.training.evaluators import RetrievalEvaluator, embed_side
 from tests.objectives.every import SETTINGS, Setting
-from tests.objectives.test_device import REMEMBERING
 from tests.objectives.test_device import train as train_plainly
 from tests.training.fakes import TinyEncoder, same, weights
 from tests.training.runs import train, train_and_die
@@ -37,15 +35,8 @@ EXACT = [s for s in SETTINGS if s.objective.__name__ not in DRAWING and "negativ
 
 @pytest.mark.parametrize("setting", EXACT, ids=lambda s: s.name)
 def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
-    expected, _ = train_plainly(setting, "cpu")
-    found, _ = train_plainly(setting, GPU)
-    assert found == pytest.approx(expected, rel=1e-7)
-
-
-@pytest.mark.parametrize("setting", REMEMBERING, ids=lambda s: s.name)
-def test_memories_on_the_cpu_give_the_same_losses(setting: Setting) -> None:
-    expected, _ = train_plainly(setting, GPU)
-    found, _ = train_plainly(replace(setting, arguments=setting.arguments | {"memory_device": "cpu"}), GPU)
+    expected = train_plainly(setting, "cpu")
+    found = train_plainly(setting, GPU)
     assert found == pytest.approx(expected, rel=1e-7)
 
 

@@ -6,7 +6,7 @@ Shapes: G anchors of all ranks of one direction, K hidden items of each, N items
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +78,8 @@ class EmbeddingMemory(nn.Module):
     are its slots, counted from its first. A *key* names an item, and where wanted the pair that it came with: item =
     key // keys_per_item.
 
-    Embeddings are in half precision, which turns them by 2e-4 rad, less than a step of training does; in single
-    precision beside an objective on the CPU, which multiplies it without a copy; in double precision if they come so.
+    Embeddings are in half precision, which turns them by 2e-4 rad, less than a step of training does; on a CPU in
+    single precision, which it multiplies without a copy; in double precision if they come so.
 
     The state dict holds all slots, whatever the number of ranks: `state_dict()` is collective.
 
@@ -87,7 +87,6 @@ class EmbeddingMemory(nn.Module):
         num_items: N.
         num_slots: by default N.
         keys_per_item: see above.
-        device: "auto" is where the objective is; "cpu" the CPU's memory, from which a step copies what it looks at.
     """
 
     keys: Tensor
@@ -98,13 +97,11 @@ class EmbeddingMemory(nn.Module):
         num_items: int,
         num_slots: int | None = None,
         keys_per_item: int = 1,
-        device: Literal["auto", "cpu"] = "auto",
     ) -> None:
         super().__init__()
         self.num_items = num_items
         self.num_slots = num_items if num_slots is None else min(num_slots, num_items)
         self.keys_per_item = keys_per_item
-        self.on_cpu = device == "cpu"
         self.block_size = max(64, -(-self.num_slots // MAX_BLOCKS))
         self.num_blocks = -(-self.num_slots // self.block_size)
         self.stride = _stride(self.num_slots)
@@ -148,10 +145,9 @@ class EmbeddingMemory(nn.Module):
             self._allocate(embeddings)
         slots = keys // self.keys_per_item % self.num_slots
         first = first_occurrence(slots)
-        device = self.embeddings.device
-        keys = keys[first].to(device)
-        embeddings = embeddings.detach()[first].to(device)
-        rows = slots[first].to(device) - self._own_slots.start
+        keys = keys[first]
+        embeddings = embeddings.detach()[first]
+        rows = slots[first] - self._own_slots.start
         # A single process holds all rows, and selecting them would wait for the device.
         if distributed.is_initialized():
             is_own = (rows >= 0) & (rows < len(self.keys))
@@ -192,8 +188,7 @@ class EmbeddingMemory(nn.Module):
     def num_negatives(self, hidden: Tensor, counts: Tensor | None = None) -> Tensor:
         """(G,) remembered items that anchors see, each as often as counts (N,) say; `hidden` (G, K) see `draw`."""
         _, is_known = self._find(hidden)
-        own_counts = None if counts is None else counts.to(self.keys.device)
-        total = _counts_of(self.keys // self.keys_per_item, own_counts).sum().to(hidden.device)
+        total = _counts_of(self.keys // self.keys_per_item, counts).sum()
         num_hidden = (_counts_of(hidden, counts) * is_known).sum(dim=1)
         return distributed.all_reduce((total - num_hidden).double())
 
@@ -341,19 +336,17 @@ class EmbeddingMemory(nn.Module):
             column = inverse_cdf(shares.nan_to_num(0.0), uniform[chunk])[:, None]
             drawn_rows.append(rows.gather(1, column)[:, 0])
             drawn_scores.append(scores.gather(1, column)[:, 0])
-        keys = self.keys[torch.cat(drawn_rows).to(self.keys.device)]
-        return keys.to(queries.device), torch.cat(drawn_scores).double()
+        return self.keys[torch.cat(drawn_rows)], torch.cat(drawn_scores).double()
 
     def _items_at(self, rows: Tensor) -> Tensor:
         """(…) the items in rows (…) of this rank; -1 for an empty one, which floor division keeps."""
-        keys = self.keys if self._are_all(rows) else self.keys[rows.to(self.keys.device)]
-        return (keys // self.keys_per_item).to(rows.device)
+        keys = self.keys if self._are_all(rows) else self.keys[rows]
+        return keys // self.keys_per_item
 
     def _embeddings_at(self, rows: Tensor, like: Tensor) -> Tensor:
         """(…, D) the embeddings in rows (…) of this rank."""
         if self._are_all(rows):
             return self.embeddings.to(like)
-        rows = rows.to(self.embeddings.device)
         # Several times as fast as indexing with them.
         chosen = self.embeddings.index_select(0, rows.flatten())
         return chosen.view(*rows.shape, self.embeddings.shape[1]).to(like)
@@ -383,23 +376,16 @@ class EmbeddingMemory(nn.Module):
     def _allocate(self, like: Tensor) -> None:
         """Empty rows for this rank's slots, of embeddings such as `like` (n, D)."""
         num_rows = len(self._own_slots)
-        device = torch.device("cpu") if self.on_cpu else like.device
-        dtype = self._precision(like.dtype, device)
-        self.keys = torch.full((num_rows,), PADDING, device=device)
-        self.embeddings = torch.zeros(num_rows, like.shape[1], dtype=dtype, device=device)
-
-    def _precision(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """The precision in which embeddings of type `dtype` are kept on a device."""
-        if dtype == torch.float64:
-            return dtype
-        beside_the_objective = device.type == "cpu" and not self.on_cpu
-        return torch.float32 if beside_the_objective else torch.float16
+        self.keys = torch.full((num_rows,), PADDING, device=like.device)
+        self.embeddings = torch.zeros(
+            num_rows, like.shape[1], dtype=_precision(like.dtype, like.device), device=like.device
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> EmbeddingMemory:
-        """Move, but convert only between single and half precision; on the CPU, stay there."""
-        device = torch.device("cpu") if self.on_cpu else fn(self.embeddings[:0]).device
+        """Move, but convert only between single and half precision."""
+        device = fn(self.embeddings[:0]).device
         self.keys = self.keys.to(device)
-        self.embeddings = self.embeddings.to(device, self._precision(self.embeddings.dtype, device))
+        self.embeddings = self.embeddings.to(device, _precision(self.embeddings.dtype, device))
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -466,6 +452,13 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     target = uniform[..., None] * cumulative[..., -1:]
     column = torch.searchsorted(cumulative, target, right=True)[..., 0]
     return column.clamp(max=weights.shape[-1] - 1)
+
+
+def _precision(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The precision in which embeddings of type `dtype` are remembered on a device."""
+    if dtype == torch.float64:
+        return dtype
+    return torch.float32 if device.type == "cpu" else torch.float16
 
 
 def _stride(number: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,6 @@ class MemoryObjective(Objective):
     `reports_loss` is False until every pair was seen once.
 
     Args:
-        memory_device: where embeddings are kept: "auto" is where the objective is, "cpu" the CPU's memory, from which a
-            step copies what it looks at.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
     """
 
@@ -29,11 +27,11 @@ class MemoryObjective(Objective):
     needs_encode = True
     estimates_partition = True
 
-    def __init__(self, *, memory_device: Literal["auto", "cpu"] = "auto", **common: Any) -> None:
+    def __init__(self, **common: Any) -> None:
         super().__init__(**common)
         # By direction: left anchors look at right items.
         self.memories = nn.ModuleList(
-            EmbeddingMemory(self.corpus.num_items(direction), device=memory_device) for direction in self.directions
+            EmbeddingMemory(self.corpus.num_items(direction)) for direction in self.directions
         )
         self.draws = SharedRandom(self.seed)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -146,29 +144,16 @@ def test_inverse_cdf_never_gives_a_column_of_weight_zero(dtype: torch.dtype) -> 
         assert bool((weights.gather(1, inverse_cdf(weights, ends)[:, None]) > 0).all())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "kept"),
-    [
-        (torch.float32, "auto", torch.float32),
-        (torch.float32, "cpu", torch.float16),
-        (torch.float64, "auto", torch.float64),
-        (torch.float64, "cpu", torch.float64),
-    ],
-)
-def test_embeddings_are_remembered_as_the_cpu_multiplies_them_or_in_half_precision(
-    dtype: torch.dtype, device: Literal["auto", "cpu"], kept: torch.dtype
-) -> None:
-    found, vectors = EmbeddingMemory(10, device=device), normalize(torch.randn(10, 64), dim=1).to(dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_on_a_cpu_embeddings_are_remembered_in_single_or_double_precision(dtype: torch.dtype) -> None:
+    found, vectors = EmbeddingMemory(10), normalize(torch.randn(10, 64), dim=1).to(dtype)
     found.write(torch.arange(10), vectors)
-    assert found.embeddings.dtype == kept
-    resumed = EmbeddingMemory(10, device=device)
+    resumed = EmbeddingMemory(10)
     resumed.load_state_dict(found.state_dict())
-    assert resumed.embeddings.dtype == kept
     assert torch.equal(resumed.embeddings, found.embeddings)
     remembered, is_known = resumed.recall(torch.arange(10), vectors)
-    assert remembered.dtype == dtype
     assert is_known.all()
-    assert ((remembered - vectors).double().norm(dim=1) <= (0 if dtype == kept else 5e-4)).all()
+    assert torch.equal(remembered, vectors)
 
 
 def test_of_an_items_copies_in_one_write_the_first_counts() -> None:
