@@ -1,7 +1,4 @@
-"""Random seeds: derived seeds, and the states of the generators of Python, numpy and torch.
-
-torch is imported where it is needed, as the background process of a selection of batches runs without it.
-"""
+"""Random seeds: derived seeds, and the states of the generators of Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def derive_seed(*parts: int | str, bits: int = 63) -> int:
@@ -31,8 +29,6 @@ def derive_seed(*parts: int | str, bits: int = 63) -> int:
 
 def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed Python's, numpy's and torch's generators as a function of (seed, rank)."""
-    import torch
-
     derived = derive_seed("rank", seed, rank)
     random.seed(derived)
     np.random.seed(derived % 2**32)  # noqa: NPY002  # augmentations of other libraries use the legacy generator
@@ -41,8 +37,6 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 def random_state() -> dict[str, Any]:
     """The states of Python's, numpy's, torch's CPU and current CUDA generator, as types that `torch.load` trusts."""
-    import torch
-
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]  # noqa: NPY002
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -56,8 +50,6 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Restore all generators from `random_state()`."""
-    import torch
-
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     keys, position, has_gauss, cached = state["numpy"]

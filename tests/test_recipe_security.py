@@ -115,7 +115,7 @@ PAYLOADS: dict[str, tuple[str, Any]] = {
     "trainer's output": ("trainer.output", call(f"{EVIL}.X")),
     "a number": ("trainer.epochs", call(f"{EVIL}.X")),
     "through a module of ours": ("model.init_args.augment", call("dualenc.cli.os.system", command=SHELL)),
-    "an import of a module of ours": ("model.init_args.augment", call("dualenc.training.selection.Path")),
+    "an import of a module of ours": ("model.init_args.augment", call("dualenc.training.checkpoint.Path")),
     "a function of ours": ("model.init_args.augment", call("dualenc.files.remove", path="keep")),
     "a class of ours for another place": ("model.init_args.augment", call("dualenc.data.TableViews", path="x")),
     "the command line of ours": ("objective.class_path", "dualenc.__main__.main"),

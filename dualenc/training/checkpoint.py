@@ -49,7 +49,7 @@ from dualenc.seeds import random_state, seed_everything, set_random_state
 FORMAT = "dualenc-run"
 LOCK = ".lock"
 META = "meta.json"
-RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "checkpoints", "selection", "model", "recipe.yaml", "trackers")
+RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "checkpoints", "model", "recipe.yaml", "trackers")
 
 
 def fingerprint(
@@ -224,11 +224,10 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def clear(output: str | os.PathLike[str]) -> None:
-    """Remove an earlier run, all but `selection`, which the new one may be using already."""
+    """Remove an earlier run."""
     if distributed.is_main():
         for name in RUN_FILES:
-            if name != "selection":
-                remove(Path(output) / name)
+            remove(Path(output) / name)
 
 
 class Checkpoints:

@@ -87,9 +87,7 @@ class Loop:
         self.plan = BatchPlan(
             batching,
             len(pairs),
-            self.output / "selection",
             embeddings=settings.selection_embeddings,
-            background=settings.selection_background,
             seed=settings.seed,
             device=self.device,
         )
@@ -241,8 +239,7 @@ class Loop:
         return self.steps >= self.total_steps or self.out_of_patience
 
     def close(self) -> None:
-        """Finish what runs in the background: progress bar, trackers, a selection of batches."""
-        self.plan.close()
+        """Close the progress bar and the trackers."""
         self.log.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -282,7 +279,6 @@ class Loop:
         self.is_begun = True
         if self.settings.overwrite and not self.is_resumed:
             clear(self.output)
-        self.plan.remove_leftovers()
         self.log.open(self.settings.project, flatten(asdict(self.settings)))
         if self.recipe and distributed.is_main():
             with atomic_path(self.output / "recipe.yaml") as part:
@@ -323,15 +319,12 @@ class Loop:
                 return
 
     def _select_batches(self) -> None:
-        """Put the selection of an epoch in force, and start that of the next one."""
+        """Select the batches of an epoch, if its selector uses embeddings."""
 
         def fresh() -> tuple[np.ndarray, np.ndarray]:
             return fresh_embeddings(self.model, self.loader, self.device, self.accelerator.autocast)
 
-        # A selection in the background takes effect in the next epoch, so the last one needs none.
-        batches_left = self.settings.gradient_accumulation * (self.total_steps - self.steps)
-        is_last_epoch = batches_left <= self.plan.num_batches(self.epoch)
-        report = self.plan.start_epoch(self.epoch, self.steps, fresh, is_last_epoch)
+        report = self.plan.start_epoch(self.epoch, self.steps, fresh)
         if not report:
             return
         self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})

@@ -1,14 +1,12 @@
 """Batch plan: the pairs of each batch of an epoch, selected by embeddings or at random.
 
-At the start of an epoch the embeddings of the previous epoch (or of a fresh pass) go to a background process. Its
-selection takes effect at the start of the next epoch, whenever it finishes: so a run is the same however fast the
-machine is. Until the first selection is finished, batches are random.
+At the start of an epoch batches are selected from the embeddings of the previous epoch, or of a fresh pass.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,20 +14,19 @@ import torch
 from torch import Tensor
 
 from dualenc import distributed
-from dualenc.batching.selector import BatchSelector
+from dualenc.batching.selector import BatchSelector, batch_losses
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError
-from dualenc.files import remove
 from dualenc.seeds import derive_seed, random_state_kept
 from dualenc.training.encoding import Autocast, PlainEncoding
 from dualenc.training.loader import BatchLoader
-from dualenc.training.selection import SelectionJob
 from dualenc.types import Side
 
 EmbeddingSource = Literal["epoch", "fresh"]
 FreshPass = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 _MAX_STEPS_ON_DEVICE = 64
+_MAX_COMPARED_BATCHES = 1024
 
 
 class EmbeddingTable:
@@ -47,11 +44,6 @@ class EmbeddingTable:
         self.seen_at = np.full(num_pairs, -1, dtype=np.int64)
         self._fresh: list[tuple[Tensor, Tensor, Tensor, int]] = []
 
-    @property
-    def empty(self) -> bool:
-        """Whether no batch has been added yet."""
-        return self.left is None and not self._fresh
-
     def add(self, indices: Tensor, left: Tensor, right: Tensor, step: int) -> None:
         """Add one batch of this rank, (b,), (b, D) and (b, D), as of an optimizer step."""
         # Half precision: selecting batches needs no more, and the table has a row for every pair.
@@ -68,7 +60,7 @@ class EmbeddingTable:
         dim = max(distributed.gather_objects(batches[0][1].shape[1] if batches else 0))
         if dim == 0:
             return
-        # A rank without a batch takes part with empty tensors.
+        # Ranks without a batch contribute empty tensors.
         no_rows = torch.zeros(0, dtype=torch.int64)
         no_vectors = torch.zeros(0, dim).half()
         parts = [
@@ -150,16 +142,45 @@ def fresh_embeddings(
     return table.left, table.right
 
 
+def select_batches(
+    selector: BatchSelector, epoch: int, left: np.ndarray, right: np.ndarray, seed: int
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Select the batches of an epoch and measure how hard they are.
+
+    Args:
+        selector: chooses the batches.
+        epoch: for which epoch.
+        left: (M, D) unit-norm embeddings in any floating type.
+        right: (M, D) likewise.
+        seed: of the random batches to compare with.
+
+    Returns:
+        (num_batches, B) pair indices; a report: seconds, loss of the selected batches and of random ones.
+    """
+    left = left.astype(np.float32)
+    right = right.astype(np.float32)
+    start = time.perf_counter()
+    batches = np.asarray(selector.select(epoch, left, right), dtype=np.int64)
+    report = {"seconds": time.perf_counter() - start}
+    generator = np.random.default_rng(derive_seed("compare", seed, epoch))
+    random = np.resize(generator.permutation(len(left)), batches.shape)
+    temperature = float(getattr(selector, "temperature", 0.1))
+    # Evenly spaced: the batches may be in ascending order of loss.
+    num_compared = min(_MAX_COMPARED_BATCHES, len(batches))
+    sample = np.unique(np.linspace(0, len(batches) - 1, num_compared).astype(int))
+    report["loss"] = float(batch_losses(left, right, batches[sample], temperature).mean())
+    report["random_loss"] = float(batch_losses(left, right, random[sample], temperature).mean())
+    return batches, report
+
+
 class BatchPlan:
     """The batches of each epoch; the same on every rank, and restored exactly from a checkpoint.
 
     Args:
         selector: chooses the batches.
         num_pairs: M.
-        folder: for the background process to work in.
         embeddings: "epoch", those of the last epoch's batches as they were trained; "fresh", an evaluation-mode
             pass at the start of every epoch.
-        background: select while training goes on, one epoch late; False waits for the selection and uses it at once.
         seed: of the random vectors of pairs not seen yet.
         device: that the process group communicates on.
     """
@@ -168,75 +189,55 @@ class BatchPlan:
         self,
         selector: BatchSelector,
         num_pairs: int,
-        folder: Path,
         *,
         embeddings: EmbeddingSource = "epoch",
-        background: bool = True,
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
         if embeddings not in ("epoch", "fresh"):
             raise DualencError(f"selection_embeddings is {embeddings!r}; choose 'epoch' or 'fresh'")
         self.selector = selector
-        self.folder = folder
         self.embeddings = embeddings
-        self.background = background
         self.seed = seed
         self.device = device or torch.device("cpu")
         self.uses_embeddings = selector.needs_embeddings
         self.table = EmbeddingTable(num_pairs, seed)
         self.selected: np.ndarray | None = None
-        self.job: SelectionJob | None = None
 
-    def start_epoch(self, epoch: int, step: int, fresh: FreshPass, last: bool = False) -> dict[str, float]:
-        """Put the finished selection in force, and start the next one; all ranks call it together.
+    def start_epoch(self, epoch: int, step: int, fresh: FreshPass) -> dict[str, float]:
+        """Select the batches of an epoch; all ranks call it together.
 
         Args:
             epoch: the epoch that begins.
             step: optimizer steps done, for the age of the embeddings.
             fresh: makes the evaluation-mode pass; returns (M, D) and (M, D) on the main process.
-            last: no epoch follows.
 
         Returns:
-            A report on the selection that takes effect now: loss, random_loss, seconds, staleness in steps.
+            A report on the selection: loss, random_loss, seconds, staleness in steps; {} without a selection.
+
+        Raises:
+            DualencError: the selection failed.
         """
-        # Waited for here and not when it finishes: a run must not depend on how fast the machine is.
-        report = self._collect(step)
-        if not self.uses_embeddings or (last and self.background):
-            return report
+        if not self.uses_embeddings:
+            return {}
+        left: np.ndarray | None
+        right: np.ndarray | None
         if self.embeddings == "fresh":
             left, right = fresh()
             seen_at = float(step)
         else:
             self.table.flush(self.device)
-            if distributed.broadcast_object(self.table.empty):
-                return report
-            if self.table.left is not None and self.table.right is not None:
-                left = self.table.left
-                right = self.table.right
-                seen_at = float(self.table.seen_at.mean())
-        if distributed.is_main():
-            self.job = SelectionJob(
-                self.selector, epoch + self.background, seen_at, self.folder, self.seed, embeddings=(left, right)
-            )
-        if self.background:
-            return report
-        return self._collect(step)
-
-    def _collect(self, step: int) -> dict[str, float]:
-        """Wait for the selection under way, if any, and put it in force on all ranks."""
-        if not self.uses_embeddings:
-            return {}
+            left = self.table.left
+            right = self.table.right
+            seen_at = float(self.table.seen_at.mean())
         outcome: tuple[np.ndarray, dict[str, float]] | DualencError | None = None
-        if distributed.is_main() and self.job is not None:
-            job = self.job
-            self.job = None
+        if distributed.is_main() and left is not None and right is not None:
             try:
-                batches, report = job.result()
-                outcome = batches, {**report, "staleness": step - job.seen_at}
+                batches, report = select_batches(self.selector, epoch, left, right, self.seed)
+                outcome = batches, {**report, "staleness": step - seen_at}
             except DualencError as error:
                 # Raised on all ranks, which wait for the outcome.
-                outcome = error
+                outcome = DualencError(f"selecting batches for epoch {epoch} failed: {error}")
         outcome = distributed.broadcast_object(outcome)
         if isinstance(outcome, DualencError):
             raise outcome
@@ -253,7 +254,7 @@ class BatchPlan:
 
     def num_batches(self, epoch: int) -> int:
         """How many batches an epoch will have, before it begins: a selection may leave pairs out."""
-        first_selected_epoch = (self.embeddings == "epoch") + self.background
+        first_selected_epoch = int(self.embeddings == "epoch")
         if self.uses_embeddings and epoch >= first_selected_epoch:
             return self.selector.num_batches
         return len(self.selector.select(0))
@@ -268,39 +269,12 @@ class BatchPlan:
         if not self.uses_embeddings:
             return {}
         self.table.flush(self.device)
-        job = None if self.job is None else self.job.state_dict()
-        if job is not None:
-            job = {key: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in job.items()}
         selected = None if self.selected is None else torch.from_numpy(self.selected.copy())
-        return {"table": self.table.state_dict(), "selected": selected, "job": job}
+        return {"table": self.table.state_dict(), "selected": selected}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`; a selection that was under way is started again."""
+        """Restore from `state_dict()`."""
         if not self.uses_embeddings:
             return
         self.table.load_state_dict(state["table"])
         self.selected = None if state["selected"] is None else state["selected"].numpy().copy()
-        job = state["job"]
-        if job is None or not distributed.is_main():
-            return
-        if "batches" in job:
-            arguments: dict[str, Any] = {"outcome": (job["batches"].numpy().copy(), dict(job["report"]))}
-        else:
-            arguments = {"embeddings": (job["left"].numpy(), job["right"].numpy())}
-        self.job = SelectionJob(self.selector, job["epoch"], job["seen_at"], self.folder, self.seed, **arguments)
-
-    def remove_leftovers(self) -> None:
-        """Remove the folders of selections that a killed run was waiting for."""
-        if distributed.is_main() and self.folder.is_dir():
-            for path in self.folder.iterdir():
-                # The job of a resumed run has started before the first step.
-                if self.job is None or path != self.job.folder:
-                    remove(path)
-
-    def close(self) -> None:
-        """Stop a selection that is not needed any more, and leave no empty folder."""
-        if self.job is not None:
-            self.job.stop()
-            self.job = None
-        if distributed.is_main() and self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()

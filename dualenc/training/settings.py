@@ -73,7 +73,6 @@ class TrainerSettings:
         on_error: "skip" leaves out samples that cannot be read and counts them, "raise" stops at the first.
         selection_embeddings: for batch selection by embeddings: "epoch" takes those of the last epoch's batches,
             "fresh" makes an evaluation-mode pass at the start of every epoch.
-        selection_background: select batches while training continues, one epoch late; false waits for it.
         mine_every: epochs after which the model mines hard negatives anew, which replace those of the data; the first
             ones so many epochs after the start, when it has learned something (ANCE, Xiong et al. 2021,
             arXiv:2007.00808). null: never. Objectives without mined negatives refuse it.
@@ -124,7 +123,6 @@ class TrainerSettings:
     num_workers: int = 0
     on_error: OnError = "skip"
     selection_embeddings: EmbeddingSource = "epoch"
-    selection_background: bool = True
     mine_every: int | None = None
     mine_negatives: int = 1
     mine_last_rank: int = 100

@@ -248,7 +248,7 @@ def test_objectives_and_batches_that_do_not_know_weights_are_refused(tmp_path: P
 @pytest.mark.slow
 def test_selected_batches_go_with_a_plain_mixture(tmp_path: Path) -> None:
     pairs = mixed()
-    run(tmp_path, pairs, DCL().double(), batching=SpectralBatches(len(pairs), 6), selection_background=False)
+    run(tmp_path, pairs, DCL().double(), batching=SpectralBatches(len(pairs), 6))
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert any("selection/loss" in line for line in lines)
     assert any("loss/few" in line for line in lines)

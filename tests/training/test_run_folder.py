@@ -151,8 +151,6 @@ def test_a_mistake_before_the_first_step_leaves_an_earlier_run(tmp_path, name, h
 @pytest.mark.slow
 def test_overwriting_leaves_nothing_of_the_run_before(tmp_path):
     train(tmp_path, evaluator=FixedEvaluator(0.1, 0.2))
-    (tmp_path / "selection").mkdir()
-    (tmp_path / "selection" / "job-1").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     train(tmp_path, max_steps=3, overwrite=True, save_every=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["meta.json", "metrics.jsonl", "model", "notes.txt"]
@@ -164,7 +162,6 @@ FOREIGN = {
     "a model": {"model/config.json": "{}", "model/model.safetensors": "", "model/notes.txt": "mine"},
     "other files": {"thesis/chapter.txt": "years of work"},
     "another meta.json": {"meta.json": '{"format": "something else"}'},
-    "selected things": {"selection/photo.jpg": "mine"},
     "checkpoints": {"checkpoints/step-1/meta.json": '{"step": 1}'},
 }
 

@@ -1,4 +1,4 @@
-"""Selection of batches while training continues: when it takes effect, from what, and exactly again after a kill."""
+"""Selection of batches between two epochs: from which embeddings, and exactly again after a kill."""
 
 import signal
 from pathlib import Path
@@ -10,34 +10,15 @@ import torch
 from dualenc.batching import OSGDBatches, RandomBatches, SpectralBatches, batch_losses
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, NegativeCache
-from dualenc.training.log import read_metrics
-from dualenc.training.plan import BatchPlan, EmbeddingTable
-from dualenc.training.selection import SelectionJob, select
+from dualenc.training.plan import BatchPlan, EmbeddingTable, select_batches
 from tests.training.fakes import TinyEncoder, same, weights
 from tests.training.runs import run_and_die, train, train_and_die
-
-CPU = torch.device("cpu")
 
 
 def embeddings(num_pairs=24, seed=0):
     rows = np.random.default_rng(seed).normal(size=(2, num_pairs, 4)).astype(np.float32)
     left, right = rows / np.linalg.norm(rows, axis=2, keepdims=True)
     return left, right
-
-
-class Instant(SelectionJob):
-    """The job done on the spot, for tests of the order of things."""
-
-    def _start(self):
-        from dualenc.training.selection import main
-
-        main(self.folder)
-
-
-@pytest.fixture
-def instant(monkeypatch):
-    monkeypatch.setattr("dualenc.training.plan.SelectionJob", Instant)
-    monkeypatch.setattr("os.nice", lambda by: 0)
 
 
 def never():
@@ -50,65 +31,41 @@ def observe(plan, left, right, step):
         plan.observe(rows, torch.from_numpy(left)[rows], torch.from_numpy(right)[rows], step)
 
 
-def test_embeddings_of_an_epoch_rule_the_second_epoch_after_it(instant, tmp_path):
+def test_embeddings_of_an_epoch_select_the_next_ones_batches():
     selector = SpectralBatches(24, 6, seed=1)
-    plan = BatchPlan(selector, 24, tmp_path)
+    plan = BatchPlan(selector, 24)
     left, right = embeddings()
     assert plan.start_epoch(0, 0, never) == {}
     assert np.array_equal(plan.batches(0), selector.select(0))
     observe(plan, left, right, step=4)
-    assert plan.start_epoch(1, 4, never) == {}
-    assert np.array_equal(plan.batches(1), selector.select(1))
-    report = plan.start_epoch(2, 8, never)
-    expected = selector.select(2, left.astype(np.float16), right.astype(np.float16))
-    assert np.array_equal(plan.batches(2), expected)
-    assert report["staleness"] == 4
-    found = batch_losses(*(e.astype(np.float16).astype(np.float32) for e in (left, right)), expected, 0.1).mean()
-    assert report["loss"] == pytest.approx(found)
-    assert report.keys() == {"loss", "random_loss", "seconds", "staleness"}
-
-
-def test_waiting_uses_them_one_epoch_earlier(instant, tmp_path):
-    selector = SpectralBatches(24, 6, seed=1)
-    plan = BatchPlan(selector, 24, tmp_path, background=False)
-    left, right = embeddings()
-    plan.start_epoch(0, 0, never)
-    observe(plan, left, right, step=4)
-    plan.start_epoch(1, 4, never)
+    report = plan.start_epoch(1, 8, never)
     expected = selector.select(1, left.astype(np.float16), right.astype(np.float16))
     assert np.array_equal(plan.batches(1), expected)
-
-
-def test_a_fresh_pass_is_asked_for_at_every_epoch_but_the_last(instant, tmp_path):
-    selector = SpectralBatches(24, 6, seed=1)
-    plan = BatchPlan(selector, 24, tmp_path, embeddings="fresh")
-    plan.start_epoch(0, 0, embeddings)
-    report = plan.start_epoch(1, 4, embeddings)
-    assert np.array_equal(plan.batches(1), selector.select(1, *embeddings()))
+    losses = batch_losses(*(side.astype(np.float16).astype(np.float32) for side in (left, right)), expected, 0.1)
+    assert report["loss"] == pytest.approx(losses.mean())
     assert report["staleness"] == 4
-    plan.start_epoch(2, 8, never, last=True)
-    assert np.array_equal(plan.batches(2), selector.select(2, *embeddings()))
+    assert report.keys() == {"loss", "random_loss", "seconds", "staleness"}
+    restored = BatchPlan(selector, 24)
+    restored.load_state_dict(plan.state_dict())
+    assert np.array_equal(restored.batches(1), expected)
+    assert restored.start_epoch(2, 12, never)["loss"] == plan.start_epoch(2, 12, never)["loss"]
 
 
-def test_the_number_of_batches_is_known_beforehand(instant, tmp_path):
-    plan = BatchPlan(OSGDBatches(24, 6, k=4, q=1), 24, tmp_path)
-    assert [plan.num_batches(epoch) for epoch in range(4)] == [4, 4, 1, 1]
-    assert BatchPlan(RandomBatches(24, 5), 24, tmp_path).num_batches(3) == 4
+def test_a_fresh_pass_is_made_at_every_epoch():
+    selector = SpectralBatches(24, 6, seed=1)
+    plan = BatchPlan(selector, 24, embeddings="fresh")
+    assert plan.start_epoch(0, 4, embeddings)["staleness"] == 0
+    assert np.array_equal(plan.batches(0), selector.select(0, *embeddings()))
 
 
-def test_a_finished_selection_survives_in_the_state(instant, tmp_path):
-    first, second = (BatchPlan(SpectralBatches(24, 6, seed=1), 24, tmp_path) for _ in range(2))
-    first.start_epoch(0, 0, never)
-    observe(first, *embeddings(), step=4)
-    first.start_epoch(1, 4, never)
-    second.load_state_dict(first.state_dict())
-    reports = [plan.start_epoch(2, 8, never) for plan in (first, second)]
-    assert reports[0] == reports[1]
-    assert np.array_equal(first.batches(2), second.batches(2))
+def test_the_number_of_batches_is_known_beforehand():
+    plan = BatchPlan(OSGDBatches(24, 6, k=4, q=1), 24)
+    assert [plan.num_batches(epoch) for epoch in range(3)] == [4, 1, 1]
+    assert BatchPlan(RandomBatches(24, 5), 24).num_batches(3) == 4
 
 
-def test_a_selector_without_embeddings_needs_no_table(tmp_path):
-    plan = BatchPlan(RandomBatches(24, 6), 24, tmp_path)
+def test_a_selector_without_embeddings_needs_no_table():
+    plan = BatchPlan(RandomBatches(24, 6), 24)
     observe(plan, *embeddings(), step=1)
     assert plan.start_epoch(1, 4, never) == {}
     assert plan.state_dict() == {}
@@ -119,7 +76,7 @@ def test_the_table_holds_the_latest_row_of_each_pair():
     for step, rows in ((1, [0, 1, 2]), (2, [2, 3])):
         values = torch.full((len(rows), 3), float(step))
         table.add(torch.tensor(rows), values, -values, step)
-    table.flush(CPU)
+    table.flush(torch.device("cpu"))
     assert table.left[:4, 0].tolist() == [1, 1, 2, 2]
     assert table.right[:4, 0].tolist() == [-1, -1, -2, -2]
     assert table.seen_at.tolist() == [1, 1, 2, 2, -1]
@@ -128,51 +85,31 @@ def test_the_table_holds_the_latest_row_of_each_pair():
 
 def test_hard_batches_are_reported_as_harder_than_random_ones():
     centres = np.repeat(np.eye(4, dtype=np.float32), 6, axis=0)
-    batches, report = select(SpectralBatches(24, 6), 2, centres, centres, seed=0)
+    batches, report = select_batches(SpectralBatches(24, 6), 2, centres, centres, seed=0)
     assert sorted(batches.ravel().tolist()) == list(range(24))
     assert report["loss"] > report["random_loss"]
 
 
-@pytest.mark.slow
-def test_a_failing_selection_is_explained_in_one_line(tmp_path):
+def test_a_failing_selection_names_its_epoch():
     left, right = embeddings()
     left[3] = np.nan
-    job = SelectionJob(SpectralBatches(24, 6), 2, 0.0, tmp_path, embeddings=(left, right))
-    with pytest.raises(DualencError, match=r"selecting batches for epoch 2 failed: .*row 3") as raised:
-        job.result()
-    assert "\n" not in str(raised.value)
-    assert not list(tmp_path.iterdir())
-
-
-def make_selector() -> SpectralBatches:
-    return SpectralBatches(24, 6, seed=3)
+    plan = BatchPlan(SpectralBatches(24, 6), 24, embeddings="fresh")
+    with pytest.raises(DualencError, match=r"epoch 2 failed: .*row 3"):
+        plan.start_epoch(2, 4, lambda: (left, right))
 
 
 def die_with_selection(output: Path, at_batch: int) -> None:
-    train_and_die(output, at_batch, {"batching": make_selector()})
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("unbroken") / "whole"
-    train(folder, batching=make_selector())
-    return folder
+    train_and_die(output, at_batch, {"batching": SpectralBatches(24, 6, seed=3)})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed_at", [4, 8])
-def test_a_run_killed_before_or_while_batches_are_selected_ends_the_same(tmp_path, unbroken, killed_at):
-    """4 batches per epoch: half the embeddings are in the checkpoint of step 2, the selection in that of step 6."""
-    (tmp_path / "whole").symlink_to(unbroken)
+def test_a_run_killed_around_a_selection_ends_the_same(tmp_path, killed_at):
+    """4 batches per epoch: half the embeddings are in the checkpoint of step 2, selected batches in that of step 6."""
+    train(tmp_path / "whole", batching=SpectralBatches(24, 6, seed=3))
     assert run_and_die(die_with_selection, tmp_path / "broken", killed_at) == -signal.SIGKILL
-    train(tmp_path / "broken", batching=make_selector(), resume=True)
+    train(tmp_path / "broken", batching=SpectralBatches(24, 6, seed=3), resume=True)
     assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
-    reports = [
-        [line for line in read_metrics(tmp_path / name / "metrics.jsonl") if "selection/loss" in line]
-        for name in ("whole", "broken")
-    ]
-    assert [[line["step"] for line in report] for report in reports] == [[8], [8]]
-    assert reports[0][0]["selection/loss"] == reports[1][0]["selection/loss"]
 
 
 class AskingBatches(RandomBatches):
@@ -182,7 +119,7 @@ class AskingBatches(RandomBatches):
 
 
 @pytest.mark.slow
-def test_a_fresh_pass_leaves_the_training_as_it_is(instant, tmp_path):
+def test_a_fresh_pass_leaves_the_training_as_it_is(tmp_path):
     """The batches do not depend on it, so nothing may: not dropout, not BatchNorm's statistics."""
     for name, selector in (("asking", AskingBatches(24, 6)), ("random", RandomBatches(24, 6))):
         model = TinyEncoder(dropout=0.2, batchnorm=True)
@@ -193,11 +130,9 @@ def test_a_fresh_pass_leaves_the_training_as_it_is(instant, tmp_path):
 @pytest.mark.slow
 def test_chains_refuse_selected_batches_before_the_folder_is_touched(tmp_path):
     """Their law assumes that any pairs may meet; proposals from the corpus do not depend on the batches."""
-    selected, random = OSGDBatches(24, 6, seed=1), RandomBatches(24, 6, seed=1)
-    with pytest.raises(DualencError, match=r"OSGDBatches chooses the batches.*proposals=64") as raised:
+    selected = OSGDBatches(24, 6, seed=1)
+    with pytest.raises(DualencError, match=r"OSGDBatches chooses the batches.*proposals=64"):
         train(tmp_path / "refused", objective=EMC2(num_left=24).double(), batching=selected)
-    assert "\n" not in str(raised.value)
     assert not (tmp_path / "refused").exists()
     train(tmp_path / "drawn", objective=EMC2(num_left=24, proposals=6).double(), batching=selected, max_steps=2)
-    train(tmp_path / "random", objective=EMC2(num_left=24).double(), batching=random, max_steps=2)
     train(tmp_path / "others", objective=NegativeCache(num_left=24).double(), batching=selected, max_steps=2)
