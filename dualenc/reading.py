@@ -43,11 +43,14 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     raise DualencError(f"{path}: {kind}, not a file; give a regular file")
 
 
-def glob_paths(pattern: str) -> list[Path]:
-    """The paths that match a glob, sorted; folders that exist under their very name, `shards [v2]`, are no patterns."""
+def glob_files(pattern: str) -> list[Path]:
+    """The files that match a glob, sorted; what exists under its very name, `shards [v2]`, is no pattern."""
+    if Path(pattern).is_file():
+        return [Path(pattern)]
     folder = next(parent for parent in Path(pattern).parents if parent.is_dir())
     inside = Path(pattern).relative_to(folder)
-    return sorted(map(Path, glob.glob(str(Path(glob.escape(str(folder)), inside)), recursive=True)))
+    names = glob.glob(str(Path(glob.escape(str(folder)), inside)), recursive=True)
+    return sorted(Path(name) for name in names if Path(name).is_file())
 
 
 def is_utf8(text: str) -> bool:

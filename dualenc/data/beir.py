@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
+from dualenc.data.detect import detect
 from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_records, read_texts
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
 from dualenc.data.tables import open_table, peek_columns
-from dualenc.data.vectors import VECTOR_NAMES, is_vectors, open_vectors
+from dualenc.data.vectors import VECTOR_NAMES, open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import OnError
 
@@ -151,21 +152,13 @@ def read_beir(
     return RetrievalSet(queries.take(rows), corpus, qrels)
 
 
-def is_beir(path: str | Path) -> bool:
-    """Whether a folder looks like BEIR's."""
-    folder = Path(path)
-    if any((folder / f"corpus.jsonl{end}").is_file() for end in ("", ".gz")):
-        return True
-    return (folder / "qrels").is_dir() and _vectors_of(folder, "corpus") is not None
-
-
 def _vectors_of(folder: Path, part: str) -> Path | None:
     """The file or the folder of embeddings of a part without texts."""
     # Not .npy files: rows as ids would be equal for queries and documents, and evaluation removes equal ids.
     file = folder / f"{part}.parquet"
     if file.is_file():
         return file
-    return folder / part if is_vectors(folder / part) else None
+    return folder / part if detect(folder / part) == "vectors" else None
 
 
 def read_corpus(

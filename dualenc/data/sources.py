@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dualenc.data.beir import BeirPairs, is_beir, read_corpus
+from dualenc.data.beir import BeirPairs, read_corpus
 from dualenc.data.corpus import Corpus, table_corpus
-from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images, split_folder
+from dualenc.data.detect import detect
+from dualenc.data.images import ImageFiles, find_images, split_folder
 from dualenc.data.labels import labels_of_folders
 from dualenc.data.line_tables import ColumnKind, listed
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
-from dualenc.data.tables import (
-    ONLY_SPLIT,
-    TABLE_FORMATS,
-    check_whole,
-    first_of,
-    has_one_split,
-    is_saved,
-    open_table,
-    peek_columns,
-    usual_column,
-)
-from dualenc.data.urls import display_name, file_format, is_url, url_suffix
-from dualenc.data.vectors import ID_NAMES, is_vectors, open_vectors, usual_ids
-from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
+from dualenc.data.tables import check_whole, default_column, first_of, open_table, peek_columns
+from dualenc.data.urls import display_name
+from dualenc.data.vectors import ID_NAMES, default_ids, open_vectors
+from dualenc.data.webdataset import IMAGES, WebDatasetPairs, tar_corpus
 from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
 
@@ -63,11 +54,11 @@ def open_corpus(
         path: file, folder, glob, hub name, or URL (`dualenc.data.remote`) of tables or tars.
         part: "corpus" or "queries" of a BEIR folder; of a table with a column of each, its documents or its queries.
         modality: "text", "image" or "vector", where a table or tar holds several; images, then texts, are preferred.
-        text_column: by default `text` or another usual name, or the only column. A list of texts gives several items.
+        text_column: by default `text` or another common name, or the only column. A list of texts gives several items.
         title_column: joined in front of the text; by default `title`, if there is one next to a default text column.
-        image_column: by default `image` or another usual name.
-        vector_column: lists of numbers; by default `vector` or another usual name.
-        id_column: ids; by default `_id` or another usual name, and the row's number if there is none.
+        image_column: by default `image` or another common name.
+        vector_column: lists of numbers; by default `vector` or another common name.
+        id_column: ids; by default `_id` or another common name, and the row's number if there is none.
         label_column: classes of images; by default `label`.
         columns: further columns of a table or BEIR folder, to keep for filters.
         split: of a folder of tables, a folder of images with a subfolder for each split, a saved data set or hub name;
@@ -82,45 +73,61 @@ def open_corpus(
         The items; `labels` and `class_names` are set for labelled images, also from the names of subfolders.
 
     Raises:
-        DualencError: nothing there, nothing usable, or no telling which column to take.
+        DualencError: nothing there, nothing usable, or columns that have to be named.
         BadSample: an empty item, a missing or repeated id, a malformed line, under on_error="raise".
     """
-    if is_url(path) and url_suffix(str(path)) == ".npy":
-        name = display_name(path)
-        raise DualencError(f"{name}: .npy files are read from this machine only; download it and give the file")
     check_column_names(columns)
-    # BEIR folders and embeddings may hold images too; their own files decide.
-    image_folder = is_image_folder(path) and not (is_beir(path) or is_vectors(path))
-    if columns and (is_tars(path) or image_folder):
-        raise DualencError(
-            f"{display_name(path)}: has no columns to keep; give a table that names the images and their columns"
-        )
-    if is_tars(path):
+    kind = detect(path)
+    if columns and kind in ("tars", "images"):
+        reason = "has no columns to keep; give a table that names the images and their columns"
+        raise DualencError(f"{display_name(path)}: {reason}")
+    if kind == "tars":
         check_whole(path, split)
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
-    skips = Skips(path, on_error)
-    if image_folder:
-        folder = split_folder(path, split)
-        names = find_images(folder, skips)
-        numbers, class_names = labels_of_folders(names) or (None, None)
-        corpus = Corpus(names, ImageFiles(folder, names), "image", labels=numbers, class_names=class_names)
-        corpus.skipped = skips.report()
-        return corpus
-    how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit}
-    if is_beir(path):
-        corpus = read_corpus(path, part, columns=columns, skips=skips)
-    elif is_vectors(path):
-        corpus = open_vectors(path, split=split, columns=columns, skips=skips)
+    bad_rows = Skips(path, on_error)
+    options: dict[str, Any] = {"split": split, "subset": subset, "limit": limit}
+    if kind == "images":
+        corpus = _folder_corpus(split_folder(path, split), bad_rows)
+    elif kind == "beir":
+        corpus = read_corpus(path, part, columns=columns, skips=bad_rows)
+    elif kind == "vectors":
+        corpus = open_vectors(path, split=split, columns=columns, skips=bad_rows)
     elif modality == "vector" or vector_column is not None:
-        id_column = id_column or usual_ids(path, split, subset)
-        corpus = open_vectors(path, vector_column, id_column=id_column, columns=columns, skips=skips, **how)
+        id_column = id_column or default_ids(path, split, subset)
+        corpus = open_vectors(path, vector_column, id_column=id_column, columns=columns, skips=bad_rows, **options)
     else:
-        named = {"text_column": text_column, "title_column": title_column, "image_column": image_column}
-        named |= {"id_column": id_column, "label_column": label_column}
-        roles = _column_roles(path, peek_columns(path, split, subset, limit, quotes), part, modality, **named)
-        corpus = _read_roles(path, roles, columns, skips, quotes=quotes, allow_outside=allow_outside, **how)
-    corpus.skipped = skips.report()
+        kinds = peek_columns(path, split, subset, limit, quotes)
+        main, modality = _main_column(path, kinds, part, modality, text_column, image_column)
+        if modality == "image":
+            title_column = None
+            label_column = label_column or first_of(kinds, ("label",), but=main)
+        else:
+            label_column = None
+            # Next to a text column that the user chose, a title is only joined when it is named too.
+            if text_column is None:
+                title_column = title_column or first_of(kinds, ("title",), but=main)
+        id_column = id_column or first_of(kinds, ID_NAMES, but=main)
+        # A column may have two roles, such as text and filter.
+        others = [name for name in (title_column, label_column, id_column, *columns) if name is not None]
+        to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), main: kinds.get(main, "value")}
+        table = open_table(path, to_read, bad_rows, quotes=quotes, allow_outside=allow_outside, **options)
+        corpus = table_corpus(
+            table,
+            main,
+            modality,
+            title_column=title_column,
+            label_column=label_column,
+            id_column=id_column,
+            columns=columns,
+        )
+    corpus.skipped = bad_rows.report()
     return corpus
+
+
+def _folder_corpus(folder: Path, bad_rows: Skips) -> Corpus:
+    names = find_images(folder, bad_rows)
+    numbers, class_names = labels_of_folders(names) or (None, None)
+    return Corpus(names, ImageFiles(folder, names), "image", labels=numbers, class_names=class_names)
 
 
 def open_pairs(
@@ -143,115 +150,51 @@ def open_pairs(
     A table's columns of lists of floating-point numbers are vectors. All other arguments are those of `open_corpus`.
 
     Args:
-        left_column: of a table; by default `image` or `query` or another usual name.
-        right_column: of a table; by default `captions`, `document` or another usual name.
+        left_column: of a table; by default `image` or `query` or another common name.
+        right_column: of a table; by default `captions`, `document` or another common name.
         left_modality: of a table: "text", "image" or "vector"; by default as the values look.
         right_modality: the same for the right column.
         deduplicate: equal texts, images and vectors of a table or tar are the same item and share an id.
 
     Raises:
-        DualencError: nothing there, nothing usable, or no telling which columns to take.
+        DualencError: nothing there, nothing usable, or columns that have to be named.
         BadSample: what the reader of the format raises, under on_error="raise".
     """
-    if is_beir(path):
+    kind = detect(path)
+    if kind == "beir":
         return BeirPairs(path, split, on_error=on_error)
-    if is_tars(path):
+    if kind == "tars":
         check_whole(path, split)
         return WebDatasetPairs(path, deduplicate=deduplicate, on_error=on_error)
-    if is_image_folder(path):
+    if kind == "images":
         folder = split_folder(path, split)
         return ImageFolderPairs(folder, deduplicate=deduplicate, quotes=quotes, on_error=on_error)
     kinds = peek_columns(path, split, subset, limit, quotes)
     # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
         return MinedPairs(path, split=split, limit=limit, on_error=on_error)
-    left = left_column or usual_column(path, kinds, (*_SURELY_IMAGES, *_QUERIES, "title", "file_name"), "left_column")
-    right = right_column or usual_column(path, kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), "right_column", but=left)
-    how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "allow_outside": allow_outside}
-    how |= {"left_modality": left_modality, "right_modality": right_modality, "quotes": quotes}
-    return TablePairs(path, left, right, deduplicate=deduplicate, on_error=on_error, **how)
-
-
-def usual_split(path: str | Path, default: str) -> str:
-    """The split to read where the user names none: the only one of a source without splits, else the default."""
-    if has_one_split(path) or is_tars(path) or is_vectors(path):
-        return ONLY_SPLIT
-    return default
-
-
-def is_image_folder(path: str | Path) -> bool:
-    """Whether a folder has no table in it but images, or nothing but folders."""
-    folder = Path(path)
-    if not folder.is_dir() or is_saved(folder):
-        return False
-    entries = list(folder.iterdir())
-    images = any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries)
-    tables = any(entry.is_file() and file_format(entry) in TABLE_FORMATS for entry in entries)
-    return images or (not tables and not (folder / "data").is_dir())
-
-
-class _ColumnRoles(NamedTuple):
-    """Which columns of a table hold what; None for what it does not hold."""
-
-    main: str
-    kind: ColumnKind
-    modality: Modality
-    title: str | None
-    label: str | None
-    id: str | None
-
-
-def _column_roles(
-    path: str | Path,
-    kinds: dict[str, ColumnKind],
-    part: str,
-    modality: Modality | None,
-    *,
-    text_column: str | None,
-    title_column: str | None,
-    image_column: str | None,
-    id_column: str | None,
-    label_column: str | None,
-) -> _ColumnRoles:
-    """The columns that the user named, and usual names for the others."""
-    main, modality = _main_column(display_name(path), kinds, part, modality, text_column, image_column)
-    # Titles belong to texts, classes to images.
-    if modality == "image":
-        title_column = None
-        label_column = label_column or first_of(kinds, ("label",), but=main)
-    else:
-        label_column = None
-        # Next to a text column that the user chose, a title is only joined when it is named too.
-        if text_column is None:
-            title_column = title_column or first_of(kinds, ("title",), but=main)
-    id_column = id_column or first_of(kinds, ID_NAMES, but=main)
-    return _ColumnRoles(main, kinds.get(main, "value"), modality, title_column, label_column, id_column)
-
-
-def _read_roles(
-    path: str | Path,
-    roles: _ColumnRoles,
-    columns: Sequence[str],
-    skips: Skips,
-    *,
-    split: str,
-    subset: str | None,
-    limit: int | None,
-    quotes: bool | None,
-    allow_outside: bool,
-) -> Corpus:
-    """The items of a table."""
-    # A column may have two roles, such as text and filter.
-    others = [name for name in (roles.title, roles.label, roles.id, *columns) if name is not None]
-    to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), roles.main: roles.kind}
-    how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "quotes": quotes}
-    table = open_table(path, to_read, skips, allow_outside=allow_outside, **how)
-    own: dict[str, Any] = {"title_column": roles.title, "label_column": roles.label, "id_column": roles.id}
-    return table_corpus(table, roles.main, roles.modality, columns=columns, **own)
+    left_names = (*_SURELY_IMAGES, *_QUERIES, "title", "file_name")
+    right_names = (*CAPTION_NAMES[:2], *_DOCUMENTS)
+    left_column = left_column or default_column(path, kinds, left_names, "left_column")
+    right_column = right_column or default_column(path, kinds, right_names, "right_column", but=left_column)
+    return TablePairs(
+        path,
+        left_column,
+        right_column,
+        split=split,
+        subset=subset,
+        left_modality=left_modality,
+        right_modality=right_modality,
+        deduplicate=deduplicate,
+        limit=limit,
+        quotes=quotes,
+        allow_outside=allow_outside,
+        on_error=on_error,
+    )
 
 
 def _main_column(
-    source: str,
+    source: str | Path,
     kinds: dict[str, ColumnKind],
     part: str,
     modality: Modality | None,
@@ -269,13 +212,14 @@ def _main_column(
     elif first_of(kinds, _QUERIES) is not None:
         # The right column of such pairs, as in `open_pairs`.
         texts = (*_DOCUMENTS, *_TEXTS)
-    usual: list[tuple[tuple[str, ...], Modality]]
-    usual = [(_SURELY_IMAGES, "image"), (texts, "text"), (CAPTION_NAMES, "text"), (IMAGE_NAMES, "image")]
-    for names, kind in usual:
+    defaults: list[tuple[tuple[str, ...], Modality]]
+    defaults = [(_SURELY_IMAGES, "image"), (texts, "text"), (CAPTION_NAMES, "text"), (IMAGE_NAMES, "image")]
+    for names, kind in defaults:
         name = first_of(kinds, names)
         if name is not None and modality in (kind, None):
             return name, kind
     if len(kinds) == 1:
         return next(iter(kinds)), modality or "text"
     argument = {"text": "text_column", "image": "image_column", None: "text_column or image_column"}[modality]
-    raise DualencError(f"{source}: no telling which column to read; name {argument} (columns: {listed(kinds)})")
+    reason = f"cannot tell which column to read; name {argument} (columns: {listed(kinds)})"
+    raise DualencError(f"{display_name(source)}: {reason}")

@@ -15,15 +15,16 @@ import pyarrow as pa
 from dualenc.data.column_pairs import ColumnPairs
 from dualenc.data.columns import Column, Picked
 from dualenc.data.corpus import Corpus, table_corpus
+from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, detect
 from dualenc.data.images import ImageFiles, existing_file, find_images, split_folder
 from dualenc.data.labels import Labels, labels_of_folders
 from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_records
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
-from dualenc.data.tables import ONLY_SPLIT, TABLE_FORMATS, DataTable, open_table, peek_columns, usual_column
+from dualenc.data.tables import DataTable, default_column, open_table, peek_columns
 from dualenc.data.urls import display_name
-from dualenc.data.vectors import is_vectors, open_vectors, usual_ids
+from dualenc.data.vectors import default_ids, open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, OnError
 
@@ -89,7 +90,7 @@ class TablePairs(ColumnPairs):
         # Lines carry no types: what most records hold decides how columns are read.
         kinds = peek_columns(path, split, subset, limit, quotes)
         if negative_column is None:
-            negative_column = _usual_negatives(kinds, (left_column, right_column))
+            negative_column = _default_negatives(kinds, (left_column, right_column))
         negatives = [negative_column] if isinstance(negative_column, str) else list(negative_column)
         for name, modality in ((left_column, left_modality), (right_column, right_modality)):
             if (modality or kinds.get(name)) in ("vector", "vectors"):
@@ -114,7 +115,7 @@ class TablePairs(ColumnPairs):
         )
 
 
-def _usual_negatives(columns: Iterable[str], but: tuple[str, str]) -> list[str]:
+def _default_negatives(columns: Iterable[str], but: tuple[str, str]) -> list[str]:
     """The columns of mined negatives by their names, in the order of their numbers."""
     matches = [match for name in columns if name not in but and (match := _NEGATIVE_NAME.fullmatch(name))]
     return [match[0] for match in sorted(matches, key=lambda match: int(match[1] or 0))]
@@ -197,7 +198,7 @@ def _vectors_by_id(source: str | Path | None, skips: Skips) -> Corpus | None:
     """Vectors with the ids by which mined negatives name them."""
     if source is None:
         return None
-    return open_vectors(source, id_column=None if is_vectors(source) else usual_ids(source), skips=skips)
+    return open_vectors(source, id_column=None if detect(source) == "vectors" else default_ids(source), skips=skips)
 
 
 # Named functions, not partials: the cache of a table is keyed by the function's name.
@@ -271,9 +272,9 @@ class ImageFolderPairs(ColumnPairs):
         on_error: OnError = "skip",
     ) -> None:
         folder = Path(path)
-        if captions is None and _usual_captions(folder) is None:
+        if captions is None and _default_captions(folder) is None:
             folder = split_folder(folder, ONLY_SPLIT)
-        file = _usual_captions(folder) if captions is None else Path(captions)
+        file = _default_captions(folder) if captions is None else Path(captions)
         skips = Skips(path if file is None else file, on_error)
         names = find_images(folder, skips)
         if file is None:
@@ -282,8 +283,8 @@ class ImageFolderPairs(ColumnPairs):
             table = _table_of_text_files(folder, names, skips)
         else:
             known = peek_columns(file, quotes=quotes)
-            image_column = image_column or usual_column(file, known, IMAGE_NAMES, "image_column")
-            caption_column = caption_column or usual_column(file, known, CAPTION_NAMES, "caption_column")
+            image_column = image_column or default_column(file, known, IMAGE_NAMES, "image_column")
+            caption_column = caption_column or default_column(file, known, CAPTION_NAMES, "caption_column")
             columns: dict[str, ColumnKind] = {image_column: "value", caption_column: "list"}
             table = open_table(file, columns, skips, quotes=quotes)
             table.root = folder
@@ -295,7 +296,7 @@ class ImageFolderPairs(ColumnPairs):
         )
 
 
-def _usual_captions(folder: Path) -> Path | None:
+def _default_captions(folder: Path) -> Path | None:
     """The table of captions in a folder, if there is one."""
     suffixes = [suffix for suffix in TABLE_FORMATS if suffix != ".txt"]
     files = [folder / f"{stem}{suffix}" for stem in ("metadata", "captions") for suffix in suffixes]

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dualenc.data.cache import dataset_of_batches, first_line
+from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, detect
 from dualenc.data.identity import file_identity
 from dualenc.data.line_tables import (
     FILE,
@@ -29,22 +30,17 @@ from dualenc.data.line_tables import (
     listed,
     table_of_lines,
 )
-from dualenc.data.lines import LINE_FORMATS, check_distinct
+from dualenc.data.lines import check_distinct
 from dualenc.data.remote import local_copies
 from dualenc.data.skips import Skips
 from dualenc.data.urls import display_name, file_format, is_url, url_suffix
 from dualenc.errors import DualencError
-from dualenc.reading import glob_paths
+from dualenc.reading import glob_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ONLY_SPLIT = "train"
-"""What `datasets` calls the rows of a file."""
-TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
-
 _FORMATS = ", ".join(TABLE_FORMATS)
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BATCH_ROWS = 2000
 
 
@@ -151,7 +147,7 @@ def _root(source: str, files: Sequence[Path]) -> Path:
     from datasets import config
 
     if not files:
-        return Path(source if is_saved(source) else config.HF_CACHE_HOME)
+        return Path(source if detect(source) in ("saved", "saved_splits") else config.HF_CACHE_HOME)
     return files[0].parent
 
 
@@ -189,13 +185,13 @@ def first_of(columns: Iterable[str], names: Iterable[str], but: str | None = Non
     return next((name for name in names if name in columns and name != but), None)
 
 
-def usual_column(
+def default_column(
     source: object, columns: Collection[str], names: Iterable[str], argument: str, but: str | None = None
 ) -> str:
     """The `first_of` some usual names, for an argument that the user left out; a `DualencError` if there is none."""
     found = first_of(columns, names, but)
     if found is None:
-        shown = f"{display_name(source)}: no telling which column is {argument}"
+        shown = f"{display_name(source)}: cannot tell which column is {argument}"
         raise DualencError(f"{shown}; name it (columns: {listed(columns)})")
     return found
 
@@ -205,7 +201,7 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
     import datasets
 
     # A saved data set is never looked up on the hub, whatever its name.
-    if is_saved(source):
+    if detect(source) in ("saved", "saved_splits"):
         try:
             loaded = datasets.load_from_disk(source)
         except Exception as error:
@@ -346,26 +342,17 @@ def find_files(source: str, split: str) -> list[Path]:
     Raises:
         DualencError: nothing matches, the formats differ, or there is no such split.
     """
+    path = Path(source)
+    kind = detect(source)
     # Refused rather than ignored: another split of the same file would be the training data again.
-    if has_one_split(source) and split_name(split) != ONLY_SPLIT:
+    if kind in ("files", "saved") and split_name(split) != ONLY_SPLIT:
         raise DualencError(f"{display_name(source)}: no split {split!r}; there are: {ONLY_SPLIT}")
+    if kind in ("saved", "saved_splits", "hub"):
+        return []
     if is_url(source):
         _check_one_format(source, {url_suffix(source)})
         return local_copies(source)
-    path = Path(source)
-    if is_saved(path):
-        return []
-    if path.is_file():
-        files = [path]
-    elif path.is_dir():
-        files = _files_of_split(path, split)
-    elif any(character in source for character in "*?["):
-        files = [path for path in glob_paths(source) if path.is_file()]
-    # A name with a table's suffix is a file that is missing, not a data set of the hub.
-    elif _HUB_NAME.fullmatch(source) and file_format(path) not in TABLE_FORMATS:
-        return []
-    else:
-        files = []
+    files = _files_of_split(path, split) if path.is_dir() else glob_files(source)
     if not files:
         raise DualencError(f"{source}: no such file; give a file, folder or glob of {_FORMATS}")
     _check_one_format(source, {file_format(file) for file in files})
@@ -388,14 +375,6 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     if split_of and not files:
         raise DualencError(f"{folder}: no split {split!r}; there are: {', '.join(sorted(set(split_of.values())))}")
     return files
-
-
-def has_one_split(source: str | Path) -> bool:
-    """Whether a source has one split only: files by name, glob or URL, or a saved data set without splits."""
-    path = Path(source)
-    if is_url(source) or path.is_file() or (path / "state.json").is_file():
-        return True
-    return not path.is_dir() and any(character in str(source) for character in "*?[")
 
 
 def split_name(split: str) -> str:
@@ -433,11 +412,6 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
         sizes = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
         raise DualencError(f"{source}: split {split!r} has no rows (of {sizes}); widen the slice")
     return concatenate_datasets(slices)
-
-
-def is_saved(source: str | Path) -> bool:
-    """Whether `datasets.save_to_disk` wrote this folder."""
-    return any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def is_parquet(file: Path) -> bool:

@@ -13,12 +13,13 @@ import pyarrow.compute as pc
 
 from dualenc.data.columns import Picked, list_lengths, number_distinct
 from dualenc.data.corpus import Corpus, distinct_ids, row_ids
-from dualenc.data.embeddings import Array, Embeddings, ShardedVectors, is_embeddings
+from dualenc.data.detect import detect
+from dualenc.data.embeddings import Array, Embeddings, ShardedVectors
 from dualenc.data.line_tables import ColumnKind, check_columns, is_list
 from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
-from dualenc.data.tables import DataTable, check_whole, first_of, open_table, peek_columns, usual_column
+from dualenc.data.tables import DataTable, check_whole, default_column, first_of, open_table, peek_columns
 from dualenc.errors import DualencError
 from dualenc.types import Items, OnError
 
@@ -117,13 +118,6 @@ class VectorPairs(PairDataset):
         self.skipped = skips.report()
 
 
-def is_vectors(path: str | Path) -> bool:
-    """Whether a path is a folder of embeddings or a .npy file."""
-    # Another folder of data may have a meta.json of its own, of whatever kind.
-    shards = (*Path(path).glob("data-*.arrow"), *Path(path).glob("shard-*.npy"))
-    return Path(path).suffix == ".npy" or (bool(shards) and is_embeddings(path))
-
-
 def open_vectors(
     source: str | Path,
     column: str | None = None,
@@ -145,7 +139,7 @@ def open_vectors(
         BadSample: a bad vector, under on_error="raise".
     """
     where: Callable[[int], str]
-    if is_vectors(source):
+    if detect(source) == "vectors":
         check_whole(source, split)
         opened = _open_npy(Path(source)) if Path(source).suffix == ".npy" else Embeddings.open(source)
         kept_columns = pa.table({}) if opened.columns is None else opened.columns
@@ -156,7 +150,7 @@ def open_vectors(
         where = partial("{} row {}".format, source)
         columns_of = kept_columns.select(columns).take
     else:
-        column = column or _usual_column(str(source), split, subset)
+        column = column or _default_column(str(source), split, subset)
         named = [*columns, *([] if id_column is None else [id_column])]
         kinds: dict[str, ColumnKind] = {**dict.fromkeys(named, "value"), column: "vector"}
         table = open_table(source, kinds, skips, split=split, subset=subset, limit=limit)
@@ -250,13 +244,13 @@ def usable(faults: Faults, count: int) -> np.ndarray:
     return ~np.any([np.zeros(count, dtype=bool), *(bad for bad, _ in faults.values())], axis=0)
 
 
-def _usual_column(source: str, split: str, subset: str | None) -> str:
+def _default_column(source: str, split: str, subset: str | None) -> str:
     kinds = peek_columns(source, split, subset)
     lists = [name for name, kind in kinds.items() if kind == "vector"]
-    return usual_column(source, kinds, [*VECTOR_NAMES, *(lists if len(lists) == 1 else ())], "the vectors")
+    return default_column(source, kinds, [*VECTOR_NAMES, *(lists if len(lists) == 1 else ())], "the vectors")
 
 
-def usual_ids(source: str | Path, split: str = "train", subset: str | None = None) -> str | None:
+def default_ids(source: str | Path, split: str = "train", subset: str | None = None) -> str | None:
     """The column of a table that holds ids, if it has one of a usual name."""
     return first_of(peek_columns(source, split, subset), ID_NAMES)
 

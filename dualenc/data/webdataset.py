@@ -21,10 +21,10 @@ from dualenc.data.pairs import PairDataset
 from dualenc.data.remote import local_copies
 from dualenc.data.skips import Skips
 from dualenc.data.tar_index import Tars, index_tar
-from dualenc.data.urls import is_url, url_suffix
+from dualenc.data.urls import is_url
 from dualenc.decoding import MAX_BYTES, decode_image
 from dualenc.errors import BadSample, DualencError
-from dualenc.reading import glob_paths
+from dualenc.reading import glob_files
 from dualenc.types import Modality, OnError
 
 _IMAGE_ENDS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
@@ -147,9 +147,7 @@ def _find_tars(path: str | Path | list[str]) -> list[Path]:
         return [tar for part in path for tar in _find_tars(part)]
     if is_url(path):
         return local_copies(str(path))
-    if Path(path).is_file():
-        return [Path(path)]
-    return [*glob_paths(str(Path(path) / "*.tar") if Path(path).is_dir() else str(path))]
+    return glob_files(str(Path(path) / "*.tar") if Path(path).is_dir() else str(path))
 
 
 class _Files:
@@ -247,11 +245,3 @@ class _Files:
     def _tar_identities(self) -> list[bytes]:
         """Name and checksum of each tar."""
         return [tar.name.encode(errors="surrogateescape") + b" " + file_identity(tar) for tar in self.tars.paths]
-
-
-def is_tars(path: str | Path) -> bool:
-    """Whether a path, folder, glob or URL means tars."""
-    if is_url(path):
-        return url_suffix(str(path)) == ".tar"
-    folder = Path(path)
-    return str(path).endswith(".tar") or (folder.is_dir() and any(folder.glob("*.tar")))

@@ -88,7 +88,7 @@ def test_columns_of_pairs_can_be_named_and_a_beir_folder_may_stand_beside(
     pairs = tmp_path / "pairs.csv"
     pairs.write_text("a,b\nfox,an animal\nwing,of a bird\n")
     assert evaluate(model, pairs, "--out", tmp_path / "out") == 2
-    assert "no telling which column is left_column; name it (columns: a, b)" in capsys.readouterr().err
+    assert "cannot tell which column is left_column; name it (columns: a, b)" in capsys.readouterr().err
     named = ("--left-column", "a", "--right-column", "b")
     assert evaluate(model, data, pairs, "--out", tmp_path / "out", *named) == 0
     measured = json.loads((tmp_path / "out" / "metrics.json").read_text())

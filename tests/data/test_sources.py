@@ -224,7 +224,7 @@ def test_pairs_by_usual_and_by_given_names(tmp_path: Path) -> None:
     assert open_pairs(path)[0].right == "a"
     assert open_pairs(path, right_column="note")[0].right == "n"
     other = write_csv(tmp_path / "y.csv", ["question", "reply"], [["q", "a"]])
-    with pytest.raises(DualencError, match=r"no telling which column is right_column; .*columns: question, reply"):
+    with pytest.raises(DualencError, match=r"cannot tell which column is right_column; .*columns: question, reply"):
         open_pairs(other)
 
 

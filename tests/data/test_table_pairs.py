@@ -601,7 +601,7 @@ def test_no_captions_at_all(folder: Path) -> None:
 
 def test_unknown_columns_are_told(folder: Path) -> None:
     write_csv(folder / "captions.csv", ["a", "b"], [["sub/1.png", "one"]])
-    with pytest.raises(DualencError, match=r"no telling which column is image_column; name it \(columns: a, b\)"):
+    with pytest.raises(DualencError, match=r"cannot tell which column is image_column; name it \(columns: a, b\)"):
         ImageFolderPairs(folder)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dualenc import distributed
-from dualenc.data.sources import usual_split
+from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
 from dualenc.evaluation.corrupted import read_baseline
 from dualenc.evaluation.corrupted_parts import (
@@ -45,7 +45,7 @@ TRAIN_BATCH = 256
 
 def evaluate(model: str, data: str, given: ImageOptions, options: CorruptionOptions, output: OutputOptions) -> None:
     """Evaluate retrieval among versions and images, and with training images the robustness of a linear probe."""
-    split = given.split or usual_split(options.clean or data, "test")
+    split = given.split or default_split(options.clean or data, "test")
     evaluation = Evaluation("corrupted", model, data, output)
     source, images = _open(data, split, given, options)
     severities = options.severities or list(SEVERITIES)

@@ -9,7 +9,7 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.data import Corpus, open_pairs
-from dualenc.data.sources import usual_split
+from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.embedding import embed_into
@@ -31,7 +31,7 @@ def evaluate(
 ) -> None:
     """Evaluate retrieval both ways."""
     evaluation = Evaluation("image-text", model, data, output)
-    split = split or usual_split(data, "test")
+    split = split or default_split(data, "test")
     pairs = open_pairs(data, **vars(columns), split=split)
     if (pairs.left_modality, pairs.right_modality) != ("image", "text"):
         raise DualencError(

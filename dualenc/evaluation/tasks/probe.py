@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc import distributed
-from dualenc.data.sources import usual_split
+from dualenc.data.detect import default_split
 from dualenc.evaluation import plots
 from dualenc.evaluation.convergence import effective_rank, label_similarities, uniformity
 from dualenc.evaluation.image_probes import Row, fit_features, train_by_sgd
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def evaluate(model: str, data: str, given: ImageOptions, options: ProbeOptions, output: OutputOptions) -> None:
     """Fit the probes on training images, and test them."""
-    split = given.split or usual_split(data, "test")
+    split = given.split or default_split(data, "test")
     source = given.train or data
     evaluation = Evaluation("probe", model, data, output)
     columns: dict[str, Any] = {"label_column": given.label_column, "quotes": given.quotes}

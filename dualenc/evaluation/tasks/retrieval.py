@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc import distributed
-from dualenc.data.beir import is_beir, read_beir
+from dualenc.data.beir import read_beir
 from dualenc.data.corpus import held_out
-from dualenc.data.sources import open_pairs, usual_split
+from dualenc.data.detect import default_split, detect
+from dualenc.data.sources import open_pairs
 from dualenc.data.urls import display_name as source_name
 from dualenc.data.urls import is_url
 from dualenc.errors import DualencError
@@ -177,7 +178,7 @@ def _open_collection(
     source: str, options: RetrievalOptions, columns: ColumnOptions, where: Sequence[str]
 ) -> tuple[str, RetrievalSet]:
     """A collection, restricted to the documents that meet `where`, and its name: that of its folder or file."""
-    if not _is_beir(source):
+    if detect(source) != "beir":
         shown = source_name(source)
         if where:
             raise DualencError(f"{shown}: --where is for fields of a BEIR folder; leave it out")
@@ -199,17 +200,11 @@ def _check_collection(source: str, collection: RetrievalSet, bm25: bool, ranking
     check_trec_names(collection.corpus.ids, f"{source}: document id")
 
 
-def _is_beir(source: str) -> bool:
-    """Whether a folder is meant to be BEIR's, even if a part of it is missing."""
-    folder = Path(source)
-    return is_beir(folder) or (folder / "qrels").is_dir() or (folder / "queries.jsonl").is_file()
-
-
 def _split_of(source: str, split: str | None) -> str:
     """The split to read: as named, or the usual one."""
     if split is not None:
         return split
-    return "test" if _is_beir(source) else usual_split(source, "test")
+    return default_split(source, "test")
 
 
 def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet:

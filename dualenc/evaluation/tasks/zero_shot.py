@@ -10,7 +10,7 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.data import Corpus
-from dualenc.data.sources import usual_split
+from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.embedding import embed_into
@@ -38,7 +38,7 @@ def evaluate(model: str, data: str, options: ZeroShotOptions, output: OutputOpti
     """Give each image the class whose prompts are nearest."""
     evaluation = Evaluation("zero-shot", model, data, output)
     templates = TEMPLATES if options.templates is None else read_templates(options.templates)
-    split = options.split or usual_split(data, "test")
+    split = options.split or default_split(data, "test")
     images = open_images(data, split, label_column=options.label_column, quotes=options.quotes)
     labels = require_labels(images, f"{data}, {split}")
     names = _class_names(options.class_names, images.class_names, labels, data)

@@ -1,0 +1,65 @@
+"""What a source is, recognised once by its name and the files in it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from dualenc.data.embeddings import is_embeddings
+from dualenc.data.images import IMAGE_SUFFIXES
+from dualenc.data.lines import LINE_FORMATS
+from dualenc.data.urls import file_format, is_url, url_suffix
+
+Kind = Literal["beir", "tars", "vectors", "images", "saved", "saved_splits", "files", "folder", "hub"]
+"""beir: a BEIR folder, even if a part is missing. tars: one, a folder or a glob of them. vectors: a folder of
+embeddings or a .npy file. images: a folder of them. saved, saved_splits: written by `datasets`. files: a table by name,
+glob or URL. folder: of tables. hub: a name on the hub."""
+
+ONLY_SPLIT = "train"
+"""What `datasets` calls the rows of a file."""
+TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def detect(source: str | Path) -> Kind:
+    """The kind of a source; "files" for one that does not exist."""
+    if is_url(source):
+        return "tars" if url_suffix(str(source)) == ".tar" else "files"
+    path = Path(source)
+    if path.is_dir():
+        return _kind_of_folder(path)
+    if path.suffix == ".npy":
+        return "vectors"
+    if path.suffix == ".tar":
+        return "tars"
+    # A name with a table's suffix is a file that is missing, not a data set of the hub.
+    is_name = _HUB_NAME.fullmatch(str(source)) and file_format(path) not in TABLE_FORMATS
+    return "hub" if is_name and not path.is_file() else "files"
+
+
+def _kind_of_folder(folder: Path) -> Kind:
+    entries = {entry.name: entry for entry in folder.iterdir()}
+    if entries.keys() & {"corpus.jsonl", "corpus.jsonl.gz", "qrels"}:
+        return "beir"
+    if "state.json" in entries:
+        return "saved"
+    if "dataset_dict.json" in entries:
+        return "saved_splits"
+    # Another folder of data may have a meta.json of its own, of whatever kind.
+    has_shards = any(name.startswith("data-") and name.endswith(".arrow") for name in entries)
+    if has_shards and is_embeddings(folder):
+        return "vectors"
+    suffixes = {Path(name).suffix.lower() for name in entries}
+    if ".tar" in suffixes:
+        return "tars"
+    has_tables = any(file_format(entry) in TABLE_FORMATS and entry.is_file() for entry in entries.values())
+    # The hub stores the tables of a data set in `data`.
+    has_tables = has_tables or (folder / "data").is_dir()
+    return "folder" if has_tables and not suffixes & set(IMAGE_SUFFIXES) else "images"
+
+
+def default_split(source: str | Path, default: str) -> str:
+    """The split to read where the user names none: the only one of a source without splits, else the default."""
+    return ONLY_SPLIT if detect(source) in ("tars", "vectors", "saved", "files") else default
