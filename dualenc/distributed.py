@@ -223,24 +223,16 @@ class GradientAverage:
         self._missing = [len(bucket) for bucket in self.buckets]
 
     @explain_lost_process()
-    def finish(self, number: int = 0) -> int:
-        """Write the averages.
-
-        Args:
-            number: of this rank; sent along with what is exchanged anyway.
-
-        Returns:
-            The largest `number` of all ranks, the same on every rank.
-        """
+    def finish(self) -> None:
+        """Write the averages."""
         if not is_initialized():
-            return number
+            return
         has_gradient = [parameter.grad is not None for bucket in self.buckets for parameter in bucket]
-        flags = torch.tensor([*has_gradient, number], dtype=torch.int32)
+        flags = torch.tensor(has_gradient, dtype=torch.int32)
         while len(self._sent) < len(self.buckets):
             self._send()
         # Whether a parameter has a gradient may differ by rank, but all must treat it alike.
-        *used, number = all_reduce(flags.to(self.device), "max").tolist()
-        is_used = iter(used)
+        is_used = iter(all_reduce(flags.to(self.device), "max").tolist())
         sent = self._sent
         self._missing = None
         self._sent = []
@@ -253,7 +245,6 @@ class GradientAverage:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad.copy_(part.view_as(parameter))
-        return number
 
     def _filled(self, number: int, parameter: Tensor) -> None:
         if self._missing is None:

@@ -53,14 +53,14 @@ def work(rank: int, folder: Path) -> None:
     for way in ("during", "after"):
         layers = network()
         average = distributed.GradientAverage(layers.parameters(), bucket_elements=40)
-        for step in range(2):  # hooks do their work in every step, and once
+        for _ in range(2):  # hooks do their work in every step, and once
             layers.zero_grad()
             loss_of(layers, rank, 0).backward()
             if way == "during":
                 average.expect()
             loss_of(layers, rank, 1).backward()
             left_before_the_end = len(average._sent)
-            found[f"number {way} {step}"] = average.finish(number=10 + rank)
+            average.finish()
         found[way] = [p.grad for p in layers.parameters()]
         found[f"{way} left"], found["buckets"] = left_before_the_end, len(average.buckets)
     torch.save(found, folder / f"{rank}.pt")
@@ -73,7 +73,6 @@ def test_three_ranks_average_during_the_backward_pass_and_after_it(tmp_path: Pat
     expected = averaged(network())
     for rank in range(WORLD):
         found = torch.load(tmp_path / f"{rank}.pt")
-        assert {found[f"number {way} {step}"] for way in ("during", "after") for step in range(2)} == {12}
         for way in ("during", "after"):
             for ours, right in zip(found[way], expected, strict=True):
                 assert (ours is None) == (right is None)
@@ -89,6 +88,6 @@ def test_alone_nothing_is_changed() -> None:
     average.expect()
     loss_of(layers, 1, 0).backward()
     before = [None if p.grad is None else p.grad.clone() for p in layers.parameters()]
-    assert average.finish(7) == 7
+    average.finish()
     for ours, right in zip((p.grad for p in layers.parameters()), before, strict=True):
         assert (ours is None and right is None) or torch.equal(ours, right)

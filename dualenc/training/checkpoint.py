@@ -315,14 +315,6 @@ class Checkpoints:
             seed_everything(seed, distributed.rank())
         return state
 
-    def load_step(self, step: int) -> Any:
-        """The state of the checkpoint of a step, like `load_latest`, or None; all ranks call it together."""
-        folder = distributed.broadcast_object(dict(self.finished()).get(step))
-        if folder is None:
-            return None
-        _check_files(folder)
-        return _load(folder / "state.pt")
-
     def _check_fingerprint(self, folder: Path) -> None:
         saved = read_json(folder / "meta.json")["fingerprint"]
         for key in sorted(set(saved) | set(self.fingerprint)):

@@ -36,7 +36,7 @@ from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.mining import NegativeMiner
 from dualenc.training.plan import BatchPlan, fresh_embeddings
 from dualenc.training.settings import FREE_SETTINGS, TrainerSettings
-from dualenc.training.signals import StopSignals
+from dualenc.training.signals import StopSignals, stopped_by
 from dualenc.training.step import TrainStep
 
 _POSITION = ("steps", "epoch", "batch", "batches_done", "evaluation_due")
@@ -56,7 +56,7 @@ class Loop:
         objective: the loss.
         batching: chooses the batches.
         evaluator: measures the model, if any.
-        signals: what a scheduler has sent; every step agrees on it with the other ranks.
+        signals: received from a scheduler or the user.
         recipe: the resolved recipe; empty for a run from Python.
     """
 
@@ -223,7 +223,7 @@ class Loop:
                 f"not better than that of step {self.best.best_step}"
             )
         with self.train_step.averaged():
-            return self.best.finish(self.steps, self.checkpoints, self.log.info)
+            return self.best.finish(self.steps, self.log.info)
 
     @property
     def out_of_patience(self) -> bool:
@@ -387,7 +387,7 @@ class Loop:
             values |= {f"state/{name}": value for name, value in self.objective.diagnostics().items()}
         if self.objective.needs_encode:
             values["items_encoded"] = float(self.items.num_encoded - encoded_before) * distributed.world_size()
-        norm, self.signals.agreed = self.train_step.update(self.signals.noted)
+        norm = self.train_step.update()
         if norm is not None:
             values["gradient_norm"] = norm
         return loss, values
@@ -411,7 +411,7 @@ class Loop:
         """Log, evaluate, save, stop: whatever is due after a step."""
         settings = self.settings
         is_last = self.steps == self.total_steps
-        stop = self.signals.agreed
+        stop = self.signals.agree(self.device)
         if self._logs_at(self.steps):
             self._write_log()
         if is_last or _due(self.steps, settings.evaluate_every):
@@ -431,7 +431,7 @@ class Loop:
             if settings.save_every is None:
                 saved = "nothing is saved, as save_every is null"
             self.log.info(f"stopped by {signal.Signals(stop).name} after step {self.steps}: {saved}")
-            raise self.signals.stop()
+            raise stopped_by(stop)
 
     def _write_log(self) -> None:
         self._fail_if_bad(self.meter.bad_step())

@@ -29,6 +29,11 @@ class Interrupted(KeyboardInterrupt):
     """The same after Ctrl-C: a KeyboardInterrupt, which does not end an interactive session as a SystemExit does."""
 
 
+def stopped_by(number: int) -> BaseException:
+    """The exception of a training that this signal has stopped, to raise once the checkpoint is written."""
+    return Interrupted() if number == signal.SIGINT else Stopped(number)
+
+
 SAME_PRESS = 0.5
 """Seconds in which a second SIGINT is the same Ctrl-C: a terminal sends it to all processes, a launcher once more."""
 
@@ -45,14 +50,11 @@ class StopSignals:
 
     Attributes:
         noted: number of the signal that this process has received; 0 for none.
-        agreed: the same for all ranks, as of the latest exchange. A scheduler does not reach all ranks at once, but
-            all must stop at the same step.
     """
 
     def __init__(self, saves: bool = True) -> None:
         self.saves = saves
         self.noted = 0
-        self.agreed = 0
         self._before: dict[int, Any] = {}
         self._pressed_at: float | None = None
 
@@ -74,15 +76,11 @@ class StopSignals:
             signal.raise_signal(self.noted)
 
     def agree(self, device: torch.device) -> int:
-        """Exchange what was noted, and return what is agreed; all ranks call it together."""
-        self.agreed = int(distributed.all_reduce(torch.tensor(self.noted, device=device), "max"))
-        return self.agreed
+        """The signal that any rank has received, or 0; all ranks call it together.
 
-    def stop(self) -> BaseException:
-        """The exception to raise once the checkpoint is written."""
-        if self.agreed == signal.SIGINT:
-            return Interrupted()
-        return Stopped(self.agreed)
+        A scheduler does not reach all ranks at once, but all must stop at the same step.
+        """
+        return int(distributed.all_reduce(torch.tensor(self.noted, device=device), "max"))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # Ctrl-C reaches this process several times where a launcher passes it on.

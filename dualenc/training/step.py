@@ -149,19 +149,12 @@ class TrainStep:
             left, right = self.encoding.encode_parts(("left", batch.left), ("right", batch.right))
         return {"keys_left": left, "keys_right": right}
 
-    def update(self, signal: int) -> tuple[Tensor | None, int]:
-        """Average, clip and apply the gradients.
-
-        Args:
-            signal: that this process has received; 0 for none.
-
-        Returns:
-            The norm of the gradients if they are clipped, and the signal that all processes agree on.
-        """
+    def update(self) -> Tensor | None:
+        """Average, clip and apply the gradients; returns their norm if they are clipped."""
         scaler = self.accelerator.scaler
         norm = None
         # Averaged before unscaling: an overflow on one rank is then an overflow on all, and all skip the step.
-        agreed = self.gradients.finish(signal)
+        self.gradients.finish()
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         if self.settings.max_gradient_norm is not None:
@@ -180,7 +173,7 @@ class TrainStep:
             self.averages.update()
         if self.momentum_encoder is not None:
             self.momentum_encoder.update()
-        return norm, agreed
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer, schedule and averages; all ranks call it together."""
