@@ -46,7 +46,7 @@ class Evaluator(ABC):
         data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
         observed: distributions and queries of the latest call besides its metrics, for reports; None without any.
-        moment: when the trainer measures, such as "before training": what bars begin with; "" shows none.
+        shows_progress: whether a call takes `progress`, such as "before training", with which its bars begin.
     """
 
     primary: str
@@ -55,15 +55,11 @@ class Evaluator(ABC):
     task: str = ""
     data: tuple[str, str | None] = ("held-out data", None)
     modalities: Mapping[Side, Modality] = MappingProxyType({})
-    moment: str = ""
+    shows_progress: bool = False
 
     @abstractmethod
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         """Metrics by name. All ranks call it together; the main process's result counts."""
-
-    def bar(self, what: str) -> str:
-        """Description of the progress bar over items that are embedded, for `embed_side`; "" for no bar."""
-        return f"{self.moment}: embed {what}" if self.moment else ""
 
 
 class RetrievalEvaluator(Evaluator):
@@ -93,6 +89,8 @@ class RetrievalEvaluator(Evaluator):
     Raises:
         DualencError: neither or both of path and pairs are given, two folders of one name, or unreadable data.
     """
+
+    shows_progress = True
 
     def __init__(
         self,
@@ -151,11 +149,11 @@ class RetrievalEvaluator(Evaluator):
             )
         return by_folder[0]
 
-    def __call__(self, model: DualEncoder) -> dict[str, float]:
+    def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
         means: dict[str, Mapping[str, float]] = {}
         observed: dict[str, Observed] = {}
         for name in self.collections:
-            means[name], observed[name] = self._measure(model, name)
+            means[name], observed[name] = self._measure(model, name, progress)
         shown = [metric for metric in dict.fromkeys((*HEADLINES, self.primary)) if metric in next(iter(means.values()))]
         metrics = {metric: float(np.mean([found[metric] for found in means.values()])) for metric in shown}
         if len(means) == 1:
@@ -168,10 +166,10 @@ class RetrievalEvaluator(Evaluator):
             metrics |= {f"{name}/{self.primary}": found[self.primary] for name, found in means.items()}
         return metrics
 
-    def _measure(self, model: DualEncoder, name: str) -> tuple[Mapping[str, float], Observed]:
+    def _measure(self, model: DualEncoder, name: str, progress: str) -> tuple[Mapping[str, float], Observed]:
         """The metrics and the record of one collection."""
         collection = self.collections[name]
-        bars = [self.bar(f"{what} of {name}") for what in ("queries", "documents")]
+        bars = [_bar(progress, f"{what} of {name}") for what in ("queries", "documents")]
         queries = embed_side(model, "left", collection.queries, self.batch_size, progress=bars[0])
         documents = embed_side(model, "right", collection.corpus, self.batch_size, progress=bars[1])
         device = next(model.parameters()).device
@@ -250,6 +248,7 @@ class ImageTextEvaluator(Evaluator):
     )
     task = "image-text"
     data = ("held-out pairs", None)
+    shows_progress = True
 
     def __init__(self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall") -> None:
         self.images, left_rows = used_items(pairs, "left")
@@ -261,10 +260,10 @@ class ImageTextEvaluator(Evaluator):
         self.primary = primary
         self.modalities = {"left": self.images.modality, "right": self.texts.modality}
 
-    def __call__(self, model: DualEncoder) -> dict[str, float]:
+    def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
         from dualenc.evaluation.observed import Observed, observed_pairs, observed_queries
 
-        bars = [self.bar(what) for what in ("held-out images", "their captions")]
+        bars = [_bar(progress, what) for what in ("held-out images", "their captions")]
         images = embed_side(model, "left", self.images, self.batch_size, on_error="raise", progress=bars[0])
         texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise", progress=bars[1])
         ranks = both_ways_ranks(images.vectors, texts.vectors, self.captions)
@@ -292,6 +291,7 @@ class KNNEvaluator(Evaluator):
     metric_names = ("knn_accuracy",)
     task = "nearest-neighbours"
     data = ("held-out images", None)
+    shows_progress = True
     modalities = MappingProxyType({"left": "image"})
 
     def __init__(
@@ -317,13 +317,19 @@ class KNNEvaluator(Evaluator):
         self.temperature = temperature
         self.batch_size = batch_size
 
-    def __call__(self, model: DualEncoder) -> dict[str, float]:
+    def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
         from dualenc.evaluation.observed import Observed, observed_labels
         from dualenc.evaluation.probe import accuracy, knn_predict
 
         train, test = (
             embed_side(
-                model, "left", corpus, self.batch_size, output="features", on_error="raise", progress=self.bar(what)
+                model,
+                "left",
+                corpus,
+                self.batch_size,
+                output="features",
+                on_error="raise",
+                progress=_bar(progress, what),
             ).vectors
             for corpus, what in zip(self.corpora, ("images that vote", "held-out images"), strict=True)
         )
@@ -355,6 +361,10 @@ class TextsOf(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self.row_of)
+
+
+def _bar(progress: str, items: str) -> str:
+    return f"{progress}: embed {items}" if progress else ""
 
 
 def embed_side(
