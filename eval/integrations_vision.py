@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
@@ -96,6 +97,27 @@ def write_pairs(folder: Path, work: Path, images: int) -> dict[str, Path]:
     return paths
 
 
+class LoaderWithIds:
+    """open_clip's loader of a table, which remembers the ids of the batch, and items by id."""
+
+    def __init__(self, loader: Any) -> None:
+        data = loader.dataset
+        sides = [np.unique(side, return_index=True, return_inverse=True) for side in (data.images, data.captions)]
+        self.sizes = {"num_left": len(sides[0][0]), "num_right": len(sides[1][0])}
+        self.items = {
+            side: [data[row][column] for row in sides[column][1]] for column, side in enumerate(("left", "right"))
+        }
+        self.num_batches = loader.num_batches
+        self.num_samples = loader.num_samples
+        pairs = torch.utils.data.StackDataset(data, *(side[2] for side in sides))
+        self.loader = torch.utils.data.DataLoader(pairs, loader.batch_size, sampler=loader.sampler, drop_last=True)
+
+    def __iter__(self) -> Any:
+        for (images, texts), *ids in self.loader:
+            self.ids = ids
+            yield images, texts
+
+
 def train_open_clip(
     data: dict[str, Path], ours: Any, epochs: int, batch_size: int, temperature: float, seed: int
 ) -> dict[str, float]:
@@ -104,8 +126,6 @@ def train_open_clip(
     from open_clip_train.data import get_data
     from open_clip_train.scheduler import cosine_lr
     from open_clip_train.train import evaluate, train_one_epoch
-
-    from dualenc.integrations.open_clip import GlobalClipLoss, with_ids
 
     torch.manual_seed(seed)
     model = open_clip.CLIP(
@@ -132,9 +152,17 @@ def train_open_clip(
     with torch.no_grad():
         model.logit_scale.fill_(-torch.tensor(temperature).log())
     if ours is not None:
-        loaded["train"] = with_ids(loaded["train"])
-        objective = ours(**loaded["train"].sizes, temperature=temperature, seed=seed)
-        loss = GlobalClipLoss(objective, loaded["train"], model, epochs)
+        loader = loaded["train"].dataloader = LoaderWithIds(loaded["train"].dataloader)
+        objective = ours(**loader.sizes, temperature=temperature, seed=seed)
+
+        def encode(side: str, ids: Tensor) -> Tensor:
+            inputs = torch.stack([loader.items[side][number] for number in ids.tolist()])
+            tower = model.encode_image if side == "left" else model.encode_text
+            return nn.functional.normalize(tower(inputs), dim=-1)
+
+        def loss(image_features: Tensor, text_features: Tensor, logit_scale: Tensor, output_dict: bool) -> Any:
+            return {"contrastive_loss": objective(image_features, text_features, *loader.ids, encode).loss}
+
     torch.manual_seed(seed)
     for epoch in range(epochs):
         train_one_epoch(model, loaded, loss, epoch, optimizer, None, scheduler, None, args)
@@ -181,8 +209,6 @@ def train_lightly(
     from lightly.loss import NTXentLoss
     from lightly.transforms.multi_view_transform import MultiViewTransform
 
-    from dualenc.integrations.lightly import FileIds, ViewsLoss
-
     view = transforms.Compose(
         [
             transforms.RandomResizedCrop(32, scale=(0.2, 1.0)),
@@ -204,9 +230,8 @@ def train_lightly(
             self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
             self.criterion: Any = NTXentLoss(temperature=temperature)
             if ours is not None:
-                ids = FileIds(dataset)
-                objective = ours(**ids.sizes, temperature=temperature, seed=seed)
-                self.criterion = ViewsLoss(objective, ids, embed=self.forward)
+                self.criterion = ours(num_left=len(dataset), views=True, temperature=temperature, seed=seed)
+                self.number = {name: number for number, name in enumerate(dataset.get_filenames())}
 
         def forward(self, images: Tensor) -> Tensor:
             projections: Tensor = self.head(self.backbone(images))
@@ -214,8 +239,15 @@ def train_lightly(
 
         def training_step(self, batch: Any, number: int) -> Tensor:
             (view0, view1), _, names = batch
-            loss: Tensor = self.criterion(self(view0), self(view1), *([] if ours is None else [names]))
-            return loss
+            if ours is None:
+                return self.criterion(self(view0), self(view1))
+            ids = torch.tensor([self.number[name] for name in names])
+            left, right = (nn.functional.normalize(self(view), dim=1) for view in (view0, view1))
+            return self.criterion(left, right, ids, encode=self.encode).loss
+
+        def encode(self, side: str, ids: Tensor) -> Tensor:
+            views = [dataset[number][0][side == "right"] for number in ids.tolist()]
+            return nn.functional.normalize(self(torch.stack(views)), dim=1)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import open_clip
 from PIL import Image, ImageDraw
 
 # What a customer writes, and what the catalogue calls it.
@@ -49,6 +50,25 @@ def write_shapes(folder: Path, copies: int = 4) -> None:
         rows.append({"image": name, "captions": [caption, f"{ground} behind a {shape} that is {colour}"]})
     write_jsonl(folder / "train.jsonl", rows[len(kinds) :])
     write_jsonl(folder / "test.jsonl", rows[: len(kinds)])
+
+
+def write_clip_files(folder: Path) -> list[str]:
+    """Tables of images and captions, and arguments of open_clip's program for a tiny architecture, made known to it."""
+    write_shapes(folder)
+    for split in ("train", "test"):
+        rows = [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+        lines = [f"{folder / row['image']}\t{row['captions'][0]}\n" for row in rows]
+        (folder / f"{split}.tsv").write_text("filepath\ttitle\n" + "".join(lines))
+    config = {
+        "embed_dim": 32,
+        "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 64, "layers": 2, "head_width": 32},
+        "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 1},
+    }
+    (folder / "tiny-clip.json").write_text(json.dumps(config))
+    open_clip.add_model_config(folder / "tiny-clip.json")
+    files = f"--train-data {folder}/train.tsv --val-data {folder}/test.tsv --dataset-type csv"
+    settings = "--epochs 16 --batch-size 32 --lr 2e-3 --lr-scheduler const --precision fp32 --device cpu --workers 0"
+    return f"--model tiny-clip {files} {settings} --skip-scheduler".split()
 
 
 def write_patterns(folder: Path, per_class: int) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+from tests.test_docs import code
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -79,8 +82,33 @@ def test_index_and_search(main: Callable[..., Any], tmp_path: Path) -> None:
     assert main(tmp_path) == ["lamp-of-glass-in-blue", "couch-of-wood-in-black"]
 
 
+@pytest.mark.slow
+def test_open_clip_loop(main: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("open_clip_train")
+    assert main(tmp_path)["image_to_text_R@5"] > 0.3  # chance is 0.06
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_lightly_loop(main: Callable[..., Any], tmp_path: Path) -> None:
+    module = main(tmp_path)
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    state = torch.load(checkpoint, weights_only=False)["state_dict"]
+    assert torch.equal(state["criterion.log_u"], module.criterion.log_u)
+    assert state["criterion.log_u"].isfinite().any()
+
+
+@pytest.mark.parametrize("library", ["open-clip", "lightly"])
+def test_pages_show_the_examples(library: str) -> None:
+    page = EXAMPLES.parent / "docs" / f"from-{library}.md"
+    example = (EXAMPLES / f"{library.replace('-', '_')}_loop.py").read_text()
+    shown = code(page, "python")[0].split("\n\n\n")[0]
+    assert shown in example
+
+
 def test_every_example_has_a_test() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")} - {"toy_data"}
     assert names == {name.removeprefix("test_") for name in globals() if name.startswith("test_")} - {
-        "every_example_has_a_test"
+        "every_example_has_a_test",
+        "pages_show_the_examples",
     }
