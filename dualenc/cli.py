@@ -45,7 +45,6 @@ COMMANDS: Commands = {
         "zero-shot": Command("evaluate", "zero_shot", "classify images by prompts"),
         "probe": Command("evaluate", "probe", "linear and kNN probes on image features"),
         "corrupted": Command("evaluate", "corrupted", "retrieval under image corruptions"),
-        "convergence": Command("evaluate", "convergence", "learning curves of several runs"),
         "objectives": Command("evaluate", "objectives", "which objective misses how much of the gradient"),
         "compare": Command("evaluate", "compare", "metrics of several models side by side"),
     },

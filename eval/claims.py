@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from convergence import exact_gradient
 from PIL import Image
 from quality import cached, mean_and_sd, new_parser, open_parts, train_and_measure
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder
 from dualenc.encoders.dual import DUALENC_FILE, Prepare, Tower, unit_norm
 from dualenc.evaluation import plots
-from dualenc.evaluation.convergence import exact_gradient
 from dualenc.evaluation.corrupted import nearest_images, nearest_versions, summarise
 from dualenc.evaluation.corruptions import ALL, GeneratedCorruptions
 from dualenc.evaluation.objectives import FrozenPairs

@@ -46,7 +46,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in shown
     assert cli.main(["evaluate", "--help"]) == 0
     shown = capsys.readouterr().out
-    for name in ("retrieval", "image-text", "zero-shot", "probe", "corrupted", "convergence", "objectives", "compare"):
+    for name in ("retrieval", "image-text", "zero-shot", "probe", "corrupted", "objectives", "compare"):
         assert name in shown
     assert cli.main([]) == 0
     assert cli.main(["--version"]) == 0

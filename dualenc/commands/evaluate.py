@@ -9,7 +9,6 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.options import (
     ColumnOptions,
     CompareOptions,
-    ConvergenceOptions,
     CorruptionOptions,
     EngineOptions,
     ImageOptions,
@@ -141,27 +140,6 @@ def _check_images(images: ImageOptions) -> None:
     check_range(1, math.inf, limit=images.limit, train_limit=images.train_limit)
     check_range(0, MAX_WORKERS, num_workers=images.num_workers)
     check_range(0, MAX_SEED, seed=images.seed)
-
-
-def convergence(
-    run: str, data: str, *more: str, options: ConvergenceOptions, columns: ColumnOptions, output: OutputOptions
-) -> None:
-    """Measure the exact global loss, its gradient and the embeddings of every model of a run, on a finite set.
-
-    Writes metrics.json and report.html with the curves. Under `accelerate launch` the processes share the models.
-    Interrupted, or with new checkpoints, it measures only those models that it has not measured yet.
-
-    Args:
-        run: output folder of a training (its checkpoints are measured), folder of model folders, or one model.
-        data: images, of which two stored augmentations are a pair; or for other models pairs, as `train` reads them.
-        more: further runs, to lay their curves over one another.
-    """
-    check_range(2, math.inf, pairs=options.pairs)
-    check_range(1e-3, 1e4, temperature=options.temperature)
-    check_range(0, MAX_SEED, seed=options.seed)
-    from dualenc.evaluation.tasks.convergence import evaluate
-
-    evaluate([run, *more], data, options, columns, output)
 
 
 def objectives(

@@ -15,7 +15,6 @@ from dualenc import distributed
 from dualenc.data.identity import items_identity
 from dualenc.data.images import ImageFiles
 from dualenc.errors import DualencError
-from dualenc.evaluation import plots
 from dualenc.evaluation.corrupted import (
     CLEAN,
     Condition,
@@ -23,7 +22,6 @@ from dualenc.evaluation.corrupted import (
     PrepareImages,
     confusions,
     encode_versions,
-    is_right,
     mean_corruption_error,
     nearest_images,
     nearest_versions,
@@ -33,7 +31,7 @@ from dualenc.evaluation.corrupted import (
 from dualenc.evaluation.corruptions import CifarC, CleanImages, CorruptedImages, TinyImageNetC
 from dualenc.evaluation.images import align_labels, encoder_of, random_rows
 from dualenc.evaluation.ledger import Ledger
-from dualenc.evaluation.report import Entry, Figure, Gallery, Item, Table
+from dualenc.evaluation.report import Table
 from dualenc.files import remove, removed_if_refused
 from dualenc.search.embed import tower_checksum
 from dualenc.terminal import printable
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 
     from dualenc.encoders import Tower
     from dualenc.evaluation.options import ImageOptions
-
-GALLERY_IMAGES = 4
 
 
 class Setup(NamedTuple):
@@ -71,13 +67,11 @@ class Setup(NamedTuple):
 
 @dataclass
 class Findings:
-    """Results of the parts: numbers for metrics.json, tables, figures and galleries for the report."""
+    """Results of the parts: numbers for metrics.json, and tables for the report."""
 
     metrics: dict[str, Any] = field(default_factory=dict)
     retrieval: list[dict[str, object]] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
-    galleries: list[Gallery] = field(default_factory=list)
 
     def add_retrieval(self, part: str, task: str, images: int, metrics: dict[str, float], **more: object) -> None:
         """Add the numbers of a part that finds the other view of an image, and its row in the table of such parts."""
@@ -173,10 +167,6 @@ def add_versions(found: Findings, setup: Setup, severity: int) -> None:
         for name, right, row in zip(names, rates.diagonal().tolist(), others)
     ]
     found.tables.append(Table("By corruption", rows))
-    plot = plots.heat(rates, names, names, xlabel="version found")
-    found.figures.append(Figure("What the views of each version (row) find", plot))
-    if distributed.is_main():
-        found.galleries += _galleries(setup.source, list(done), nearest, severity)
 
 
 def add_plain(found: Findings, setup: Setup, images: CleanImages) -> None:
@@ -233,8 +223,6 @@ def add_robustness(
     found.tables.append(Table("Robustness of a linear probe", [dict(metrics)]))
     found.tables.append(Table("Accuracy by corruption and severity", robustness_rows(errors, names, severities)))
     columns = [str(severity) for severity in severities]
-    plot = plots.heat(1 - errors, names, columns, xlabel="severity")
-    found.figures.append(Figure("Accuracy of a linear probe by corruption and severity", plot))
     metrics["errors"] = {name: dict(zip(columns, row)) for name, row in zip(names, errors.tolist())}
     found.metrics["robustness"] = metrics
 
@@ -248,32 +236,3 @@ def tested_labels(source: CorruptedImages, class_names: Sequence[str] | None) ->
     if source.labels is None:
         raise DualencError("the images to test have no labels, which the robustness table needs; give a label column")
     return align_labels(source.labels, source.class_names, class_names, "the images to test")
-
-
-def _galleries(source: CorruptedImages, rows: list[int], found: np.ndarray, severity: int) -> list[Gallery]:
-    """The images whose versions are distinguished best and worst, and what each first view found."""
-    share = is_right(found).mean(axis=(1, 2))
-    order = np.argsort(-share, kind="stable")
-    count = min(GALLERY_IMAGES, len(order) // 2 or 1)
-
-    # The last, -1, stands for a tie.
-    names = [*source.corruptions, "several"]
-
-    def entry(place: int) -> Entry:
-        row = rows[place]
-        items = [
-            Item(
-                "" if got == number else f"took it for {names[got]}",
-                image=source.image(row, name, severity),
-                note=name,
-                relevant=got == number,
-            )
-            for number, (name, got) in enumerate(zip(source.corruptions, found[place, 0].tolist()))
-        ]
-        query = Item(f"image {row}", note=f"{share[place]:.0%} of its views find their pair")
-        return Entry(query, items)
-
-    return [
-        Gallery(f"Images whose versions are distinguished {kind}", [entry(place) for place in places[:count].tolist()])
-        for kind, places in (("best", order), ("worst", order[::-1]))
-    ]

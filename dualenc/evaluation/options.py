@@ -194,25 +194,6 @@ class CorruptionOptions:
 
 
 @dataclass(frozen=True)
-class ConvergenceOptions:
-    """The finite set on which all models of a run are measured.
-
-    Args:
-        split: of the data.
-        pairs: size of the finite set: so many images or pairs, chosen at random and always the same.
-        temperature: of the loss; one for all models, so that they can be compared.
-        augmentation: SimCLR's, or the training augmentation that the model folder knows.
-        seed: of the augmentations, which are those of the first epoch of a training with this seed.
-    """
-
-    split: str = "train"
-    pairs: int = 500
-    temperature: float = 0.07
-    augmentation: Augmentation = "simclr"
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class ObjectivesOptions:
     """The objectives to measure, and how long.
 

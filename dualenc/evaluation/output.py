@@ -14,7 +14,7 @@ import torch
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.evaluation.ledger import read_part
-from dualenc.evaluation.report import Figure, Gallery, Table, print_table, write_report
+from dualenc.evaluation.report import Figure, Table, print_table, write_report
 from dualenc.files import check_file_target, check_folder_target, check_writable, locked, write_json
 from dualenc.reading import read_json_object
 from dualenc.terminal import printable
@@ -84,13 +84,12 @@ class Evaluation:
         *,
         printed: int | None = None,
         figures: Sequence[Figure] = (),
-        galleries: Sequence[Gallery] = (),
         files: str = "metrics and report.html",
     ) -> None:
         """Write metrics.json (facts and results) and report.html; print the first tables and where the files are."""
         weights = {"weights": self.weights} if self.weights else {}
         write_json(self.folder / RESULT, {"task": self.task, **facts, **weights, **results})
-        write_report(self.folder / PAGE, title, facts=facts, tables=tables, figures=figures, galleries=galleries)
+        write_report(self.folder / PAGE, title, facts=facts, figures=figures, tables=tables)
         self._lock.close()
         for table in tables[:printed]:
             print_table(table)

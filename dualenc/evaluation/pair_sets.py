@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from dualenc.data import Corpus, PairDataset, open_corpus, open_pairs
 from dualenc.encoders import DualEncoder
 from dualenc.encoders.dual import SIDES
 from dualenc.errors import DualencError
-from dualenc.evaluation.convergence import alignment, effective_rank, exact_gradient, pair_similarities, uniformity
 from dualenc.evaluation.images import simclr_prepare
 from dualenc.evaluation.objectives import FrozenPairs
 from dualenc.training.loader import augmentation_seeds
@@ -107,27 +106,3 @@ def embed_pairs(model: DualEncoder, chosen: PairSet) -> FrozenPairs:
 def _encode(model: DualEncoder, side: Side, inputs: Inputs) -> torch.Tensor:
     device = next(model.parameters()).device
     return model(side, {name: tensor.to(device) for name, tensor in inputs.items()})
-
-
-def measure_model(
-    model: DualEncoder, chosen: PairSet, chunks: Mapping[Side, Sequence[Inputs]], temperature: float
-) -> dict[str, Any]:
-    """Metrics and the histogram of similarities of one model, as plain values; `chunks` are the inputs of the set."""
-    found = exact_gradient(model, lambda side, inputs: _encode(model, side, inputs), chunks, chosen.pairs, temperature)
-    pairs = found.pairs
-    ids = [pairs.left_id.cpu().numpy(), pairs.right_id.cpu().numpy()]
-    left = pairs.left.detach().float().cpu().numpy()[ids[0]]
-    right = pairs.right.detach().float().cpu().numpy()[ids[1]]
-    positives = None if pairs.left_positives is None else pairs.left_positives.cpu().numpy()
-    histogram = pair_similarities(left, right, ids[0], ids[1], positives)
-    metrics = {
-        "loss": found.loss,
-        "squared_gradient_norm": found.squared_gradient_norm,
-        "alignment": alignment(left, right),
-        "uniformity": float(np.mean([uniformity(side) for side in (left, right)])),
-        "effective_rank": float(np.mean([effective_rank(side) for side in (left, right)])),
-        "positive_cosine": histogram.positive_mean,
-        "negative_cosine": histogram.negative_mean,
-        "overlap": histogram.overlap,
-    }
-    return {"metrics": metrics, "histogram": histogram.to_plain()}

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from dualenc.evaluation.convergence import SimilarityHistogram
-
-MAX_HEAT_MAP_NUMBERS = 120
 # Okabe & Ito's palette, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 
@@ -41,9 +38,7 @@ def bars(
         positions = [place + offset for place in range(len(labels))]
         values = [heights[label] for label in labels]
         spread = None if errors is None else [errors[name][label] for label in labels]
-        drawn = axes.bar(positions, values, width, yerr=spread, label=literal(name), color=_colour(number), capsize=2)
-        if len(labels) * len(groups) <= 12:
-            axes.bar_label(drawn, fmt="%.3f", fontsize=8, padding=2)
+        axes.bar(positions, values, width, yerr=spread, label=literal(name), color=_colour(number), capsize=2)
     rotation = 30 if len(labels) > 6 else 0
     axes.set_xticks(range(len(labels)), [literal(label) for label in labels], rotation=rotation)
     _legend(axes, len(groups))
@@ -72,76 +67,26 @@ def histograms(
     values: Mapping[str, Sequence[float]], *, xlabel: str = "", ylabel: str = "share", bins: int = 40
 ) -> Figure:
     """Overlaid histograms on common bins, each of total height 1, so that sets of different size compare."""
-    figure, axes = _axes(xlabel=xlabel, ylabel=ylabel)
-    kept = {name: np.asarray(numbers, float) for name, numbers in values.items() if len(numbers)}
-    if kept:
-        edges = np.histogram_bin_edges(np.concatenate(list(kept.values())), bins=bins)
-        for number, (name, numbers) in enumerate(kept.items()):
-            # Shares instead of counts: the series may differ in size.
-            weights = np.full(len(numbers), 1 / len(numbers))
-            axes.hist(numbers, edges.tolist(), weights=weights, label=literal(name), color=_colour(number), alpha=0.6)
-    _legend(axes, len(kept))
-    return figure
+    filled = {name: np.asarray(numbers, float) for name, numbers in values.items() if len(numbers)}
+    together = np.concatenate([np.zeros(0), *filled.values()])
+    edges = np.histogram_bin_edges(together, bins=bins)
+    counted = {name: np.histogram(numbers, edges)[0] for name, numbers in filled.items()}
+    return counts(edges, counted, xlabel=xlabel, ylabel=ylabel)
 
 
-def similarities(found: SimilarityHistogram, positives: str, negatives: str) -> Figure:
-    """Overlaid histograms of the similarities of positive and negative pairs, each of total height 1."""
-    figure = counts(found.edges, {positives: found.positives, negatives: found.negatives}, xlabel="cosine")
-    # Only the range that holds something.
-    filled = np.flatnonzero(found.positives + found.negatives)
-    figure.axes[0].set_xlim(found.edges[filled[0]], found.edges[filled[-1] + 1])
-    return figure
-
-
-def ridges(found: Mapping[str, SimilarityHistogram], positives: str, negatives: str) -> Figure:
-    """Similarity histograms of several steps by name, stacked on one scale, the first at the bottom."""
-    figure, axes = _axes(xlabel="cosine")
-    figure.set_figheight(1.5 + 0.5 * len(found))
-    shares = [
-        [counted / counted.sum() for counted in (histogram.positives, histogram.negatives)]
-        for histogram in found.values()
-    ]
-    highest = max((float(share.max()) for pair in shares for share in pair), default=1.0)
-    for level, (histogram, pair) in enumerate(zip(found.values(), shares, strict=True)):
-        for share, name, colour in zip(pair, (positives, negatives), COLOURS):
-            heights = level + 0.9 * share / highest
-            # One legend entry for all levels.
-            label = name if level == 0 else None
-            axes.stairs(heights, histogram.edges, baseline=level, fill=True, alpha=0.55, label=label, color=colour)
-    filled = np.flatnonzero(sum(histogram.positives + histogram.negatives for histogram in found.values()))
-    edges = next(iter(found.values())).edges
-    axes.set_xlim(edges[filled[0]], edges[filled[-1] + 1])
-    axes.set_yticks(range(len(found)), [literal(name) for name in found])
-    _legend(axes, 2)
-    return figure
-
-
-def counts(edges: npt.NDArray[np.floating], counted: Mapping[str, npt.NDArray[np.integer]], *, xlabel: str) -> Figure:
+def counts(
+    edges: npt.NDArray[np.floating],
+    counted: Mapping[str, npt.NDArray[np.integer]],
+    *,
+    xlabel: str,
+    ylabel: str = "share",
+) -> Figure:
     """Overlaid histograms from counts (R,) in bins with edges (R + 1,), each of total height 1."""
-    figure, axes = _axes(xlabel=xlabel, ylabel="share")
+    figure, axes = _axes(xlabel=xlabel, ylabel=ylabel)
     for number, (name, heights) in enumerate(counted.items()):
         share = heights / max(1, heights.sum())
         axes.stairs(share, edges, fill=True, alpha=0.55, label=literal(name), color=_colour(number))
     _legend(axes, len(counted))
-    return figure
-
-
-def heat(values: npt.NDArray[np.floating], rows: Sequence[str], columns: Sequence[str], *, xlabel: str = "") -> Figure:
-    """A matrix (R, C) of numbers from 0 as colours, darker for higher, with the numbers in it where there is room."""
-    figure, axes = _axes(xlabel=xlabel)
-    figure.set_figheight(max(1.5, 0.26 * len(rows) + 1.2))
-    axes.grid(visible=False)
-    axes.spines[:].set_visible(True)
-    image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto")
-    axes.set_yticks(range(len(rows)), [literal(row) for row in rows], fontsize=8)
-    rotation = 90 if len(columns) > 6 else 0
-    axes.set_xticks(range(len(columns)), [literal(column) for column in columns], fontsize=8, rotation=rotation)
-    if values.size <= MAX_HEAT_MAP_NUMBERS:
-        middle = np.nanmax(values, initial=0) / 2
-        for (row, column), value in np.ndenumerate(values):
-            shade = "white" if value > middle else "black"
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=shade)
-    figure.colorbar(image, ax=axes)
     return figure
 
 
@@ -175,8 +120,6 @@ def _axes(xlabel: str = "", ylabel: str = "") -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
     axes.grid(axis="y", alpha=0.3)
     return figure, axes
 

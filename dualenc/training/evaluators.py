@@ -1,7 +1,6 @@
 """Evaluators: what measures a model during training, on top of the pure functions of `dualenc.evaluation`.
 
-`evaluation.observed` and `evaluation.probe` are imported where they are called: they bring scikit-learn, 1.6 seconds of
-the start of every training.
+`evaluation.probe` is imported where it is called: it brings scikit-learn, 1.6 seconds of the start of every training.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,13 +24,11 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
 from dualenc.evaluation.metrics import CUTOFFS
+from dualenc.evaluation.query_scores import QueryScores, joined, query_scores
 from dualenc.evaluation.retrieval import HEADLINES, Result, report_self_matches, retrieve
 from dualenc.search.embed import embed
 from dualenc.search.where import named_columns, rows_that_meet
 from dualenc.types import Modality, OnError, Output, Side
-
-if TYPE_CHECKING:
-    from dualenc.evaluation.observed import Observed
 
 
 class Evaluator(ABC):
@@ -45,12 +41,12 @@ class Evaluator(ABC):
         task: one of `dualenc.encoders.card.TASKS`; "" keeps the metrics out of the card's front matter.
         data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
-        observed: distributions and queries of the latest call besides its metrics, for reports; None without any.
+        query_scores: scores of single queries at the latest call, for reports; None without any.
         shows_progress: whether a call takes `progress`, such as "before training", with which its bars begin.
     """
 
     primary: str
-    observed: Observed | None = None
+    query_scores: QueryScores | None = None
     metric_names: tuple[str, ...] = ()
     task: str = ""
     data: tuple[str, str | None] = ("held-out data", None)
@@ -151,23 +147,25 @@ class RetrievalEvaluator(Evaluator):
 
     def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
         means: dict[str, Mapping[str, float]] = {}
-        observed: dict[str, Observed] = {}
+        by_query: dict[str, QueryScores] = {}
         for name in self.collections:
-            means[name], observed[name] = self._measure(model, name, progress)
+            result, texts = self._measure(model, name, progress)
+            means[name] = result.means
+            if self.primary in result.means:
+                scores = {query: metrics[self.primary] for query, metrics in result.per_query.items()}
+                by_query[name] = query_scores(self.primary, scores, texts)
         shown = [metric for metric in dict.fromkeys((*HEADLINES, self.primary)) if metric in next(iter(means.values()))]
         metrics = {metric: float(np.mean([found[metric] for found in means.values()])) for metric in shown}
         if len(means) == 1:
-            self.observed = next(iter(observed.values()))
+            self.query_scores = next(iter(by_query.values()), None)
             return metrics
-        from dualenc.evaluation.observed import joined
-
-        self.observed = joined(observed)
+        self.query_scores = joined(by_query) if by_query else None
         if self.primary in shown:
             metrics |= {f"{name}/{self.primary}": found[self.primary] for name, found in means.items()}
         return metrics
 
-    def _measure(self, model: DualEncoder, name: str, progress: str) -> tuple[Mapping[str, float], Observed]:
-        """The metrics and the record of one collection."""
+    def _measure(self, model: DualEncoder, name: str, progress: str) -> tuple[Result, Mapping[str, str]]:
+        """The scores on one collection, and the texts of its queries."""
         collection = self.collections[name]
         bars = [_bar(progress, f"{what} of {name}") for what in ("queries", "documents")]
         queries = embed_side(model, "left", collection.queries, self.batch_size, progress=bars[0])
@@ -177,25 +175,7 @@ class RetrievalEvaluator(Evaluator):
         qrels = None if keep else collection.qrels
         run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, qrels=qrels, device=device)
         result = Result("model", name, run, collection.qrels, len(documents.ids), keep_self_matches=keep)
-        return result.means, self._observe(collection, queries, documents, result)
-
-    def _observe(
-        self, collection: RetrievalSet, queries: Embeddings, documents: Embeddings, result: Result
-    ) -> Observed:
-        """Similarities of the positives, and the primary metric's scores by query."""
-        from dualenc.evaluation.observed import Observed, observed_pairs, observed_queries
-
-        row_of = {name: row for row, name in enumerate(documents.ids)}
-        positives = []
-        for query in queries.ids:
-            judged = collection.qrels.get(query, {})
-            positives.append([row_of[name] for name, grade in judged.items() if grade > 0 and name in row_of])
-        similarities = observed_pairs(queries.vectors, documents.vectors, positives)
-        if self.primary not in result.means:
-            return Observed(similarities)
-        scores = {query: metrics[self.primary] for query, metrics in result.per_query.items()}
-        texts = TextsOf(collection.queries, queries.ids)
-        return Observed(similarities, **observed_queries(self.primary, scores, texts))
+        return result, TextsOf(collection.queries, queries.ids)
 
 
 def _read_folders(
@@ -261,15 +241,12 @@ class ImageTextEvaluator(Evaluator):
         self.modalities = {"left": self.images.modality, "right": self.texts.modality}
 
     def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
-        from dualenc.evaluation.observed import Observed, observed_pairs, observed_queries
-
         bars = [_bar(progress, what) for what in ("held-out images", "their captions")]
         images = embed_side(model, "left", self.images, self.batch_size, on_error="raise", progress=bars[0])
         texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise", progress=bars[1])
         ranks = both_ways_ranks(images.vectors, texts.vectors, self.captions)
         scores = {name: 1 / float(rank) for name, rank in zip(self.texts.ids, ranks["text_to_image"], strict=True)}
-        queries = observed_queries("1/rank of the image", scores, TextsOf(self.texts, self.texts.ids))
-        self.observed = Observed(observed_pairs(images.vectors, texts.vectors, self.captions), **queries)
+        self.query_scores = query_scores("1/rank of the image", scores, TextsOf(self.texts, self.texts.ids))
         return both_ways_recall(ranks)
 
 
@@ -318,7 +295,6 @@ class KNNEvaluator(Evaluator):
         self.batch_size = batch_size
 
     def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
-        from dualenc.evaluation.observed import Observed, observed_labels
         from dualenc.evaluation.probe import accuracy, knn_predict
 
         train, test = (
@@ -335,7 +311,6 @@ class KNNEvaluator(Evaluator):
         )
         device = next(model.parameters()).device
         predicted = knn_predict(train, self.labels[0], test, k=self.k, temperature=self.temperature, device=device)
-        self.observed = Observed(observed_labels(test, self.labels[1]))
         return {"knn_accuracy": accuracy(predicted, self.labels[1])}
 
 

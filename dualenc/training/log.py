@@ -116,8 +116,8 @@ class RunLog:
     Nothing reaches the disk or a tracker before `open`: a run that fails in its first step leaves no trace.
 
     Args:
-        path: of the metrics.jsonl: one object per line with "step" and the values logged at it. Distributions and
-            queries of evaluations go to evaluations.jsonl in the same folder.
+        path: of the metrics.jsonl: one object per line with "step" and the values logged at it. Scores of single
+            queries go to evaluations.jsonl in the same folder.
         accelerator: its trackers get the same values.
         total_steps: length of the progress bar.
         progress: show the progress bar.
@@ -126,11 +126,11 @@ class RunLog:
     def __init__(self, path: Path, accelerator: Accelerator, total_steps: int, progress: bool = True) -> None:
         self.path = path
         self.accelerator = accelerator
-        self.observed_path = path.with_name("evaluations.jsonl")
+        self.evaluations_path = path.with_name("evaluations.jsonl")
         self.active = distributed.is_main()
         self._kept_to = -1
         self._waiting: list[tuple[int, dict[str, float]]] | None = []
-        self._waiting_observed: list[tuple[int, dict[str, Any]]] = []
+        self._waiting_evaluations: list[tuple[int, dict[str, Any]]] = []
         self.bar = tqdm(
             total=total_steps,
             desc="training",
@@ -151,17 +151,17 @@ class RunLog:
             self.accelerator.init_trackers(project, {name: str(value) for name, value in config.items()})
         if self.active:
             self._cut(self.path)
-            self._cut(self.observed_path)
+            self._cut(self.evaluations_path)
         waiting = self._waiting or []
         self._waiting = None
         for step, values in waiting:
             self.write(step, values)
-        for step, observed in self._waiting_observed:
-            self.write_observed(step, observed)
+        for step, evaluation in self._waiting_evaluations:
+            self.write_evaluation(step, evaluation)
 
     def _cut(self, path: Path) -> None:
         lines = [line for line in read_metrics(path) if line["step"] <= self._kept_to]
-        if not lines and path == self.observed_path:
+        if not lines and path == self.evaluations_path:
             path.unlink(missing_ok=True)
             return
         with atomic_path(path) as part:
@@ -198,14 +198,14 @@ class RunLog:
         if shown:
             self.bar.set_postfix(shown, refresh=False)
 
-    def write_observed(self, step: int, observed: Mapping[str, Any]) -> None:
-        """Log the distributions and queries of the evaluation at a step, for reports; no tracker gets them."""
-        if not self.active or not observed:
+    def write_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None:
+        """Log the scores of single queries at a step, for reports; trackers do not get them."""
+        if not self.active or not evaluation:
             return
         if self._waiting is not None:
-            self._waiting_observed.append((step, dict(observed)))
+            self._waiting_evaluations.append((step, dict(evaluation)))
             return
-        _append(self.observed_path, {"step": step, **observed})
+        _append(self.evaluations_path, {"step": step, **evaluation})
 
     def info(self, line: str) -> None:
         """Print a line for the user, above the progress bar."""

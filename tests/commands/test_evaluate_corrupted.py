@@ -53,9 +53,7 @@ def test_all_three_parts(image_model: Path, data: Path, tmp_path: Path) -> None:
     assert found["robustness"]["mean_corruption_error"] == pytest.approx(
         np.mean([errors[name][severity] for name in errors for severity in ("1", "5")])
     )
-    page = (out / "report.html").read_text()
-    assert "distinguished worst" in page
-    assert page.count("<figure>") == 2
+    assert "most often taken for" in (out / "report.html").read_text()
 
 
 @pytest.mark.slow

@@ -52,9 +52,7 @@ def test_every_probe_is_in_the_metrics_and_in_the_report(image_model: Path, data
     assert metrics["accuracy"]["linear, L-BFGS"]["accuracy"] > 0.9, "three hues are easily told apart"
     assert metrics["accuracy"]["1-shot, linear"]["sd"] >= 0
     assert metrics["features"]["same_label_cosine"] > metrics["features"]["different_label_cosine"]
-    page = (out / "report.html").read_text()
-    assert "20-NN, weighted" in page
-    assert page.count("<figure>") == 2
+    assert "20-NN, weighted" in (out / "report.html").read_text()
 
 
 @pytest.mark.slow

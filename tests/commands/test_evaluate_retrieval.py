@@ -50,7 +50,7 @@ def test_one_folder(model: Path, data: Path, tmp_path: Path, capsys: pytest.Capt
     assert measured["systems"]["BM25"]["mean"]["recall@10"] > 0.8
     assert all(query not in found for query, found in read_trec(tmp_path / "run.trec").items())
     report = (tmp_path / "report.html").read_text()
-    assert "Best queries (toy, toy-text, by ndcg@10)" in report
+    assert "Best and worst queries of toy-text on toy" in report
     printed = capsys.readouterr().out
     assert "toy-text" in printed
     assert f"{scores['metrics']['ndcg@10']:.4f}" in printed

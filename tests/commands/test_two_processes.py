@@ -42,7 +42,6 @@ def written(
         "embed": ["embed", toy_text, folder / "docs.jsonl"],
         "retrieval": ["evaluate", "retrieval", toy_text, beir, "--hybrid", "rrf", "--rerank", judge],
         "corrupted": ["evaluate", "corrupted", *corrupted, "--train", splits, "--severities", 3, "--num-workers", 0],
-        "convergence": ["evaluate", "convergence", short_run, classes, "--pairs", 8],
         "objectives": ["evaluate", "objectives", short_run / "model", classes, *measured],
         "probe": ["evaluate", "probe", image_model, splits, "--shots", 1, "--num-workers", 0],
         "judged.jsonl": [*mined, "--cross-encoder", judge, "--percentile", 60],
@@ -61,7 +60,6 @@ def written(
     [
         ("retrieval", ["run.trec", "per_query.ndjson", "metrics.json", "hybrid/run.trec", "reranked/run.trec"]),
         ("corrupted", ["metrics.json"]),
-        ("convergence", ["metrics.json"]),
         ("objectives", ["metrics.json"]),
         ("probe", ["metrics.json"]),
     ],
@@ -83,7 +81,7 @@ def test_the_mined_negatives_are_the_same_file_and_nothing_else_is_left(written:
     assert done.stdout.count("negatives → ") == 2, "only the first of the two says so"
 
 
-@pytest.mark.parametrize("folder", ["corrupted/finished/versions", "convergence/finished", "objectives/finished"])
+@pytest.mark.parametrize("folder", ["corrupted/finished/versions", "objectives/finished"])
 def test_both_processes_take_a_share(written: Written, folder: str) -> None:
     assert len(list((written[1] / folder).iterdir())) == 2
 

@@ -82,17 +82,11 @@ def test_held_out_pairs_are_a_retrieval_test(model):
     assert metrics["mrr@10"] == pytest.approx((1 / ranks).mean().item())
     assert metrics["ndcg@10"] == pytest.approx((1 / torch.log2(1.0 + ranks)).mean().item())
     assert metrics["recall@100"] == 1
-    seen = evaluator.observed
+    seen = evaluator.query_scores
     assert seen.metric == "ndcg@10"
     scores = [seen.scores[f"left-{i}"] for i in range(12)]
     assert scores == pytest.approx((1 / torch.log2(1.0 + ranks)).where(ranks <= 10, 0).tolist())
     assert seen.texts == {f"left-{i}": pairs.left_items[i] for i in range(12)}
-    cosines = left @ right.T
-    assert seen.similarities.positive_mean == pytest.approx(cosines[range(12), pairs.right_id].mean().item(), abs=1e-6)
-    # Of a pair and the other five documents' pairs, each document twice.
-    total = cosines.sum() - cosines[range(12), pairs.right_id].sum()
-    assert seen.similarities.negatives.sum() == 120
-    assert seen.similarities.negative_mean == pytest.approx(2 * total.item() / 120, abs=1e-6)
 
 
 def test_a_beir_folder_and_its_first_queries(model, tmp_path):
@@ -130,7 +124,7 @@ def test_a_judged_document_with_the_id_of_its_query_is_found(model, tmp_path, ca
     order = (-(left @ right.T)).argsort(dim=1)[2].tolist()
     if not keep:
         order.remove(2)
-    assert evaluator.observed.scores["2"] == pytest.approx(1 / np.log2(2 + order.index(1)))
+    assert evaluator.query_scores.scores["2"] == pytest.approx(1 / np.log2(2 + order.index(1)))
 
 
 def test_a_filter_makes_the_corpus_smaller(model, tmp_path):
@@ -187,13 +181,9 @@ def test_of_several_folders_metrics_are_the_mean_and_the_primary_is_told_of_each
         "law/mrr@10": each[1]["mrr@10"],
     }
     assert evaluator.data == ("mean of 2: biology, law", "test")
-    seen = evaluator.observed
+    seen = evaluator.query_scores
     assert len(seen.scores) == len(seen.texts) == 14
-    assert seen.scores["law/queries3"] == alone[1].observed.scores["queries3"]
-    pooled = [observed.similarities for observed in (alone[0].observed, alone[1].observed)]
-    assert (seen.similarities.positives == pooled[0].positives + pooled[1].positives).all()
-    mean = (5 * pooled[0].positive_mean + 9 * pooled[1].positive_mean) / 14
-    assert seen.similarities.positive_mean == pytest.approx(mean)
+    assert seen.scores["law/queries3"] == alone[1].query_scores.scores["queries3"]
 
 
 def test_two_folders_of_one_name_and_none_are_refused(tmp_path):
@@ -238,9 +228,8 @@ def test_captions_of_an_image_are_all_right():
     metrics = evaluator(model)
     assert metrics["image_to_text_recall@1"] == 1
     assert metrics["text_to_image_recall@1"] == 1
-    assert set(evaluator.observed.scores.values()) == {1}
-    assert evaluator.observed.texts == {f"right-{i}": caption for i, caption in enumerate(captions)}
-    assert evaluator.observed.similarities.positives.sum() == 10
+    assert set(evaluator.query_scores.scores.values()) == {1}
+    assert evaluator.query_scores.texts == {f"right-{i}": caption for i, caption in enumerate(captions)}
     wrong = PairDataset(
         images(values), captions[::-1], np.repeat(np.arange(5), 2), np.arange(10), left_modality="image"
     )
@@ -255,8 +244,6 @@ def test_neighbours_vote_on_features_as_in_scikit_learn():
     model = DualEncoder(ColourTower(), ColourTower(), kind="image")
     evaluator = KNNEvaluator(sides[0][1], sides[1][1], k=5, temperature=None)
     found = evaluator(model)["knn_accuracy"]
-    similarities = evaluator.observed.similarities
-    assert similarities.positives.sum() + similarities.negatives.sum() == 30 * 29 / 2
     (train, _), (test, _) = ((v / np.linalg.norm(v, axis=1, keepdims=True), v.argmax(axis=1)) for v, _ in sides)
     reference = KNeighborsClassifier(5).fit(train, sides[0][1].labels)
     assert found == pytest.approx(reference.score(test, sides[1][1].labels), abs=1e-9)

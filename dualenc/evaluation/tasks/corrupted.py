@@ -89,8 +89,6 @@ def evaluate(model: str, data: str, given: ImageOptions, options: CorruptionOpti
             {"model": model, **facts},
             found.metrics,
             [Table("Retrieval of the other view", found.retrieval), *found.tables],
-            figures=found.figures,
-            galleries=found.galleries,
         )
     distributed.barrier()
 

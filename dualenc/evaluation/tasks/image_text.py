@@ -13,10 +13,11 @@ from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.embedding import embed_into
-from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions, owners_of
+from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions
 from dualenc.evaluation.metrics import recall_at
 from dualenc.evaluation.output import Evaluation, display_name, open_model
-from dualenc.evaluation.report import Figure, Gallery, Item, Table, rank_galleries
+from dualenc.evaluation.query_scores import rank_rows, snippet
+from dualenc.evaluation.report import Figure, Table
 from dualenc.evaluation.runs import write_per_query
 
 if TYPE_CHECKING:
@@ -55,22 +56,18 @@ def evaluate(
     ranks = both_ways_ranks(image_vectors, text_vectors, matched.captions)
     if distributed.is_main():
 
-        def image(row: int) -> Item:
-            return Item(image=pairs.item("left", image_ids[matched.image_rows[row]]))
+        def image(row: int) -> str:
+            return f"image {image_ids[matched.image_rows[row]]}"
 
-        def text(row: int) -> Item:
-            return Item(text=pairs.item("right", text_ids[matched.text_rows[row]]))
+        def text(row: int) -> str:
+            return snippet(str(pairs.item("right", text_ids[matched.text_rows[row]])))
 
-        to_text = ranks["image_to_text"]
-        to_image = ranks["text_to_image"]
-        owners = owners_of(matched.captions, len(text_vectors))
-        galleries = [
-            *rank_galleries("Image to text", to_text, image_vectors, text_vectors, matched.captions, image, text),
-            *rank_galleries("Text to image", to_image, text_vectors, image_vectors, owners, text, image),
-        ]
+        to_text = rank_rows(ranks["image_to_text"], image_vectors, text_vectors, image, text)
+        to_image = rank_rows(ranks["text_to_image"], text_vectors, image_vectors, text, image)
+        tables = [Table("Best and worst images", to_text), Table("Best and worst captions", to_image)]
         # Every caption is a query, as in the literature, also where several images have the same one.
-        ranks["text_to_image"] = to_image[matched.text_of_pair]
-        _report(evaluation, {"model": model, "data": data, "split": split}, ranks, galleries)
+        ranks["text_to_image"] = ranks["text_to_image"][matched.text_of_pair]
+        _report(evaluation, {"model": model, "data": data, "split": split}, ranks, tables)
     distributed.barrier()
 
 
@@ -78,7 +75,7 @@ def _report(
     evaluation: Evaluation,
     facts: Mapping[str, object],
     ranks: dict[str, np.ndarray],
-    galleries: Sequence[Gallery],
+    queries: Sequence[Table],
 ) -> None:
     """Write the per-query logs of both directions, the metrics and the report."""
     rows: list[dict[str, object]] = []
@@ -98,7 +95,7 @@ def _report(
         f"Image-text retrieval: {display_name(evaluation.model)} on {display_name(str(facts['data']))}",
         {**facts, **sizes},
         {"metrics": both_ways_recall(ranks, CUTOFFS)},
-        [Table("Image-text retrieval", rows)],
+        [Table("Image-text retrieval", rows), *queries],
+        printed=1,
         figures=[Figure("Recall among the first k", plots.lines(curves, xlabel="k", ylabel="recall@k"))],
-        galleries=galleries,
     )

@@ -9,7 +9,7 @@ import numpy as np
 from dualenc import distributed
 from dualenc.data.detect import default_split
 from dualenc.evaluation import plots
-from dualenc.evaluation.convergence import effective_rank, label_similarities, uniformity
+from dualenc.evaluation.geometry import effective_rank, label_similarities, uniformity
 from dualenc.evaluation.image_probes import Row, fit_features, train_by_sgd
 from dualenc.evaluation.images import (
     Labelled,
@@ -73,8 +73,6 @@ def _report(evaluation: Evaluation, facts: Row, rows: list[Row], tested: Labelle
         similar = label_similarities(tested.features, tested.labels)
         shape |= {"same_label_cosine": similar.positive_mean, "different_label_cosine": similar.negative_mean}
         shape |= {"overlap": similar.overlap}
-        plot = plots.similarities(similar, "same label", "different label")
-        figures.append(Figure(f"Cosine of pairs of test images; overlap {similar.overlap:.3f}", plot))
     evaluation.conclude(
         f"Probes: {display_name(evaluation.model)} on {facts['data']}",
         facts,

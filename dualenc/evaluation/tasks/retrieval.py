@@ -21,7 +21,8 @@ from dualenc.evaluation.embedding import embed_into
 from dualenc.evaluation.engine import EvaluatedEngine, open_evaluated_engine
 from dualenc.evaluation.metrics import CUTOFFS
 from dualenc.evaluation.output import Evaluation, display_name, open_model
-from dualenc.evaluation.report import Figure, Gallery, Table, retrieval_galleries
+from dualenc.evaluation.query_scores import best_and_worst_rows, snippet
+from dualenc.evaluation.report import Figure, Table
 from dualenc.evaluation.retrieval import (
     HEADLINES,
     Result,
@@ -31,14 +32,14 @@ from dualenc.evaluation.retrieval import (
     report_self_matches,
     summary_rows,
 )
-from dualenc.evaluation.runs import check_trec_names
+from dualenc.evaluation.runs import check_trec_names, ranked
 from dualenc.evaluation.systems import BM25, HYBRID, RERANKED, Systems
 from dualenc.search.rerank import open_cross_encoder
 from dualenc.search.where import named_columns, rows_that_meet
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
-    from dualenc.data import Corpus, RetrievalSet
+    from dualenc.data import RetrievalSet
     from dualenc.encoders import DualEncoder
     from dualenc.evaluation.options import ColumnOptions, EngineOptions, OutputOptions, RankingOptions, RetrievalOptions
 
@@ -149,10 +150,11 @@ def _report(
     engine: EvaluatedEngine | None,
 ) -> None:
     """Write the run files of each collection and system, the metrics and the report."""
-    galleries: list[Gallery] = []
+    queries: list[Table] = []
     for result in results:
         if result.system == results[0].system:
-            galleries += _galleries(result, collections[result.dataset])
+            rows = _query_rows(result, collections[result.dataset])
+            queries.append(Table(f"Best and worst queries of {result.system} on {result.dataset}", rows))
         folder = FOLDERS.get(result.system, "")
         if engine is not None and result.system == engine.system:
             folder = "engine"
@@ -166,10 +168,9 @@ def _report(
         f"Retrieval: {display_name(evaluation.model)} on {', '.join(collections)}",
         facts,
         document,
-        [*tables, Table("All metrics", cutoff_rows(results))],
+        [*tables, Table("All metrics", cutoff_rows(results)), *queries],
         printed=len(tables),
         figures=_figures(by_system(results)),
-        galleries=galleries,
         files="metrics, run files and report.html",
     )
 
@@ -250,14 +251,22 @@ def _figures(systems: dict[str, list[Result]]) -> list[Figure]:
     ]
 
 
-def _galleries(result: Result, collection: RetrievalSet) -> list[Gallery]:
+def _query_rows(result: Result, collection: RetrievalSet) -> list[dict[str, object]]:
+    """The best and the worst queries by nDCG@10: their text, their first document, the rank of the first relevant."""
     query_row = {name: row for row, name in enumerate(collection.queries.ids)}
     document_row = {name: row for row, name in enumerate(collection.corpus.ids)}
 
-    def shown(corpus: Corpus, row: int) -> str:
-        return str(corpus[row]) if corpus.modality == "text" else "(a vector)"
+    def describe(query: str) -> dict[str, object]:
+        ranking = ranked(result.run.get(query, {}))
+        relevant = {name for name, grade in result.qrels[query].items() if grade > 0}
+        ranks = [rank for rank, name in enumerate(ranking, start=1) if name in relevant]
+        row: dict[str, object] = {"first relevant at rank": ranks[0] if ranks else None}
+        if collection.queries.modality == "text":
+            row["text"] = snippet(str(collection.queries[query_row[query]]))
+        if ranking:
+            text = str(collection.corpus[document_row[ranking[0]]]) if collection.corpus.modality == "text" else ""
+            row["first document"] = snippet(f"{ranking[0]}: {text}")
+        return row
 
-    def document(name: str) -> str:
-        return shown(collection.corpus, document_row[name]) if name in document_row else "(not in the corpus)"
-
-    return retrieval_galleries(result, lambda name: shown(collection.queries, query_row[name]), document)
+    scores = {query: metrics["ndcg@10"] for query, metrics in result.per_query.items()}
+    return best_and_worst_rows(scores, "ndcg@10", describe)

@@ -16,7 +16,8 @@ from dualenc.evaluation import plots
 from dualenc.evaluation.embedding import embed_into
 from dualenc.evaluation.images import open_images, require_labels
 from dualenc.evaluation.output import Evaluation, display_name, open_model
-from dualenc.evaluation.report import Figure, Gallery, Item, Table, rank_galleries
+from dualenc.evaluation.query_scores import rank_rows
+from dualenc.evaluation.report import Figure, Table
 from dualenc.evaluation.runs import read_lines, write_per_query
 from dualenc.evaluation.zero_shot import (
     TEMPLATES,
@@ -58,21 +59,19 @@ def evaluate(model: str, data: str, options: ZeroShotOptions, output: OutputOpti
     vectors = np.asarray(embedded.vectors, np.float32)
     ranks = zero_shot_ranks(vectors, classes, labels)
     if distributed.is_main():
-        galleries = rank_galleries(
-            "Images and their nearest classes",
+        queries = rank_rows(
             ranks,
             vectors,
             classes,
-            [[label] for label in labels.tolist()],
-            lambda number: Item(names[labels[number]], images[rows[number]]),
-            lambda column: Item(names[column]),
+            lambda number: f"{images.ids[rows[number]]}: {names[labels[number]]}",
+            names.__getitem__,
         )
         per_image = {
             images.ids[row]: {f"top@{k}": float(rank <= k) for k in CUTOFFS} | {"mrr": float(1 / rank)}
             for row, rank in zip(rows, ranks)
         }
         write_per_query(evaluation.folder / "per_query.ndjson", per_image, display_name(data))
-        _report(evaluation, {"model": model, "data": data, "split": split}, ranks, labels, names, galleries)
+        _report(evaluation, {"model": model, "data": data, "split": split}, ranks, labels, names, queries)
     distributed.barrier()
 
 
@@ -97,7 +96,7 @@ def _report(
     ranks: np.ndarray,
     labels: np.ndarray,
     names: Sequence[str],
-    galleries: Sequence[Gallery],
+    queries: list[dict[str, object]],
 ) -> None:
     """The accuracy, overall and of each class."""
     by_class: list[dict[str, Any]] = []
@@ -115,8 +114,8 @@ def _report(
         [
             Table("Zero-shot classification", [{"data": data, **sizes, **scores}]),
             Table("By class, hardest first", sorted(by_class, key=itemgetter("top@1"))),
+            Table("Best and worst images", queries),
         ],
         printed=1,
         figures=[Figure("Accuracy over classes", spread)],
-        galleries=galleries,
     )

@@ -1,0 +1,115 @@
+"""Geometry of embeddings: uniformity, effective rank, and the similarities of positive and negative pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dualenc.errors import DualencError
+from dualenc.evaluation.probe import unit_rows
+from dualenc.types import Integers, Vectors
+
+_BLOCK = 1024
+_EDGES: npt.NDArray[np.float64] = np.linspace(-1, 1, 101)
+
+
+def uniformity(embeddings: Vectors, temperature: float = 2) -> float:
+    """log of the mean of exp(−t‖x − y‖²) over pairs of different rows (Wang & Isola 2020, Eq. 8); lower is more even.
+
+    Args:
+        embeddings: (N, D), N ≥ 2; scaled to unit norm here.
+        temperature: t.
+
+    Raises:
+        DualencError: fewer than two rows.
+    """
+    rows = unit_rows(embeddings, "embeddings")
+    if len(rows) < 2:
+        raise DualencError(f"{len(rows)} embedding; uniformity needs two or more")
+    total = 0.0
+    for _, similarities in _similarity_blocks(rows):
+        squared_distances = 2 - 2 * similarities.astype(np.float64)
+        total += float(np.exp(-temperature * squared_distances).sum())
+    # A row with itself adds exp(0) = 1 to the sum.
+    return math.log((total - len(rows)) / (len(rows) * (len(rows) - 1)))
+
+
+def effective_rank(embeddings: Vectors) -> float:
+    """exp of the entropy of the normalised singular values (RankMe: Garrido et al. 2023, Eq. 1–2); D at most.
+
+    Args:
+        embeddings: (N, D), as they are: neither centred nor scaled.
+    """
+    rows = np.asarray(embeddings, dtype=np.float64)
+    # The triangular factor of a tall matrix has the same singular values.
+    small = rows if min(rows.shape) == rows.shape[0] else np.linalg.qr(rows, mode="r")
+    values = np.linalg.svd(small, compute_uv=False)
+    if values.sum() == 0:
+        return 0.0
+    shares = values / values.sum()
+    shares = shares[shares > 0]
+    return float(np.exp(-np.sum(shares * np.log(shares))))
+
+
+class Similarities(NamedTuple):
+    """Cosines of positive and of negative pairs.
+
+    Attributes:
+        positives, negatives: (100,) number of pairs in each of 100 equal bins on [−1, 1].
+        positive_mean, negative_mean: mean cosines.
+    """
+
+    positives: npt.NDArray[np.int64]
+    negatives: npt.NDArray[np.int64]
+    positive_mean: float
+    negative_mean: float
+
+    @property
+    def overlap(self) -> float:
+        """Common area of the two histograms, each scaled to area 1: 0 if disjoint, 1 if equal."""
+        positives = self.positives / self.positives.sum()
+        negatives = self.negatives / self.negatives.sum()
+        return float(np.minimum(positives, negatives).sum())
+
+
+def label_similarities(embeddings: Vectors, labels: Integers) -> Similarities:
+    """Cosines of all pairs of different images, of equal label (positives) and of different label (negatives).
+
+    These are the histograms of Robinson et al. 2021 (arXiv:2010.04592), Figures 3 and 4.
+
+    Args:
+        embeddings: (N, D); scaled to unit norm here.
+        labels: (N,) class numbers.
+
+    Raises:
+        DualencError: there is no pair of one kind.
+    """
+    rows = unit_rows(embeddings, "embeddings")
+    counts = np.zeros((2, len(_EDGES) - 1), np.int64)
+    sums = np.zeros(2)
+    for start, similarities in _similarity_blocks(rows):
+        numbers = np.arange(start, start + len(similarities))
+        # Every pair once.
+        later = np.arange(len(rows))[None, :] > numbers[:, None]
+        same = labels[numbers][:, None] == labels[None, :]
+        for kind, mask in enumerate((later & same, later & ~same)):
+            # Rounding takes a cosine beyond ±1, out of the last bin.
+            cosines = np.clip(similarities[mask], -1, 1)
+            counts[kind] += np.histogram(cosines, _EDGES)[0]
+            sums[kind] += similarities[mask].sum(dtype=np.float64)
+    totals = counts.sum(axis=1)
+    if totals.min() == 0:
+        kind = "positive" if totals[0] == 0 else "negative"
+        raise DualencError(f"there is no {kind} pair among these embeddings; give more images or classes")
+    means = sums / totals
+    return Similarities(counts[0], counts[1], float(means[0]), float(means[1]))
+
+
+def _similarity_blocks(rows: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    """(n, N) cosines of consecutive unit rows with all of them, with the number of the first."""
+    for start in range(0, len(rows), _BLOCK):
+        yield start, rows[start : start + _BLOCK] @ rows.T

@@ -1,0 +1,166 @@
+"""The exact loss of frozen pairs, its gradient, and that of a model, against slow loops and plain autograd."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dualenc.evaluation.objectives import FrozenPairs
+from tests.eval.scripts import load_script
+
+viewed = partial(FrozenPairs.one_to_one, views=True)
+
+
+@pytest.fixture(scope="module")
+def convergence() -> ModuleType:
+    return load_script("convergence.py")
+
+
+def unit(count: int, seed: int, dim: int = 4) -> Tensor:
+    rows = torch.from_numpy(np.random.default_rng(seed).normal(size=(count, dim)))
+    return nn.functional.normalize(rows, dim=1)
+
+
+def slow_pairs(pairs: FrozenPairs, tau: float) -> Tensor:
+    """The two-tower loss, one anchor and one negative at a time."""
+    losses = []
+    left, right = pairs.left[pairs.left_id], pairs.right[pairs.right_id]
+    ids = ((pairs.left_id, pairs.right_id), (pairs.right_id, pairs.left_id))
+    listed = (pairs.left_positives, pairs.right_positives)
+    for (x, y), (own, other), positives in zip(((left, right), (right, left)), ids, listed, strict=True):
+        for i in range(len(pairs)):
+            known = set() if positives is None else set(positives[i].tolist())
+            scores = [
+                x[i] @ y[j] / tau
+                for j in range(len(pairs))
+                if own[j] != own[i] and other[j] != other[i] and int(other[j]) not in known
+            ]
+            losses.append(-x[i] @ y[i] / tau + torch.logsumexp(torch.stack(scores), 0))
+    return torch.stack(losses).mean()
+
+
+def slow_views(pairs: FrozenPairs, tau: float) -> Tensor:
+    views, ids = torch.cat([pairs.left, pairs.right]), torch.cat([pairs.left_id, pairs.left_id])
+    count, losses = len(pairs), []
+    for i in range(2 * count):
+        scores = [views[i] @ views[j] / tau for j in range(2 * count) if ids[j] != ids[i]]
+        losses.append(-views[i] @ views[(i + count) % (2 * count)] / tau + torch.logsumexp(torch.stack(scores), 0))
+    return torch.stack(losses).mean()
+
+
+def shared_pairs(left: Tensor, right: Tensor) -> FrozenPairs:
+    """Items in several pairs, and positives that are in no pair together."""
+    return FrozenPairs(
+        left,
+        right,
+        torch.tensor([0, 0, 1, 2, 3, 4, 5]),
+        torch.tensor([0, 1, 2, 2, 3, 4, 5]),
+        left_positives=torch.tensor([[0, 1], [0, 1], [2, -1], [2, -1], [3, 5], [4, -1], [5, -1]]),
+        right_positives=torch.tensor([[0, -1], [0, -1], [1, 2], [1, 2], [3, -1], [4, -1], [5, 3]]),
+    )
+
+
+viewed = partial(FrozenPairs.one_to_one, views=True)
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 99), tau=st.sampled_from([0.02, 0.07, 1.0]), views=st.booleans())
+def test_loss_and_embedding_gradients_are_the_slow_loops(seed: int, tau: float, views: bool) -> None:
+    pairs = (viewed if views else shared_pairs)(unit(6, seed), unit(6, seed + 1))
+    expected = (slow_views if views else slow_pairs)(pairs, tau)
+    expected.backward()
+    gradient, loss = pairs.exact(tau)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(gradient, torch.cat([pairs.left.grad, pairs.right.grad]), rtol=1e-5, atol=1e-6)
+
+
+def test_known_values() -> None:
+    assert FrozenPairs.one_to_one(torch.eye(2), torch.eye(2)).exact(0.5)[1] == pytest.approx(-2.0), "−1/τ + log exp(0)"
+    expected = pytest.approx(-2.0 + math.log(2))
+    assert viewed(torch.eye(2), torch.eye(2)).exact(0.5)[1] == expected, "two views of the other image"
+
+
+class Towers(nn.Module):
+    """Two towers (or one), each with dropout, which evaluation mode must silence."""
+
+    def __init__(self, shared: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.left = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 4)).double()
+        self.right = self.left if shared else nn.Sequential(nn.Linear(5, 4)).double()
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, side: str, inputs: dict[str, Tensor]) -> Tensor:
+        return nn.functional.normalize((self.left if side == "left" else self.right)(inputs["x"]), dim=1)
+
+
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("sizes", [[6], [2, 2, 2], [1] * 6])
+def test_the_models_gradient_norm_is_that_of_plain_autograd(
+    sizes: list[int], views: bool, convergence: ModuleType
+) -> None:
+    make: Callable[..., FrozenPairs] = viewed if views else shared_pairs
+    model = Towers(shared=views).eval()
+    inputs = {side: unit(6, seed, dim=5) for side, seed in (("left", 3), ("right", 4))}
+    left, right = (model(side, {"x": x}) for side, x in inputs.items())
+    pairs = make(left, right)
+    # The embeddings with their graph.
+    pairs.left, pairs.right = left, right
+    expected = (slow_views if views else slow_pairs)(pairs, 0.1)
+    expected.backward()
+    norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+    chunks = {side: [{"x": part} for part in x.split(sizes)] for side, x in inputs.items()}
+    found = convergence.exact_gradient(model, model, chunks, make, 0.1)
+    assert found.loss == pytest.approx(expected.item(), rel=1e-6)
+    assert found.squared_gradient_norm == pytest.approx(norm, rel=1e-5)
+    assert norm > 1e-6
+    assert torch.allclose(found.pairs.left, left)
+    assert all(p.grad is None for p in model.parameters()), "no gradients are left behind"
+
+
+def test_a_tower_with_fixed_weights_adds_nothing(convergence: ModuleType) -> None:
+    model = Towers(shared=False).eval()
+    model.right.requires_grad_(False)
+    chunks = {"left": [{"x": unit(4, 0, dim=5)}], "right": [{"x": unit(4, 1, dim=5)}]}
+    found = convergence.exact_gradient(model, model, chunks, FrozenPairs.one_to_one, 0.1)
+    model.right.requires_grad_(True)
+    both = convergence.exact_gradient(model, model, chunks, FrozenPairs.one_to_one, 0.1)
+    assert 0 < found.squared_gradient_norm < both.squared_gradient_norm
+
+
+def test_negatives_leave_out_positives_by_id(convergence: ModuleType) -> None:
+    left = unit(9, 0)
+    right = unit(9, 1)
+    pairs = shared_pairs(left, right)
+    left_id = pairs.left_id.tolist()
+    right_id = pairs.right_id.tolist()
+    rows = (left[pairs.left_id], right[pairs.right_id])
+    expected = [
+        float(rows[0][i] @ rows[1][j])
+        for i, j in itertools.product(range(7), range(7))
+        if left_id[i] != left_id[j] and right_id[i] != right_id[j] and right_id[j] not in pairs.left_positives[i]
+    ]
+    found = convergence.negative_cosines(rows[0].numpy(), rows[1].numpy(), pairs)
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    assert convergence.overlap(np.ones(3), np.ones(5)) == 1
+    assert convergence.overlap(np.ones(3), np.zeros(5)) == 0
+
+
+@pytest.mark.slow
+def test_every_checkpoint_is_in_the_table(
+    convergence: ModuleType, short_run: Path, classes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convergence.main(str(short_run), str(classes), pairs=12, temperature=0.2, split="test")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if row and row[0].isdigit()] == ["2", "4", "6"]

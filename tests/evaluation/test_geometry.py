@@ -1,0 +1,86 @@
+"""Uniformity, effective rank and similarities by label, against slow loops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc.errors import DualencError
+from dualenc.evaluation import geometry
+from dualenc.evaluation.geometry import effective_rank, label_similarities, uniformity
+
+EDGES = np.linspace(-1, 1, 101)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometry, "_BLOCK", 4)
+
+
+def vectors(count: int, dim: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, dim))
+
+
+def unit_row(vector: np.ndarray) -> np.ndarray:
+    return vector / np.linalg.norm(vector)
+
+
+@given(seed=st.integers(0, 999), count=st.integers(2, 11))
+def test_uniformity_is_the_loop_over_different_rows(seed: int, count: int) -> None:
+    rows = vectors(count, 3, seed)
+    pairs = itertools.combinations([unit_row(row) for row in rows], 2)
+    expected = math.log(np.mean([np.exp(-2 * np.sum((x - y) ** 2)) for x, y in pairs]))
+    assert uniformity(rows) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_effective_rank_of_known_spectra() -> None:
+    assert effective_rank(np.eye(7)) == pytest.approx(7)
+    assert effective_rank(np.outer(np.arange(1, 6), np.arange(1, 4))) == pytest.approx(1)
+    assert effective_rank(np.zeros((3, 2))) == 0.0
+    half = math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert effective_rank(np.diag([3.0, 1.0])) == pytest.approx(half)
+
+
+@given(seed=st.integers(0, 99), rows=st.integers(1, 30), dim=st.integers(1, 30))
+def test_effective_rank_is_the_entropy_of_singular_values(seed: int, rows: int, dim: int) -> None:
+    matrix = vectors(rows, dim, seed)
+    shares = np.linalg.svd(matrix, compute_uv=False)
+    shares = shares / shares.sum()
+    assert effective_rank(matrix) == pytest.approx(math.exp(-sum(p * math.log(p) for p in shares)))
+    assert effective_rank(matrix) == pytest.approx(effective_rank(matrix.T))
+
+
+def test_label_histograms_count_every_pair_once() -> None:
+    rows, labels = vectors(13, 3, 0), np.arange(13) % 3
+    found = label_similarities(rows, labels)
+    cosines: dict[bool, list[float]] = {True: [], False: []}
+    for (x, a), (y, b) in itertools.combinations(zip(rows, labels, strict=True), 2):
+        cosines[bool(a == b)].append(float(unit_row(x) @ unit_row(y)))
+    assert found.positives.tolist() == np.histogram(cosines[True], EDGES)[0].tolist()
+    assert found.negatives.tolist() == np.histogram(cosines[False], EDGES)[0].tolist()
+    assert found.positive_mean == pytest.approx(np.mean(cosines[True]), abs=1e-6)
+    assert found.negative_mean == pytest.approx(np.mean(cosines[False]), abs=1e-6)
+
+
+def test_overlap_runs_from_apart_to_alike() -> None:
+    apart = label_similarities(np.repeat(np.eye(2), 3, axis=0), np.repeat([0, 1], 3))
+    assert apart.overlap == 0.0
+    assert (apart.positive_mean, apart.negative_mean) == (pytest.approx(1.0), pytest.approx(0.0))
+    alike = label_similarities(np.ones((6, 2)), np.repeat([0, 1], 3))
+    assert alike.overlap == pytest.approx(1.0)
+
+
+def test_mistakes_are_one_line_in_geometry() -> None:
+    rows = vectors(4, 3, 0)
+    with pytest.raises(DualencError, match="two or more"):
+        uniformity(rows[:1])
+    with pytest.raises(DualencError, match="negative"):
+        label_similarities(rows, np.zeros(4, int))
+    with pytest.raises(DualencError, match="row 2 of the embeddings"):
+        uniformity(np.where(np.arange(4)[:, None] == 2, np.nan, rows))
+    assert uniformity(np.eye(4)) == pytest.approx(-4.0), "orthogonal rows are √2 apart: −t·2"
