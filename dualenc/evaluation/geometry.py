@@ -96,11 +96,11 @@ def label_similarities(embeddings: Vectors, labels: Integers) -> Similarities:
         # Every pair once.
         later = np.arange(len(rows))[None, :] > numbers[:, None]
         same = labels[numbers][:, None] == labels[None, :]
-        for kind, mask in enumerate((later & same, later & ~same)):
+        for place, mask in enumerate((later & same, later & ~same)):
             # Rounding takes a cosine beyond ±1, out of the last bin.
             cosines = np.clip(similarities[mask], -1, 1)
-            counts[kind] += np.histogram(cosines, _EDGES)[0]
-            sums[kind] += similarities[mask].sum(dtype=np.float64)
+            counts[place] += np.histogram(cosines, _EDGES)[0]
+            sums[place] += similarities[mask].sum(dtype=np.float64)
     totals = counts.sum(axis=1)
     if totals.min() == 0:
         kind = "positive" if totals[0] == 0 else "negative"
