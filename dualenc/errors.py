@@ -26,10 +26,6 @@ class Unsupported(DualencError):
     """A request that this kind of index cannot answer, whatever it holds."""
 
 
-class DiskFull(DualencError):
-    """No room to write a file: the disk is full, or a quota or limit reached; the previous content is kept."""
-
-
 def nearest(word: str, valid: Iterable[str]) -> str:
     """` (did you mean …?)`: the valid word that a wrong one abbreviates or resembles most; empty without one."""
     words = list(valid)

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from filelock import FileLock, Timeout
 
 from dualenc.errors import DualencError
-from dualenc.full_disk import explain_full_disk
 from dualenc.reading import is_utf8, read_json_object
 
 if TYPE_CHECKING:
@@ -57,7 +56,6 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
 
     Raises:
         DualencError: the target is a folder, which a file never replaces.
-        DiskFull: the disk, the quota or the permitted file size was used up, whichever library noticed it.
     """
     target = Path(target)
     check_file_target(target)
@@ -82,7 +80,6 @@ def atomic_folder(target: str | os.PathLike[str], is_ours: Callable[[Path], bool
 
     Raises:
         DualencError: the target is a file, or a folder of another kind that is not empty.
-        DiskFull: the disk, the quota or the permitted file size was used up, whichever library noticed it.
     """
     with locked(target):
         check_folder_target(target, is_ours, what)
@@ -107,7 +104,7 @@ def atomic_folder(target: str | os.PathLike[str], is_ours: Callable[[Path], bool
 @contextmanager
 def _work_folder(target: Path) -> Iterator[Path]:
     """Yield a writer's folder beside a target, locked; it is removed at the end."""
-    with explain_full_disk(target), removed_if_refused(target.parent):
+    with removed_if_refused(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         recover(target, unfinished=True)
         work, lock = _locked_folder(target)

@@ -6,9 +6,7 @@ import atexit
 import os
 import re
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch, datasets or transformers are imported: they read these once.
@@ -61,16 +59,3 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; set DUALENC_TEST_DATA to the folder that holds scifact, cifar10, …")
     return folder
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system with 64 KiB of room."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a tiny tmpfs needs root and the right to mount")
-    yield disk
-    # Lazily: the error that is being looked at may still hold a file open.
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)

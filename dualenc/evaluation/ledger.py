@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.files import remove, removed_if_refused
-from dualenc.full_disk import explain_full_disk
 from dualenc.reading import open_regular
 
 Key = TypeVar("Key", int, str)
@@ -57,7 +56,7 @@ class Ledger(Generic[Key]):
         lines += [
             json.dumps({"item": key, "value": value, "check": _check(key, value)}) for key, value in values.items()
         ]
-        with removed_if_refused(self.folder), explain_full_disk(self.path):
+        with removed_if_refused(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 with open(self.path, "a", encoding="utf-8") as stream:

@@ -25,9 +25,8 @@ from dualenc.checksums import checksums, sizes
 from dualenc.data.embeddings import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
 from dualenc.data.identity import sum_checksums
 from dualenc.data.items import ORDER, check_ids, item_batch, write_batches, write_order
-from dualenc.errors import DiskFull, DualencError
+from dualenc.errors import DualencError
 from dualenc.files import recover_inside, remove, version_of, write_json
-from dualenc.full_disk import explain_full_disk
 from dualenc.search.locks import claimed
 
 MAX_SHARD_ROWS = 16384
@@ -134,14 +133,13 @@ class EmbeddingWriter:
         """Create the folder unless it exists; returns whether this worker did."""
         if check_embeddings_target(self.folder):
             return False
-        with explain_full_disk(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         with self._claimed(CREATION, wait=True):
             if (self.folder / "meta.json").exists():
                 return False
             try:
                 write_json(self.folder / "meta.json", self._meta(complete=False))
-            except DiskFull:
+            except OSError:
                 remove(self.folder)
                 raise
         return True
@@ -287,7 +285,6 @@ class EmbeddingWriter:
 
         Raises:
             DualencError: a vector that is not finite in the stored precision.
-            DiskFull: finished shards stay, and a later run resumes.
         """
         with np.errstate(over="ignore"):
             stored = vectors.astype(self.dtype, copy=False)

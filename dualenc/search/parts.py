@@ -41,7 +41,6 @@ from dualenc.files import (
     version_of,
     write_json,
 )
-from dualenc.full_disk import explain_full_disk
 from dualenc.reading import read_json_object
 from dualenc.search.build import Database, new_index, reason, train, training_rows
 from dualenc.search.kinds import training_rows_in
@@ -132,7 +131,7 @@ def built_in_parts(
     plan |= {"trained_on": trained_on, "rows_of_a_part": rows_per_part}
     plan["files"] = hashlib.sha256(files.encode()).hexdigest()
     started = time.perf_counter()
-    with explain_full_disk(work), removed_if_refused(work, "*.faiss"):
+    with removed_if_refused(work, "*.faiss"):
         recover(work, unfinished=True)
         work.mkdir(parents=True, exist_ok=True)
         with claimed(work / "training.lock", wait=True):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from dualenc.cli import main
 from dualenc.training.checkpoint import locked_run, mark_run
 from tests.commands import toy
 from tests.commands.in_process import failure, run
@@ -218,15 +217,3 @@ def test_an_evaluation_of_another_task_is_left_alone(
     run("evaluate", "retrieval", two_runs[0], beir, "--out", "out")
     words = ("evaluate", "objectives", two_runs[0], beir, "--split", "test", "--batch-size", 4, "--out", "out")
     assert "out: exists and holds no evaluation of objectives" in failure(capsys, *words)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["lancedb", "qdrant"])
-def test_push_tells_of_a_full_disk(
-    tmp_path: Path, tiny_disk: Path, toy_text: Path, capsys: pytest.CaptureFixture[str], engine: str
-) -> None:
-    run("embed", toy_text, toy.write_beir(tmp_path / "many", documents=2000), "--out", tmp_path / "emb")
-    capsys.readouterr()
-    words = ["push", tmp_path / "emb", tiny_disk / engine, "--to", engine, "--out", tmp_path / "out"]
-    assert main([str(word) for word in words]) == 2
-    assert "no space left on the disk" in capsys.readouterr().err

@@ -1,15 +1,12 @@
 """What was done before an interruption is read back, whole lines only, and only if it was the same evaluation."""
 
-import multiprocessing
 import os
-import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dualenc import distributed
-from dualenc.errors import DiskFull
 from dualenc.evaluation.ledger import Ledger
 
 SIGNATURE = {"model": "abc", "severity": 1, "corruptions": ("fog", "snow")}
@@ -93,23 +90,3 @@ def test_what_is_no_file_is_replaced(make: Callable[[Path], None], tmp_path: Pat
     make(tmp_path / "part-00000.ndjson")
     Ledger(tmp_path, SIGNATURE).add({0: 10})
     assert Ledger(tmp_path, SIGNATURE).all_values() == {0: 10}
-
-
-@pytest.mark.parametrize("before", [{}, {0: 10}])
-def test_a_full_disk_leaves_whole_lines_or_nothing(before: dict[int, int], tmp_path: Path) -> None:
-    """In a process of its own, whose files may not grow beyond 200 bytes."""
-    if before:
-        Ledger(tmp_path / "new", SIGNATURE).add(before)
-    kept = [path.read_bytes() for path in tmp_path.glob("new/*")]
-
-    def write() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
-        with pytest.raises(DiskFull):
-            Ledger(tmp_path / "new", SIGNATURE).add({1: "x" * 300})
-
-    child = multiprocessing.get_context("fork").Process(target=write)
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    assert [path.read_bytes() for path in tmp_path.glob("new/*")] == kept
-    assert (tmp_path / "new").exists() == bool(before)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import os
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from dualenc.checksums import checksums, sizes
 from dualenc.data.embeddings import Embeddings, ShardedVectors, is_embeddings
 from dualenc.data.items import item_batch, read_batches, write_batches
 from dualenc.data.sources import open_corpus
-from dualenc.errors import DiskFull, DualencError
+from dualenc.errors import DualencError
 from dualenc.search.embeddings import EmbeddingWriter, shard_ranges
 
 NUM_ITEMS, DIM = 2500, 3
@@ -353,45 +350,6 @@ class TestContents:
         assert embeddings.snippets is None
         assert embeddings.columns.equals(years)
         np.testing.assert_array_equal(np.asarray(embeddings.vectors), vectors())
-
-
-@pytest.mark.parametrize("fails_at", range(6))
-def test_a_full_disk_is_reported_and_a_later_run_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
-) -> None:
-    """The disk is full from the n-th write on: meta.json, three shards, the order of the ids and meta.json again."""
-    calls = itertools.count()
-    fsync = os.fsync
-
-    def full(descriptor: int) -> None:
-        if next(calls) >= fails_at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(DiskFull, match=f"{tmp_path}.*no space left on the disk"):
-            write(tmp_path / "emb")
-    assert not list((tmp_path / "emb").glob(".*"))
-    if (tmp_path / "emb" / "meta.json").exists():
-        with pytest.raises(DualencError, match="not finished"):
-            Embeddings.open(tmp_path / "emb")
-    np.testing.assert_array_equal(np.asarray(write(tmp_path / "emb").vectors), vectors())
-
-
-@pytest.mark.parametrize("limit", [0, 500, 3000, 20_000])
-def test_a_limit_on_the_size_of_files_never_leaves_a_truncated_one(tmp_path: Path, limit: int) -> None:
-    """A shard has more than 40,000 bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-    try:
-        with pytest.raises(DiskFull, match=f"^{tmp_path}/emb"):
-            write(tmp_path / "emb")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (tmp_path / "emb").exists() == (limit > 0)
-    assert not list(tmp_path.glob("emb/data*"))
-    np.testing.assert_array_equal(np.asarray(write(tmp_path / "emb").vectors), vectors())
 
 
 def test_half_a_character_of_a_snippet_becomes_a_question_mark(tmp_path: Path) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import functools
-import itertools
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -23,7 +20,7 @@ import pytest
 
 from dualenc.data.embeddings import Embeddings
 from dualenc.data.items import write_items
-from dualenc.errors import DiskFull, DualencError
+from dualenc.errors import DualencError
 from dualenc.search import Index, is_index
 from dualenc.search.embeddings import EmbeddingWriter
 from dualenc.search.kinds import KINDS
@@ -308,48 +305,6 @@ class TestErrors:
         folder.rename(folder.parent / ".index.part-00c0ffee" / "old-index")
         assert is_index(folder)
         assert len(Index.open(folder)) == 200
-
-    @pytest.mark.parametrize("fails_at", range(4))
-    def test_a_full_disk_leaves_the_old_index(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
-    ) -> None:
-        calls = itertools.count()
-        fsync = os.fsync
-
-        def full(descriptor: int) -> None:
-            if next(calls) >= fails_at:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            fsync(descriptor)
-
-        larger = Index.build(clustered(300), IDS[:300])
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", full)
-            with pytest.raises(DiskFull, match=f"^{folder}: could not be written, no space left"):
-                larger.save(folder)
-        assert len(Index.open(folder)) == 200
-        assert sorted(os.listdir(folder.parent)) == ["index"]
-        larger.save(folder)
-        assert len(Index.open(folder)) == 300
-
-    @pytest.mark.parametrize("limit", [0, 10, 3000, 20_000, 128_040])
-    def test_a_limit_on_the_size_of_files_stops_faiss_in_a_line(
-        self, folder: Path, limit: int, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        """index.faiss has 128,045 bytes: FAISS alone takes one cut short at its very end for written."""
-        larger = Index.build(clustered(2000), IDS)
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-        try:
-            with pytest.raises(DiskFull, match=f"^{folder}: could not be written"):
-                larger.save(folder)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert capfd.readouterr().err == ""
-        assert len(Index.open(folder)) == 200
-        larger.save(folder)
-        np.testing.assert_array_equal(
-            faiss.read_index(str(folder / "index.faiss")).reconstruct_n(0, 2000), larger.faiss.reconstruct_n(0, 2000)
-        )
 
     def test_stored_vectors_that_are_not_what_they_say(self, tmp_path: Path) -> None:
         unit = clustered(200)

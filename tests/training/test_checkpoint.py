@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import subprocess
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ import torch
 from dualenc.errors import DualencError
 from dualenc.seeds import random_state_kept, seed_everything
 from dualenc.training.checkpoint import Checkpoints
-from tests.training.fakes import same, tiny_objective, tiny_pairs, weights
-from tests.training.runs import train
 
 
 def draws():
@@ -91,50 +88,6 @@ def test_checksums_are_those_that_other_tools_compute(tmp_path):
     assert set(sums) == {"state.pt", "ranks.pt"}
     listed = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
     subprocess.run(["sha256sum", "--check", "--status"], input=listed, cwd=folder, text=True, check=True)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of one megabyte."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system takes root's rights")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
-
-
-@pytest.mark.parametrize("elements", [300_000, 10_000_000])
-def test_a_full_disk_is_explained_in_one_line_and_leaves_the_checkpoint_before(small_disk, elements):
-    checkpoints = Checkpoints(small_disk / "checkpoints")
-    checkpoints.save(1, {"weights": torch.arange(10)})
-    with pytest.raises(DualencError, match=r"step-00000002: could not be written, no space left") as raised:
-        checkpoints.save(2, {"weights": torch.zeros(elements)})
-    assert "\n" not in str(raised.value)
-    assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step-00000001"]
-    assert checkpoints.load_latest(seed=0)["weights"].tolist() == list(range(10))
-
-
-@pytest.mark.slow
-def test_a_run_whose_disk_was_full_goes_on_when_there_is_room(small_disk, tmp_path_factory):
-    """The disk fills up between two checkpoints, down to the last byte of the log."""
-    whole, run, ballast = tmp_path_factory.mktemp("whole"), small_disk / "run", small_disk / "ballast"
-    train(whole)
-    objective = tiny_objective(tiny_pairs())
-    steps = iter(range(1, 100))
-
-    def fill_up(*_):
-        if next(steps) == 5:
-            with suppress(OSError), open(ballast, "wb", buffering=0) as stream:
-                while stream.write(bytes(4096)):
-                    pass
-
-    objective.register_forward_pre_hook(fill_up)
-    with pytest.raises(DualencError, match="could not be written") as raised:
-        train(run, objective=objective)
-    assert "\n" not in str(raised.value)
-    ballast.unlink()
-    train(run, resume=True)
-    assert same(weights(run), weights(whole))
 
 
 def test_left_overs_of_a_killed_writer_are_removed(tmp_path):

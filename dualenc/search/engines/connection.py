@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from dualenc.errors import DualencError
 from dualenc.files import check_folder_target
-from dualenc.full_disk import explain_full_disk
 from dualenc.search.where import Kind
 from dualenc.terminal import printable
 from dualenc.types import Metric
@@ -89,9 +88,8 @@ class Connection:
     @contextmanager
     def one_line_errors(self) -> Iterator[None]:
         """Turn the library's errors, of many types, into one line; its warnings are for developers."""
-        full_disk = nullcontext() if self.is_remote else explain_full_disk(self.target)
         try:
-            with full_disk, warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
         except DualencError:

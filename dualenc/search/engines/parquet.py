@@ -35,7 +35,6 @@ def export_parquet(embeddings: Embeddings, folder: str | os.PathLike[str], *, re
 
     Raises:
         DualencError: the folder holds something else.
-        DiskFull: what was written so far stays.
     """
     folder = Path(folder)
     path = folder / ABOUT
