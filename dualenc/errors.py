@@ -1,10 +1,11 @@
-"""The exception that a user's mistake raises, and the suggestion of the valid name that was probably meant."""
+"""The exceptions that a user's mistake raises, other libraries' errors in one line, and suggestions of valid names."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class DualencError(ValueError):
@@ -32,3 +33,23 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     abbreviated = [name for name in words if word.lower() == "".join(part[0] for part in re.findall("[a-z]+", name))]
     close = abbreviated or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of another library's message as one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return text.rstrip(".:")
+
+
+@contextmanager
+def explain(what: str, advice: str) -> Iterator[None]:
+    """Report another library's error in one line: what failed, the first line of its message, and advice."""
+    try:
+        yield
+    except DualencError:
+        raise
+    except Exception as error:
+        raise DualencError(f"{what} ({first_line(error)}); {advice}") from error

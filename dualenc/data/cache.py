@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 from dualenc.files import atomic_path, write_json
 from dualenc.reading import read_json_object
 
@@ -111,8 +111,3 @@ def unwritable_cache(folder: Path, error: OSError) -> DualencError:
     """The error of a cache folder that cannot be written."""
     reason = error.strerror or first_line(error)
     return DualencError(f"{folder}: cannot write the data cache ({reason}); set HF_DATASETS_CACHE to another folder")
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its class."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

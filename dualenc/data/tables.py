@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dualenc.data.cache import dataset_of_batches, first_line
+from dualenc.data.cache import dataset_of_batches
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, detect
 from dualenc.data.identity import file_identity
 from dualenc.data.line_tables import (
@@ -34,7 +34,7 @@ from dualenc.data.lines import check_distinct
 from dualenc.data.remote import local_copies
 from dualenc.data.skips import Skips
 from dualenc.data.urls import display_name, file_format, is_url, url_suffix
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 from dualenc.reading import glob_files
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dualenc.encoders.hub import first_line
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,10 +15,11 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
+from dualenc.decoding import rgb_item
 from dualenc.encoders.card import render_card
-from dualenc.encoders.hub import first_line
-from dualenc.errors import BadSample, DualencError
+from dualenc.errors import BadSample, DualencError, explain
 from dualenc.files import atomic_folder
 from dualenc.types import Inputs, Modality, Side
 
@@ -29,7 +31,16 @@ DUALENC_FILE = "dualenc.json"
 """What a model folder says beyond its ecosystem's own files; absent where there is nothing to add."""
 
 MODEL_FILES = (DUALENC_FILE, "modules.json", "open_clip_config.json", "config.json")
-"""Files by which a folder is known to hold a model."""
+"""Files of which every model folder has one."""
+
+WINDOW = 4096
+"""Texts and vectors that `DualEncoder.encode` prepares at once; images are prepared by the batch."""
+
+ITEM_TYPES: dict[Modality, tuple[tuple[type, ...], str]] = {
+    "text": ((str,), "a str"),
+    "image": ((Image.Image,), "a PIL image"),
+    "vector": ((np.ndarray, Tensor), "an array (D,) of finite numbers"),
+}
 
 
 class Prepare:
@@ -42,17 +53,19 @@ class Prepare:
 
         Args:
             items: B raw items: `str` for text, RGB `PIL.Image` for images, arrays (input_dim,) for vectors.
-            seeds: None for the preprocessing of evaluation; otherwise one integer per item, and the training
-                augmentation is a pure function of the item and its seed. Text and vectors ignore seeds.
+            seeds: None for evaluation; otherwise one per item, and an image's augmentation is a function of it.
 
         Returns:
             The tower's inputs by name; every tensor's first dimension is B.
         """
-        raise TypeError(f"{type(self).__name__} does not define __call__")
+        raise NotImplementedError
 
     def join(self, parts: Sequence[Inputs]) -> Inputs | None:
-        """Several prepared batches as one, in their order; None where that gains nothing, as with large images."""
+        """Several prepared batches as one, in their order; None where that gains nothing, as with images."""
         return None
+
+    def cache_tokens(self) -> None:
+        """Cache what preparing an item gives, for items that come again, as in training; texts only."""
 
 
 class Tower(nn.Module):
@@ -61,7 +74,7 @@ class Tower(nn.Module):
     Attributes:
         modality: "text", "image" or "vector".
         dim: D, the size of the vectors.
-        feature_dim: size of what `features` returns.
+        feature_dim: size of the features.
         prepare: turns raw items into this tower's inputs.
     """
 
@@ -72,39 +85,38 @@ class Tower(nn.Module):
 
     @property
     def packs(self) -> bool:
-        """Whether `pack` leaves no padding worth mentioning."""
+        """Whether `pack` removes padding."""
         return False
 
     def pack(self, inputs: Inputs, one_by_one: bool = False) -> Inputs:
-        """B prepared items, on the CPU, in the form that takes least to encode; it has no row per item.
+        """B prepared items, on the CPU, without padding where the tower takes them so; not one row per item.
 
         Args:
             inputs: B prepared items.
-            one_by_one: the tower is not compiled and computes on a CPU, where a loop over items costs little.
+            one_by_one: the tower is not compiled and computes on a CPU, where a loop over items is cheap.
         """
         return inputs
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Encode B prepared items to (B, D) unit-norm float32, also under autocast."""
-        raise TypeError(f"{type(self).__name__} does not define forward")
+        raise NotImplementedError
 
     def features(self, inputs: Inputs) -> Tensor:
-        """What embedding and probes use, (B, feature_dim): the vectors themselves unless a projector follows."""
+        """The features (B, feature_dim) that probes use: the vectors themselves unless a projector follows."""
         return self(inputs)
 
 
 def is_model(folder: Path) -> bool:
-    """Whether a folder holds a model, told by its configuration; any program may have a config.json."""
+    """Whether a folder holds a model; a config.json alone may be any program's."""
     if any((folder / name).is_file() for name in MODEL_FILES if name != "config.json"):
         return True
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 class DualEncoder(nn.Module):
-    """A left and a right tower; one weight may belong to both.
+    """A left tower (queries, images) and a right one (documents, texts); they may share weights.
 
-    Left is the query or image tower, right the document or text tower; with `views` both are the same tower.
-    A new model is in evaluation mode; whoever trains it calls `train()`.
+    A new model is in evaluation mode.
 
     Args:
         left: tower of the left items.
@@ -118,7 +130,7 @@ class DualEncoder(nn.Module):
 
     left: Tower
     right: Tower
-    ecosystem: str | None = None  # the folder's format, one of `dualenc.encoders.card.LIBRARIES`; None: as the kind
+    ecosystem: str | None = None  # the folder's format, one of `card.LIBRARIES`; None: as the kind
     base: Mapping[str, str] = MappingProxyType({})  # `base_model` and `license` for the model card, where known
 
     def __init__(self, left: Tower, right: Tower, kind: Kind, views: bool = False) -> None:
@@ -143,7 +155,7 @@ class DualEncoder(nn.Module):
 
     @property
     def shares_weights(self) -> bool:
-        """Whether both towers are made of the same weights."""
+        """Whether both towers have the same weights."""
         return "right" not in self._modules
 
     @property
@@ -165,7 +177,7 @@ class DualEncoder(nn.Module):
     def tower(self, side: Side) -> Tower:
         """The tower of a side, "left" or "right"."""
         if side not in SIDES:
-            raise DualencError(f"side is {side!r}: choose 'left' or 'right'")
+            raise DualencError(f"side is {str(side)[:40]!r}: choose 'left' or 'right'")
         return self.left if side == "left" else self.right
 
     def forward(self, side: Side, inputs: Inputs) -> Tensor:
@@ -178,7 +190,7 @@ class DualEncoder(nn.Module):
         """Encode texts, images or vectors in batches of similar length.
 
         Args:
-            items: N texts, RGB `PIL.Image`s or vectors (D,).
+            items: N texts, `PIL.Image`s or vectors (D,).
             side: "left" encodes queries and images, "right" documents and texts.
             batch_size: items per forward pass.
             show_progress_bar: by default for more than 1,000 items.
@@ -187,43 +199,38 @@ class DualEncoder(nn.Module):
             (N, D) unit vectors, float32.
 
         Raises:
-            DualencError: another side, or items of another modality; it names the first of those.
+            BadSample: an item of another modality; it names the first of those.
         """
-        # Imported here, as searching stands on encoders.
-        from dualenc.data.corpus import Corpus
-        from dualenc.search.embed import embed
-
-        if side not in ("left", "right"):
-            raise DualencError(f"side is {str(side)[:40]!r}; give left or right")
-        is_sequence = hasattr(items, "__len__") and hasattr(items, "__getitem__") and getattr(items, "ndim", 1) > 0
-        if not is_sequence or isinstance(items, (str, bytes, Mapping)):
-            kind = type(items).__name__
-            raise DualencError(f"items is of type {kind}; give a list of texts, images or vectors")
-        if not len(items):
-            return np.empty((0, self.dim), np.float32)
         tower = self.tower(side)
-        corpus = Corpus([str(row) for row in range(len(items))], items, tower.modality)
-        shows = len(items) > 1000 if show_progress_bar is None else show_progress_bar
-        vectors = embed(tower, corpus, batch_size=batch_size, on_error="raise", num_workers=0, progress=shows).vectors
-        return np.asarray(vectors)
+        is_sequence = hasattr(items, "__len__") and hasattr(items, "__getitem__")
+        if not is_sequence or isinstance(items, (str, bytes, Mapping)):
+            raise DualencError(f"items is of type {type(items).__name__}; give a list of texts, images or vectors")
+        if batch_size < 1:
+            raise DualencError(f"batch_size is {batch_size}; give at least 1")
+        shows_bar = len(items) > 1000 if show_progress_bar is None else show_progress_bar
+        was_training = tower.training
+        tower.eval()
+        try:
+            with torch.inference_mode(), tqdm(total=len(items), desc="encode", disable=not shows_bar) as bar:
+                parts = list(_encode_windows(tower, items, batch_size, bar))
+        finally:
+            tower.train(was_training)
+        return np.concatenate(parts) if parts else np.empty((0, self.dim), np.float32)
 
     def encode_query(self, items: Sequence[Any], **options: Any) -> np.ndarray:
-        """Encode queries, with the prompt of queries; arguments as of `encode`."""
+        """Encode queries, with the prompt of queries; options as of `encode`."""
         return self.encode(items, "left", **options)
 
     def encode_document(self, items: Sequence[Any], **options: Any) -> np.ndarray:
-        """Encode documents, with the prompt of documents; arguments as of `encode`."""
+        """Encode documents, with the prompt of documents; options as of `encode`."""
         return self.encode(items, "right", **options)
 
     def save(self, folder: str | os.PathLike[str], card: dict[str, Any] | None = None) -> None:
         """Write the model folder: the ecosystem's own format, weights as safetensors, and a model card.
 
         Args:
-            folder: where; an earlier model there is replaced only once the new one is complete.
+            folder: where; an earlier model there is replaced once the new one is complete, anything else refused.
             card: what the README says beyond the architecture, see `dualenc.encoders.card.render_card`.
-
-        Raises:
-            DualencError: the folder holds something that is not a model.
         """
         folder = Path(folder)
         with atomic_folder(folder, is_model, "model") as new:
@@ -233,7 +240,7 @@ class DualEncoder(nn.Module):
 
     def write(self, folder: Path) -> None:
         """Write configuration, preprocessing and weights into an empty folder."""
-        raise TypeError(f"{type(self).__name__} does not define write")
+        raise NotImplementedError
 
     def push_to_hub(self, repo: str, card: dict[str, Any] | None = None, private: bool = True) -> str:
         """Upload the model to the Hugging Face hub; log in first with `hf auth login`, or set HF_TOKEN.
@@ -245,20 +252,13 @@ class DualEncoder(nn.Module):
 
         Returns:
             The address of the commit.
-
-        Raises:
-            DualencError: the hub does not take the model.
         """
-        try:
+        failure = explain(f"{repo}: could not be uploaded", "give owner/name, and log in: hf auth login")
+        with failure, tempfile.TemporaryDirectory() as folder:
             huggingface_hub.create_repo(repo, private=private, exist_ok=True)
-            with tempfile.TemporaryDirectory() as folder:
-                self.write(Path(folder))
-                Path(folder, "README.md").write_text(self.model_card(repo, card or {}, on_hub=True), encoding="utf-8")
-                commit = huggingface_hub.upload_folder(repo_id=repo, folder_path=folder)
-        except Exception as error:  # of the client and the network libraries below it, of many types
-            advice = "give owner/name, and log in: hf auth login"
-            raise DualencError(f"{repo}: could not be uploaded ({first_line(error)}); {advice}") from error
-        return str(commit.commit_url)
+            self.write(Path(folder))
+            Path(folder, "README.md").write_text(self.model_card(repo, card or {}, on_hub=True), encoding="utf-8")
+            return str(huggingface_hub.upload_folder(repo_id=repo, folder_path=folder).commit_url)
 
     def model_card(self, name: str, card: Mapping[str, Any], on_hub: bool = False) -> str:
         """The text of the model folder's README.md; the arguments are those of `render_card`."""
@@ -275,17 +275,14 @@ class DualEncoder(nn.Module):
 
     @property
     def usage(self) -> str:
-        """Which example of the model card's template shows how the folder is loaded."""
+        """The example of the model card's template that shows how the folder is loaded."""
         return self.ecosystem or self.kind
 
     def set_temperature(self, temperature: float) -> None:
-        """Take note of the temperature that training ended with; only formats with a place for it (CLIP) keep it."""
+        """Store the temperature that training ended with, in formats with a place for it (CLIP)."""
 
     def set_dims(self, dims: Sequence[int]) -> None:
-        """Take note of how many first components were trained to be used alone; () if only the whole vectors were.
-
-        `config.json` of transformers models keeps them, as `matryoshka_dimensions`; other formats have no place.
-        """
+        """Store how many first components were trained to be used alone, in transformers' config.json."""
         for config in self.transformers_configs:
             if dims:
                 config.matryoshka_dimensions = sorted(dims)
@@ -294,11 +291,11 @@ class DualEncoder(nn.Module):
 
     @property
     def transformers_configs(self) -> list[Any]:
-        """What is written as config.json in the format of transformers, one for each folder; none in other formats."""
+        """The configurations that are written as config.json of transformers."""
         return []
 
     def describe(self) -> dict[str, str]:
-        """What the model is, as rows of a table."""
+        """The model's facts, as rows of a table."""
         rows = {"Vector size": str(self.dim)}
         for config in self.transformers_configs[:1]:
             if dims := getattr(config, "matryoshka_dimensions", None):
@@ -306,24 +303,34 @@ class DualEncoder(nn.Module):
         return rows | {"Weights": f"{self.num_parameters:,}"}
 
 
+def _encode_windows(tower: Tower, items: Sequence[Any], batch_size: int, bar: tqdm) -> Iterator[np.ndarray]:
+    """Vectors (n, D) of one window of items after another; within it, texts of similar length share a batch."""
+    device = next(itertools.chain(tower.parameters(), tower.buffers())).device
+    batches = 1 if tower.modality == "image" else max(1, WINDOW // batch_size)
+    # Iterated, because the labels of a pandas Series are no positions.
+    numbered = enumerate(items)
+    while window := list(itertools.islice(numbered, batches * batch_size)):
+        raw = []
+        for number, item in window:
+            check_item(item, tower.modality, f"item {number}")
+            raw.append(rgb_item(item, f"item {number}"))
+        inputs = tower.prepare(raw)
+        chunks = chunk_rows(inputs, batch_size)
+        parts = []
+        for rows in chunks:
+            batch = {name: value.to(device) for name, value in take(inputs, rows).items()}
+            parts.append(tower(batch).float().cpu())
+            bar.update(len(rows))
+        vectors = torch.cat(parts)
+        if not torch.isfinite(vectors).all():
+            raise DualencError("the model gives vectors that are not finite; check its weights")
+        yield vectors[torch.argsort(torch.cat(chunks))].numpy()
+
+
 def check_item(item: Any, modality: Modality, name: str = "an item") -> None:
-    """Refuse a raw item that a tower cannot take.
-
-    Args:
-        item: of a batch.
-        modality: of the tower.
-        name: of the item, for the message.
-
-    Raises:
-        BadSample: no `str`, no `PIL.Image`, or no array (D,) of finite numbers.
-    """
-    kind: tuple[type, ...]
-    kind, needed = {
-        "text": ((str,), "a str"),
-        "image": ((Image.Image,), "a PIL image"),
-        "vector": ((np.ndarray, Tensor), "an array (D,) of finite numbers"),
-    }[modality]
-    valid = isinstance(item, kind)
+    """Refuse a raw item that a tower cannot take: no `str`, no `PIL.Image`, or no array (D,) of finite numbers."""
+    kinds, needed = ITEM_TYPES[modality]
+    valid = isinstance(item, kinds)
     if valid and modality == "vector":
         vector = np.asarray(item)
         valid = vector.ndim == 1 and vector.dtype.kind in "fiu" and bool(np.isfinite(vector).all())
@@ -338,23 +345,20 @@ def unit_norm(vectors: Tensor) -> Tensor:
 
 
 def num_rows(inputs: Inputs) -> int:
-    """How many prepared items there are; {} is none."""
+    """Number of prepared items; 0 for {}."""
     return len(next(iter(inputs.values()))) if inputs else 0
 
 
 def chunk_rows(inputs: Inputs, chunk_size: int) -> list[Tensor]:
-    """Row numbers of each chunk: texts of like length together, longest first; images in their order.
+    """Row numbers of each chunk: texts of similar length together, longest first; images in their order.
 
-    Almost nothing of a chunk is padding then, and if memory runs out, it does so at once.
-
-    Args:
-        inputs: n prepared items; texts have an "attention_mask" (n, T).
-        chunk_size: rows per chunk.
+    So little of a chunk is padding, and if memory runs out, it does so at once.
     """
     mask = inputs.get("attention_mask")
     if mask is None:
         return list(torch.arange(num_rows(inputs)).split(chunk_size))
-    return list(torch.argsort(mask.sum(dim=1), descending=True, stable=True).split(chunk_size))
+    lengths = mask.sum(dim=1)
+    return list(torch.argsort(lengths, descending=True, stable=True).split(chunk_size))
 
 
 def take(inputs: Inputs, rows: Tensor) -> Inputs:

@@ -11,7 +11,7 @@ from typing import Any
 
 import huggingface_hub
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 
 ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "README.md"]
 IGNORED_FILES = ["onnx/*", "openvino/*"]
@@ -94,12 +94,3 @@ def no_foreign_code() -> Iterator[None]:
         yield
     finally:
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
-
-
-def first_line(error: BaseException) -> str:
-    """The beginning of another library's message as one line, to be quoted in ours."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return text.rstrip(".:")

@@ -19,8 +19,8 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_item, unit_norm
-from dualenc.encoders.hub import base_metadata, first_line, model_folder
-from dualenc.errors import DualencError
+from dualenc.encoders.hub import base_metadata, model_folder
+from dualenc.errors import DualencError, first_line
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
 from dualenc.types import Inputs

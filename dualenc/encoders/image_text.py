@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import base_metadata, first_line, model_folder, no_foreign_code
+from dualenc.encoders.hub import base_metadata, model_folder, no_foreign_code
 from dualenc.encoders.image import ImagePrepare, Seeded, check_pixels, checked_crop_scale
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
 from dualenc.encoders.vision_text import two_towers_in
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
 from dualenc.types import Inputs

@@ -10,11 +10,11 @@ import torch
 
 from dualenc.encoders import image, image_text
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Kind
-from dualenc.encoders.hub import first_line, looks_like_path, model_folder
+from dualenc.encoders.hub import looks_like_path, model_folder
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import VectorEncoder
 from dualenc.encoders.vision_text import MODEL_TYPES, VisionTextEncoder, two_towers_in
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 from dualenc.files import recover
 from dualenc.reading import read_json_object
 

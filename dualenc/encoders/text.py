@@ -20,18 +20,18 @@ from dualenc import distributed
 from dualenc.encoders.dense import Dense, Normalize, first_components, kept_components, read_dense
 from dualenc.encoders.dropout import convert_dropout
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import base_metadata, first_line, model_folder
+from dualenc.encoders.hub import base_metadata, model_folder
 from dualenc.encoders.packing import first_position, pack, run_packed
 from dualenc.encoders.sentence_folder import MIN_LENGTH, SentenceFolder, read_sentence_folder, write_sentence_files
 from dualenc.encoders.tokenizer import (
-    TokenMemory,
+    TokenCache,
     Tokens,
     check_texts,
     load_tokenizer,
     lower_casing,
     save_tokenizer,
 )
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 from dualenc.files import write_json
 from dualenc.types import Inputs, Pooling
 
@@ -191,7 +191,7 @@ class TextPrepare(Prepare):
         max_length: longest input in tokens, special ones and prompt included.
 
     Attributes:
-        memory: tokens of texts that may come again, if there is one; a trainer gives it.
+        token_cache: tokens of texts that were tokenized before, or None; see `cache_tokens`.
     """
 
     modality = "text"
@@ -200,11 +200,11 @@ class TextPrepare(Prepare):
         self.tokenizer = tokenizer
         self.prompt = prompt
         self.max_length = max_length
-        self.memory: TokenMemory | None = None
+        self.token_cache: TokenCache | None = None
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         texts = [self.prompt + text for text in check_texts(items, self.tokenizer.truncation_side)]
-        tokens = self._tokenize(texts) if self.memory is None else self.memory.tokenize(texts, self._tokenize)
+        tokens = self._tokenize(texts) if self.token_cache is None else self.token_cache.tokenize(texts, self._tokenize)
         longest = max(len(row["input_ids"]) for row in tokens)
         inputs: Inputs = {}
         for name in tokens[0]:
@@ -213,6 +213,10 @@ class TextPrepare(Prepare):
                 row[: len(each[name])] = each[name]
             inputs[name] = torch.from_numpy(padded)
         return inputs
+
+    def cache_tokens(self) -> None:
+        """Tokenize each text once only, for training."""
+        self.token_cache = self.token_cache or TokenCache()
 
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
         if torch.utils.data.get_worker_info() is not None:

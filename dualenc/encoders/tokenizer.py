@@ -15,8 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dualenc.encoders.dual import check_item
-from dualenc.encoders.hub import first_line
-from dualenc.errors import BadSample, DualencError
+from dualenc.errors import BadSample, DualencError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,17 +40,17 @@ MAX_CHARACTERS = 1 << 20
 
 Tokens = dict[str, np.ndarray]
 """What a tokenizer makes of one text: "input_ids" and others, (T,) int32 each."""
-MAX_REMEMBERED = 2**24
+MAX_CACHED_TOKENS = 2**24
 
 
-class TokenMemory:
+class TokenCache:
     """Tokens of texts that were tokenised before: training sees each text in every epoch, and more often as a negative.
 
     Args:
         max_tokens: how many are kept, 4 bytes each; later texts are tokenised whenever they come.
     """
 
-    def __init__(self, max_tokens: int = MAX_REMEMBERED) -> None:
+    def __init__(self, max_tokens: int = MAX_CACHED_TOKENS) -> None:
         self.tokens_left = max_tokens
         self._tokens: dict[bytes, Tokens] = {}
 

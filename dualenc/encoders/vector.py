@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from dualenc.encoders.card import render_card
 from dualenc.encoders.dual import DUALENC_FILE, SIDES, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import base_metadata, first_line, hub_name, model_folder
+from dualenc.encoders.hub import base_metadata, hub_name, model_folder
 from dualenc.encoders.sentence_folder import append_dense
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
 from dualenc.types import Inputs, Side

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_item, unit_norm
-from dualenc.encoders.hub import base_metadata, first_line, model_folder
+from dualenc.encoders.hub import base_metadata, model_folder
 from dualenc.encoders.image import checked_crop_scale, seeded
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.sentence_folder import whole_module
 from dualenc.encoders.text import enable_checkpointing, quiet_transformers
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 from dualenc.reading import read_json_object
 from dualenc.types import Inputs
 

@@ -21,8 +21,6 @@ from dualenc.batching.selector import BatchSelector
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import DualEncoder
-from dualenc.encoders.text import TextPrepare
-from dualenc.encoders.tokenizer import TokenMemory
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective, ObjectiveOutput
@@ -132,8 +130,7 @@ class Loop:
         """The loader of batches and of single items."""
         settings = self.settings
         for tower in (self.model.left, self.model.right):
-            if isinstance(tower.prepare, TextPrepare) and tower.prepare.memory is None:
-                tower.prepare.memory = TokenMemory()
+            tower.prepare.cache_tokens()
         self.items = ItemEncoder(self.model, self.pairs, seed=settings.seed, on_error=settings.on_error)
         self.loader = BatchLoader(
             self.pairs,

@@ -106,8 +106,8 @@ def ours(task: Task, objective: str, settings: dict[str, Any], options: Options)
         model = model_once()
         for tower in (model.left, model.right):
             # Tokens of an earlier run.
-            if hasattr(tower.prepare, "memory"):
-                tower.prepare.memory = None
+            if hasattr(tower.prepare, "token_cache"):
+                tower.prepare.token_cache = None
         loss = OBJECTIVES[objective](
             num_left=task.pairs.num_left, num_right=task.pairs.num_right, temperature=0.05, views=task.pairs.views
         )

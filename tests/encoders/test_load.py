@@ -12,9 +12,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, load_model
-from dualenc.encoders.hub import first_line, looks_like_path, model_folder
+from dualenc.encoders.hub import looks_like_path, model_folder
 from dualenc.encoders.load import folder_kind
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 
 WEIGHTS = {
     "query-document": "model.safetensors",

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from dualenc.encoders import TextEncoder, load_model, load_tokenizer, train_tokenizer
 from dualenc.encoders.text import TextPrepare
-from dualenc.encoders.tokenizer import TokenMemory, Tokens, lower_casing, save_tokenizer
+from dualenc.encoders.tokenizer import TokenCache, Tokens, lower_casing, save_tokenizer
 from dualenc.errors import DualencError
 
 
@@ -202,7 +202,7 @@ def test_a_memory_tokenises_each_text_once_and_changes_nothing() -> None:
 
     prepare._tokenize = tokenize  # type: ignore[method-assign]
     room_for_two = int(expected["attention_mask"][:2].sum())
-    prepare.memory = TokenMemory(room_for_two)
+    prepare.token_cache = TokenCache(room_for_two)
     for _ in range(3):
         inputs = prepare(texts)
         assert list(inputs) == list(expected)
