@@ -69,15 +69,15 @@ def index(
     from dualenc import distributed
     from dualenc.evaluation.output import start_processes, writing
     from dualenc.search import is_index
-    from dualenc.search.engines import is_engine
+    from dualenc.search.qdrant import is_pushed
 
     if verify:
         return _verify(source)
     if remove is not None:
         return _remove(source, remove)
     add_texts = bm25 or texts
-    if out is None and add_texts and (is_index(source) or (texts and is_engine(source))):
-        if bm25 and is_engine(source):
+    if out is None and add_texts and (is_index(source) or (texts and is_pushed(source))):
+        if bm25 and is_pushed(source):
             raise DualencError(f"{source}: an engine is searched by vectors alone; leave --bm25 out")
         return _write_texts(source, _open_texts(source, data, items), bm25=bm25, texts=texts)
     if out is None:

@@ -45,12 +45,11 @@ def search(
         k: how many results.
         where: only what meets this, by columns that were kept (`--columns`): year>=2020, lang=en,de (any of them),
             lang!=en, author="Doe, Jane"; may be repeated.
-        filter: in an engine, only what matches this, in its own language: SQL for LanceDB (year >= 2020 AND
-            lang = 'en'), JSON for Qdrant ({"must": [{"key": "year", "range": {"gte": 2020}}]}).
+        filter: in Qdrant, only what matches this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
         json: print JSON, in ASCII, instead of a table.
     """
     from dualenc.evaluation.report import Table, print_table
-    from dualenc.search.engines import EngineIndex
+    from dualenc.search.qdrant import QdrantIndex
     from dualenc.search.searcher import Query
 
     searcher = _open(index, query, k, ranking, options)
@@ -60,8 +59,8 @@ def search(
     top = 0 if ranking.rerank is None else ranking.rerank_top
     fusion: dict[str, Any] = {"hybrid": ranking.hybrid, "weight": ranking.weight}
     hits = searcher.search([Query(side, item, k=k, where=conditions, filter=filter, rerank=top, **fusion)])[0]
-    if isinstance(searcher.index, EngineIndex):
-        searcher.index.engine.close()
+    if isinstance(searcher.index, QdrantIndex):
+        searcher.index.close()
     columns = searcher.index.column_kinds
     results: list[dict[str, Any]] = [
         {"rank": rank, "id": hit.id, "score": round(hit.score, 6), "snippet": hit.snippet}

@@ -93,8 +93,7 @@ class EngineOptions:
         where: search only documents that meet this: year>=2020, lang=en,de, lang!=en, author="Doe, Jane"; may be
             repeated. Judgements of others, and queries without a relevant document among them, are left out. The
             columns are fields of corpus.jsonl or what embeddings have kept (`--columns`).
-        filter: the same with an engine, in its own language: SQL for LanceDB (year >= 2020 AND lang = 'en'), JSON for
-            Qdrant ({"must": [{"key": "year", "range": {"gte": 2020}}]}).
+        filter: the same with an engine, as Qdrant's JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
     """
 
     engine: str | None = None

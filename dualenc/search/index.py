@@ -61,7 +61,7 @@ from dualenc.types import Metric
 FORMAT = "dualenc index"
 FORMAT_VERSION = 4
 """Versions before 4 had ids and columns in files of text, JSON lines and Parquet."""
-KEPT = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped", "texts_checksum")
+EMBEDDINGS_META = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped", "texts_checksum")
 """Entries of the embeddings' meta.json that the index keeps: model, side and data."""
 WRITE_BYTES = 1 << 22
 REBUILD = "build the index again"
@@ -226,7 +226,7 @@ class Index:
         other = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
         read_head(folder, FORMAT, (FORMAT_VERSION, FORMAT_VERSION), other, OLDER)
         meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
-        check_kept(path, meta, REBUILD)
+        check_recorded(path, meta, REBUILD)
 
         path = folder / "index.faiss"
         on_disk = (folder / LISTS).exists()
@@ -353,7 +353,7 @@ def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | N
 def _finished(index: Any, database: Database, built: dict[str, Any], tuning: _Tuning) -> Index:
     """Tune and measure a filled FAISS index; returns it with ids, texts, columns and the entries of meta.json."""
     embeddings = database.embeddings
-    meta = {key: embeddings.meta[key] for key in KEPT if key in embeddings.meta}
+    meta = {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta}
     meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": database.metric, **built}
     meta["bytes_per_vector"] = bytes_per_vector(index)
     meta |= _tune_and_measure(index, database, tuning)
@@ -404,7 +404,7 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     check_folder_target(folder, is_index, "index")
 
 
-def check_kept(path: Path, meta: Mapping[str, Any], mend: str) -> None:
+def check_recorded(path: Path, meta: Mapping[str, Any], mend: str) -> None:
     """Refuse values that the entries of a meta.json which were kept from its embeddings cannot have."""
     allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
     for name, values in allowed.items():

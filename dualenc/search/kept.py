@@ -18,8 +18,8 @@ from dualenc.data.items import ITEMS, ORDER, ItemTable, check_ids, write_items
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, consistent_read, is_folder_of, locked, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.engines.index import is_engine, read_engine_meta
 from dualenc.search.index import Index, check_unchanged, rows_in
+from dualenc.search.qdrant import is_pushed, read_pushed
 
 FOLDER = "texts"
 FORMAT = "dualenc texts"
@@ -89,7 +89,7 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
             f"{folder}: its data holds {corpus.modality}s, and a cross-encoder reads texts; leave it out"
         )
     with locked(folder):
-        if is_engine(folder):
+        if is_pushed(folder):
             checksum = _check_engine(folder, corpus)
             ids: Sequence[str] = corpus.ids
             rows: Sequence[int] = range(len(corpus))
@@ -115,10 +115,10 @@ def write_texts(folder: str | os.PathLike[str], ids: Sequence[str], texts: Itera
 
 def _check_engine(folder: str | os.PathLike[str], corpus: Corpus) -> str:
     """Check data against a pushed collection, whose ids are not listed; returns its checksum."""
-    about, meta = read_engine_meta(folder)
-    if len(corpus) < about.count:
-        reason = f"the data has {len(corpus):,} texts for {about.count:,} vectors"
+    meta = read_pushed(folder)
+    if len(corpus) < meta["count"]:
+        reason = f"the data has {len(corpus):,} texts for {meta['count']:,} vectors"
         raise DualencError(f"{folder}: {reason}; name what the embeddings were made of")
-    if len(corpus) == about.count:
+    if len(corpus) == meta["count"]:
         check_unchanged(corpus, range(len(corpus)), meta, folder)
-    return about.fingerprint
+    return meta["fingerprint"]

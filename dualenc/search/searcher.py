@@ -16,13 +16,13 @@ from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError, Unsupported
 from dualenc.files import consistent_read
 from dualenc.search.embed import tower_checksum
-from dualenc.search.engines import EngineIndex, is_engine
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.hits import Hit
 from dualenc.search.index import Index
 from dualenc.search.kept import KeptTexts, has_texts
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
+from dualenc.search.qdrant import QdrantIndex, is_pushed
 from dualenc.search.rerank import Rescore, rerank
 from dualenc.search.where import Condition, meets, parse_conditions
 from dualenc.types import Inputs, Modality, Side
@@ -73,7 +73,7 @@ class Searcher:
     """
 
     folder: Path
-    index: Index | EngineIndex
+    index: Index | QdrantIndex
     encoder: DualEncoder
     lexical: Lexical | None = None
     judge: Rescore | None = None
@@ -107,7 +107,7 @@ class Searcher:
             before: an earlier searcher, whose model is shared if the index was made with the same weights.
             hybrid: open the BM25 index, too; None opens it if it exists.
             judge: a cross-encoder (`open_cross_encoder`) for `Query.rerank`; its texts are opened, too.
-            qdrant_path: the store of an embedded Qdrant, see `EngineIndex.open`.
+            qdrant_path: the store of an embedded Qdrant, see `QdrantIndex.open`.
             settings: `nprobe` and `ef_search`, as the index's `search` takes them.
 
         Raises:
@@ -177,8 +177,8 @@ class Searcher:
 
     @property
     def filter_language(self) -> str:
-        """The language of `Query.filter`: "SQL" or "JSON"; "" for a FAISS index."""
-        return self.index.filter_language if isinstance(self.index, EngineIndex) else ""
+        """The language of `Query.filter`: "JSON" for Qdrant, "" for a FAISS index."""
+        return "JSON" if isinstance(self.index, QdrantIndex) else ""
 
     def check(self, query: Query) -> None:
         """Refuse a query that this index cannot answer; error messages contain no path, as a server passes them on.
@@ -198,7 +198,7 @@ class Searcher:
 
     def check_filter(self, filter: str) -> None:
         """Refuse an untrusted filter that could harm the engine; error messages contain no path."""
-        if filter and isinstance(self.index, EngineIndex):
+        if filter and isinstance(self.index, QdrantIndex):
             self.index.check_filter(filter)
 
     @torch.inference_mode()
@@ -275,7 +275,7 @@ class Searcher:
 
     def _kept(self, where: Sequence[Condition]) -> np.ndarray | None:
         """The rows of a FAISS index that meet conditions, (N,) bool; None without conditions."""
-        if not where or isinstance(self.index, EngineIndex) or self.index.columns is None:
+        if not where or isinstance(self.index, QdrantIndex) or self.index.columns is None:
             return None
         return meets(where, self.index.columns)
 
@@ -308,18 +308,18 @@ class Searcher:
 
     def _nearest(self, vectors: np.ndarray, k: int, filter: str, kept: np.ndarray | None) -> list[list[Hit]]:
         """The k nearest items of each query vector."""
-        if isinstance(self.index, EngineIndex):
+        if isinstance(self.index, QdrantIndex):
             return self.index.search(vectors, k, filter, **self.settings)
         return self.index.search(vectors, k, kept=kept, **self.settings)
 
 
 def _open_files(
     folder: Path, qdrant_path: str | None, hybrid: bool | None, *, needs_texts: bool
-) -> tuple[Index | EngineIndex, Lexical | None, KeptTexts | None]:
+) -> tuple[Index | QdrantIndex, Lexical | None, KeptTexts | None]:
     """Open the index, its BM25 and its texts, for `Searcher.open`."""
-    index: Index | EngineIndex
-    if is_engine(folder):
-        index = EngineIndex.open(folder, qdrant_path)
+    index: Index | QdrantIndex
+    if is_pushed(folder):
+        index = QdrantIndex.open(folder, qdrant_path)
     elif qdrant_path is not None:
         raise DualencError(f"{folder}: remembers no engine; leave --qdrant-path out")
     else:
@@ -331,7 +331,7 @@ def _open_files(
         with nullcontext() if needs_texts else suppress(DualencError):
             texts = KeptTexts(folder, index.items_checksum)
     lexical = None
-    if hybrid and isinstance(index, EngineIndex):
+    if hybrid and isinstance(index, QdrantIndex):
         raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
     if isinstance(index, Index) and (hybrid or (hybrid is None and has_lexical(folder))):
         lexical = consistent_read(folder / BM25_FOLDER, lambda: Lexical.open(folder, index.items_checksum))
@@ -353,7 +353,7 @@ def _even_chunks(inputs: Inputs) -> list[torch.Tensor]:
     return [torch.tensor(chunk) for chunk in chunks]
 
 
-def _recorded_model(index: Index | EngineIndex, folder: Path) -> str:
+def _recorded_model(index: Index | QdrantIndex, folder: Path) -> str:
     """The recorded path or name of the model, or its path beside the index if both were moved together."""
     recorded = index.meta.get("model")
     if not recorded:

@@ -49,7 +49,7 @@ def test_a_number_that_no_column_holds(index: Path, capsys: pytest.CaptureFixtur
         ("embed", "https://me:secret@h/x?key=secret", NO_URL, "--out", "OUT"),
         ("search", "https://me:secret@h/x?key=secret", "fox"),
         ("search", "INDEX", "fox", "--model", "https://me:secret@h/x?key=secret"),
-        ("push", NO_URL, "OUT", "--to", "lancedb"),
+        ("push", NO_URL, "OUT"),
         ("train", "https://me:secret@h/x?key=secret"),
     ],
     ids=lambda words: " ".join(words)[:40],

@@ -76,16 +76,6 @@ def test_mining_writes_into_no_folder_of_other_files(
     assert not (tmp_path / "mined.jsonl").exists()
 
 
-@pytest.mark.slow
-def test_lancedb_tables_are_put_beside_nothing_else(
-    tmp_path: Path, toy_text: Path, beir: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("lancedb")
-    run("embed", toy_text, beir, "--out", tmp_path / "emb")
-    assert "holds no LanceDB tables" in failure(capsys, "push", tmp_path / "emb", folder, "--to", "lancedb")
-    as_it_was(folder)
-
-
 @pytest.mark.parametrize("name", ["model", "checkpoints", "recipe.yaml"])
 def test_a_training_replaces_what_trainings_have_written_only(folder: Path, name: str) -> None:
     mark_run(folder)

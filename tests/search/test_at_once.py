@@ -247,9 +247,7 @@ def commands(made: Path, out: Path) -> dict[str, tuple[Any, ...]]:
         "index of data": ("index", made / "model", made / "all.jsonl", "--out", out),
         "index": ("index", emb, "--out", out),
         "mine": ("mine", made / "model", made / "pairs.csv", "--out", out),
-        "push": ("push", emb, out.with_name("lake"), "--to", "lancedb", "--out", out),
-        "push to one table": ("push", emb, out.parent / "la", "--to", "lancedb", "--collection", out.name),
-        "parquet": ("push", emb, out, "--to", "parquet"),
+        "push": ("push", emb, out.with_name("store"), "--out", out),
         "retrieval": ("evaluate", "retrieval", made / "model", made / "beir", "--out", out),
         "quickstart": ("quickstart", "--out", out),
     }
@@ -262,14 +260,13 @@ def test_an_output_that_another_process_writes_is_refused_in_one_line(
 ) -> None:
     make_inputs(made)
     target = tmp_path / "out"
-    held = tmp_path / "la.out" if name == "push to one table" else target
     ready = FORK.Event()
-    holder = FORK.Process(target=hold, args=(held, ready))
+    holder = FORK.Process(target=hold, args=(target, ready))
     holder.start()
     ready.wait()
     try:
         message = failure(capsys, *commands(made, target)[name])
-        assert message.startswith(f"another dualenc process is writing {held}; wait for it or choose another ")
+        assert message.startswith(f"another dualenc process is writing {target}; wait for it or choose another ")
         assert not target.exists()
     finally:
         holder.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
 import re
@@ -61,39 +62,33 @@ def test_pyarrow_alone_reads_the_folder(tmp_path: Path) -> None:
     assert meta["shard_rows"] == [834, 833, 833]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_datasets_opens_the_folder(tmp_path: Path, dtype: str) -> None:
-    import datasets
-
-    write(tmp_path / "emb", dtype)
-    files = sorted(map(str, (tmp_path / "emb").glob("data-*.arrow")))
-    found = datasets.load_dataset("arrow", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-    assert found["id"][:] == ids()
-    np.testing.assert_array_equal(np.array(found[2400]["vector"], dtype), vectors()[2400].astype(dtype))
-
-
 @pytest.mark.slow
-def test_polars_opens_the_folder(tmp_path: Path) -> None:
-    polars = pytest.importorskip("polars")
-    write(tmp_path / "emb")
-    frame = polars.read_ipc(str(tmp_path / "emb" / "data-*.arrow"))
-    assert frame["id"].to_list() == ids()
-    np.testing.assert_array_equal(frame["vector"].to_numpy(), vectors())
-
-
-def test_duckdb_opens_the_folder(tmp_path: Path) -> None:
-    duckdb = pytest.importorskip("duckdb")
-    write(tmp_path / "emb")
-    items = dataset.dataset(sorted(map(str, (tmp_path / "emb").glob("data-*.arrow"))), format="arrow")
-    assert duckdb.sql("select id from items where text like '%“7”%'").fetchall() == [("item 7",)]
-    assert items.count_rows() == NUM_ITEMS
-
-
-def test_lancedb_takes_the_record_batches(tmp_path: Path) -> None:
-    lancedb = pytest.importorskip("lancedb")
-    embeddings = write(tmp_path / "emb", "float16")
-    table = lancedb.connect(str(tmp_path / "lance")).create_table("items", embeddings.record_batches())
-    assert table.search(vectors()[7]).limit(1).to_list()[0]["id"] == "item 7"
+@pytest.mark.parametrize("tool", ["lancedb", "duckdb", "polars", "datasets"])
+def test_other_tools_open_the_folder_as_the_docs_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "search.md").read_text()
+    code = page.partition("Other tools open the files as they are:\n\n```python\n")[2].partition("```")[0]
+    block = next(block for block in code.split("\n\n") if f"{tool}." in block)
+    monkeypatch.chdir(tmp_path)
+    years = pa.table({"year": [2020 + row % 5 for row in range(NUM_ITEMS)]})
+    unit = vectors() / np.linalg.norm(vectors(), axis=1, keepdims=True)
+    writer = EmbeddingWriter("emb", ids(), DIM, "float32", {}, snippet=str, columns=years)
+    for number in writer.missing():
+        writer.write(number, unit[writer.ranges[number]])
+    writer.finish()
+    names: dict[str, Any] = {tool: pytest.importorskip(tool), "glob": glob, "pyarrow": pa, "Embeddings": Embeddings}
+    names["vector"] = unit[7]
+    exec(block, names)
+    if tool == "lancedb":
+        assert names["nearest"][0]["id"] == "item 7"
+        assert all(row["year"] >= 2022 for row in names["nearest"])
+    elif tool == "duckdb":
+        assert names["nearest"].fetchall()[0] == ("item 7",)
+    else:
+        assert list(names["items"]["id"]) == ids()
+        rows = names["items"]["vector"][:9]
+        np.testing.assert_array_equal(np.array(rows.to_list() if tool == "polars" else rows, np.float32), unit[:9])
 
 
 @pytest.mark.parametrize("rows", [999, 16384])

@@ -21,7 +21,7 @@ from dualenc.search.searcher import Query, Searcher
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 from tests.search.clusters import clustered, exact_rows
-from tests.search.engines.made import KINDS, met_by_pandas
+from tests.search.conditions import KINDS, met_by_pandas
 
 VECTORS, QUERIES = clustered(2000), clustered(20, seed=1)
 EXACT = ("Flat", "IVF16,Flat", "HNSW16", "IVF16,SQ8,Refine(Flat)", "OPQ16,IVF16,Flat")

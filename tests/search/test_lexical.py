@@ -138,12 +138,10 @@ def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", ["--bm25", "--texts"])
-@pytest.mark.parametrize("kind", ["index", "appended", "removed", "engine"])
+@pytest.mark.parametrize("kind", ["index", "appended", "removed"])
 def test_texts_that_have_changed_since_they_were_embedded_are_refused(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], beside: str, kind: str
 ) -> None:
-    if (beside, kind) == ("--bm25", "engine"):
-        pytest.skip("an engine is searched by vectors alone")
     folder, data = tmp_path / "index", tmp_path / "docs.jsonl"
     rows = [
         {"_id": f"d{i}", "text": f"{text} {'so it goes on ' * 20} to the end"} for i, text in enumerate(toy.texts(9))
@@ -154,9 +152,7 @@ def test_texts_that_have_changed_since_they_were_embedded_are_refused(
         return data
 
     run("embed", made / "model", write(rows), "--out", tmp_path / "emb")
-    if kind == "engine":
-        run("push", tmp_path / "emb", tmp_path / "lake", "--to", "lancedb", "--out", folder)
-    elif kind == "appended":
+    if kind == "appended":
         run("index", made / "model", write(rows[:5]), "--out", folder, "--factory", "Flat")
         run("index", made / "model", write(rows[5:]), "--out", folder, "--append")
     else:

@@ -108,8 +108,18 @@ def test_the_whole_text_is_read_and_not_its_snippet(made: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_texts_beside_an_engine(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("embed", made / "model", made / "docs.jsonl", "--out", tmp_path / "emb")
-    run("push", tmp_path / "emb", tmp_path / "lake", "--to", "lancedb", "--out", tmp_path / "pushed")
-    words = ("search", tmp_path / "pushed", "fox dog", "--rerank", made / "judge", "--rerank-top", 60)
+    run("push", tmp_path / "emb", tmp_path / "store", "--out", tmp_path / "pushed")
+    words = (
+        "search",
+        tmp_path / "pushed",
+        "fox dog",
+        "--qdrant-path",
+        tmp_path / "store",
+        "--rerank",
+        made / "judge",
+        "--rerank-top",
+        60,
+    )
     assert "keeps no texts for a cross-encoder to read" in failure(capsys, *words)
     run("index", tmp_path / "pushed", "--texts")
     assert "60 texts kept for cross-encoders" in capsys.readouterr().out

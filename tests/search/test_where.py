@@ -21,7 +21,7 @@ from dualenc.search.where import (
     parse_conditions,
     rows_that_meet,
 )
-from tests.search.engines.made import KINDS, conditions, met_by_pandas, rows
+from tests.search.conditions import KINDS, conditions, met_by_pandas, rows
 
 
 @given(rows(), st.lists(conditions(), max_size=3))

@@ -90,7 +90,7 @@ def evaluate(
             documents = embed_into(kept / "documents", encoder.right, collection.corpus, side="right", **how)
         results += systems.rank(name, collection, queries, documents)
     if engine is not None:
-        engine.index.engine.close()
+        engine.index.close()
 
     if distributed.is_main():
         facts: dict[str, object] = {"model": model, "split": split, "depth": options.depth}

@@ -1,0 +1,354 @@
+"""Qdrant: push embeddings to a collection, remember it in a folder, and search it with Qdrant's own filters.
+
+The target is the URL of a server, or a folder for the client's embedded mode: exact, slow, for one process at a time.
+The client unpickles what such a folder holds, which can run code: only a folder that the user names is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pyarrow as pa
+from tqdm.auto import tqdm
+
+from dualenc.data.embeddings import Embeddings, read_head
+from dualenc.data.identity import digest_of
+from dualenc.data.items import check_ids
+from dualenc.data.metadata import check_column_names
+from dualenc.errors import DualencError, UnknownId
+from dualenc.files import check_folder_target, is_folder_of, write_json
+from dualenc.reading import read_json_object
+from dualenc.search.build import Database, as_queries
+from dualenc.search.hits import Hit, as_hit
+from dualenc.search.index import EMBEDDINGS_META, check_recorded
+from dualenc.search.where import column_kinds
+from dualenc.types import Metric
+
+FORMAT = "dualenc engine"
+FORMAT_VERSION = 3
+AGAIN = "run `dualenc push` again"
+BATCH_ROWS = 1024
+"""Vectors sent at once; a broken push resumes at a batch."""
+API_KEY = "QDRANT_API_KEY"
+"""Environment variable with the key of a server."""
+POINT_NAMESPACE = uuid.uuid5(uuid.NAMESPACE_OID, "dualenc")
+"""Qdrant names points by numbers or UUIDs: an item's point is UUID 5 of its id in this namespace."""
+PAYLOAD_INDEXES = {"text": "keyword", "integer": "integer", "number": "float", "truth": "bool"}
+FILTER_EXAMPLE = '{"must": [{"key": "year", "range": {"gte": 2020}}]}'
+ENTRIES = {"target": str, "collection": str, "fingerprint": str, "count": int, "dim": int, "metric": str}
+ENTRIES |= {"columns": dict, "has_snippets": bool}
+"""Entries of meta.json that `push` adds to those of the embeddings, with their types."""
+
+
+class QdrantIndex:
+    """A Qdrant collection searched by vectors: `push` returns it, `QdrantIndex.open` finds it again.
+
+    Args:
+        meta: entries of meta.json: `ENTRIES`, `model`, `side`, …
+
+    Raises:
+        DualencError: an unusable target or collection name, or qdrant-client is not installed.
+    """
+
+    def __init__(self, meta: dict[str, Any]) -> None:
+        try:
+            import qdrant_client  # optional, and slow to import
+        except ImportError as error:
+            raise DualencError(f"Qdrant needs qdrant-client ({error}); pip install 'dualenc[qdrant]'") from None
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", meta["collection"]):
+            raise DualencError(f"collection is {meta['collection'][:40]!r}; give a name of letters, digits, - and _")
+        self.meta = dict(meta)
+        self.collection: str = meta["collection"]
+        self.location = f"{meta['target']} collection {self.collection!r}"
+        self.dim: int = meta["dim"]
+        self.column_kinds: dict[str, Any] = meta["columns"]
+        self.has_snippets: bool = meta["has_snippets"]
+        self.items_checksum: str = meta["fingerprint"]
+        self.is_server = is_server(meta["target"])
+        self.models = qdrant_client.models
+        arguments = _client_arguments(meta["target"])
+        with self.one_line_errors():
+            self.client: Any = qdrant_client.QdrantClient(**arguments, timeout=60, check_compatibility=False)
+
+    def __len__(self) -> int:
+        return int(self.meta["count"])
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a meta.json with the place and the description of the collection, without the key."""
+        check_push_target(folder)
+        write_json(Path(folder) / "meta.json", {**self.meta, "format": FORMAT, "version": FORMAT_VERSION})
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], qdrant_path: str | None = None) -> QdrantIndex:
+        """Open the collection that a folder remembers.
+
+        Args:
+            folder: written by `dualenc push`.
+            qdrant_path: the folder of the embedded mode, if the collection is in one.
+
+        Raises:
+            DualencError: no such folder, no answer, a changed collection, or an embedded Qdrant that is not named.
+        """
+        meta = read_pushed(folder)
+        if is_server(meta["target"]) and qdrant_path is not None:
+            raise DualencError(f"{folder}: its collection is on a server; leave --qdrant-path out")
+        if not is_server(meta["target"]) and qdrant_path is None:
+            problem = "names an embedded Qdrant, whose files can run code; if you trust them, name it by --qdrant-path"
+            raise DualencError(f"{folder}: {problem}")
+        index = cls({**meta, "target": qdrant_path or meta["target"]})
+        if index.stored_fingerprint() != meta["fingerprint"]:
+            raise DualencError(f"{index.location}: is gone, or holds other embeddings than {folder} says; {AGAIN}")
+        return index
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.client.close()
+
+    def stored_fingerprint(self) -> str | None:
+        """The fingerprint in the collection's metadata; None without a collection."""
+        with self.one_line_errors():
+            if not self.client.collection_exists(self.collection):
+                return None
+            metadata = self.client.get_collection(self.collection).config.metadata or {}
+        if "dualenc" not in metadata:
+            raise DualencError(f"{self.location}: holds no embeddings that dualenc pushed; name another collection")
+        return str(metadata["dualenc"])
+
+    def search(
+        self,
+        queries: np.ndarray,
+        k: int = 10,
+        filter: str = "",
+        nprobe: int | None = None,
+        ef_search: int | None = None,
+    ) -> list[list[Hit]]:
+        """The nearest items of each query, best first; fewer than k where fewer match the filter.
+
+        Args:
+            queries: (Q, D), or one query (D,).
+            k: number of results.
+            filter: Qdrant's JSON; "" for none.
+            nprobe: must be None: Qdrant searches a graph.
+            ef_search: candidates that the graph search keeps; by default the server's.
+
+        Raises:
+            DualencError: queries or a filter that do not fit, k below 1, or a server that does not answer.
+        """
+        if nprobe is not None:
+            raise DualencError(f"nprobe is {nprobe}, but Qdrant searches a graph; give ef_search")
+        options: dict[str, Any] = {"limit": k, "with_payload": ["id", "text", *self.column_kinds]}
+        if ef_search is not None:
+            options["search_params"] = self.models.SearchParams(hnsw_ef=ef_search)
+        if filter:
+            options["query_filter"] = self.check_filter(filter)
+        results = []
+        for vector in as_queries(queries, self.dim, self.meta["metric"], k):
+            with self.one_line_errors():
+                points = self.client.query_points(self.collection, vector.tolist(), **options).points
+            results.append([_hit(point) for point in points])
+        return results
+
+    def check_filter(self, filter: str) -> Any:
+        """A filter as the client's own class, which refuses what it does not define."""
+        try:
+            return self.models.Filter.model_validate_json(filter)
+        except ValueError as error:
+            raise DualencError(f"the filter is no Qdrant filter ({_line(error)}), such as {FILTER_EXAMPLE}") from None
+
+    def vectors(self, ids: Sequence[str]) -> np.ndarray:
+        """The stored vectors of some ids: (n, D) float32; `UnknownId` for one that the collection does not have."""
+        with self.one_line_errors():
+            points = [_point(name) for name in ids]
+            records = self.client.retrieve(self.collection, points, ["id"], with_vectors=True)
+        vector_of = {record.payload["id"]: record.vector for record in records}
+        missing = [name for name in ids if name not in vector_of]
+        if missing:
+            raise UnknownId(f"the collection has no item {missing[0][:200]!r}; give an id that it has returned")
+        return np.array([vector_of[name] for name in ids], dtype=np.float32)
+
+    def ids(self, filter: str) -> list[str]:
+        """The ids of all items that match a filter."""
+        condition = self.check_filter(filter)
+        with self.one_line_errors():
+            records, _ = self.client.scroll(self.collection, condition, limit=len(self), with_payload=["id"])
+        return [record.payload["id"] for record in records]
+
+    @contextmanager
+    def one_line_errors(self) -> Iterator[None]:
+        """Turn the client's errors, of many types, into one line; its warnings are for developers."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        except Exception as error:
+            reason = _line(error)
+            if getattr(error, "status_code", None) in (401, 403):
+                reason = f"Qdrant refuses the key; set {API_KEY} to one that may do it"
+            raise DualencError(f"{self.location}: {reason}; the same command again resumes") from error
+
+
+def push(
+    embeddings: Embeddings,
+    target: str,
+    collection: str,
+    *,
+    metric: Metric | None = None,
+    replace: bool = False,
+    progress: bool = False,
+) -> tuple[QdrantIndex, int]:
+    """Send the vectors, ids, texts and columns that a collection does not hold yet.
+
+    Batches arrive in order: an interrupted push resumes behind the stored vectors, from any machine.
+
+    Args:
+        embeddings: N vectors.
+        target: URL of a server, whose key is in the environment variable QDRANT_API_KEY, or a folder that is trusted.
+        collection: its name.
+        metric: "cosine" or "ip"; by default cosine for embeddings that are normalized, and ip for others.
+        replace: first remove a collection that holds other embeddings or has other settings.
+        progress: show a bar.
+
+    Returns:
+        The index, and the number of vectors that were sent.
+
+    Raises:
+        DualencError: a collection that holds something else, vectors that are not finite, duplicate ids, or a server
+            that does not answer.
+    """
+    check_ids(embeddings.ids)
+    if embeddings.columns is not None:
+        check_column_names(embeddings.columns.column_names)
+    database = Database(embeddings, metric or ("cosine" if embeddings.meta.get("normalized") else "ip"))
+    meta = {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta}
+    meta |= {
+        "target": target,
+        "collection": collection,
+        "fingerprint": fingerprint_of(embeddings, database.metric),
+        "count": len(embeddings),
+        "dim": embeddings.dim,
+        "metric": database.metric,
+        "columns": column_kinds(embeddings.columns),
+        "has_snippets": embeddings.snippets is not None,
+    }
+    index = QdrantIndex(meta)
+    existing = index.stored_fingerprint()
+    if existing is not None and existing != meta["fingerprint"] and not replace:
+        remedy = "push with --replace to remove them first, or name another --collection"
+        raise DualencError(f"{index.location}: holds other embeddings, or with another metric; {remedy}")
+    if existing != meta["fingerprint"]:
+        _create(index, str(embeddings.vectors.dtype))
+    with index.one_line_errors():
+        stored = index.client.count(collection, exact=True).count
+    sent = 0
+    start = 0
+    with tqdm(total=len(embeddings), desc="push", unit=" vectors", disable=not progress) as bar:
+        for batch in embeddings.record_batches(BATCH_ROWS):
+            rows = np.arange(start, start + len(batch))
+            start += len(batch)
+            # Batches arrive in order: the stored rows are the first ones.
+            if start > stored:
+                _add(index, batch, database.rows(rows))
+                sent += len(batch)
+            bar.update(len(batch))
+    return index, sent
+
+
+def _create(index: QdrantIndex, dtype: str) -> None:
+    """Create the empty collection, in place of an earlier one that dualenc made."""
+    distance = "Cosine" if index.meta["metric"] == "cosine" else "Dot"
+    vectors = index.models.VectorParams(size=index.dim, distance=distance, datatype=dtype)
+    metadata = {"dualenc": index.meta["fingerprint"]}
+    with index.one_line_errors():
+        index.client.delete_collection(index.collection)
+        index.client.create_collection(index.collection, vectors, metadata=metadata)
+        # Before the vectors arrive: the graph then gets links for filtered searches, too.
+        for name, kind in index.column_kinds.items():
+            index.client.create_payload_index(index.collection, name, PAYLOAD_INDEXES[kind])
+
+
+def _add(index: QdrantIndex, batch: pa.RecordBatch, vectors: np.ndarray) -> None:
+    """Store a batch; returns once it is durable. Storing an item again changes nothing."""
+    payloads = []
+    for row in batch.drop_columns(["vector"]).to_pylist():
+        # Filters of Qdrant tell a null from an absent value.
+        payloads.append({name: value for name, value in row.items() if value is not None})
+    points = [_point(row["id"]) for row in payloads]
+    with index.one_line_errors():
+        # A server takes 32 MiB at once, and a number is up to 24 bytes of JSON: enough for 5,000 dimensions.
+        options: dict[str, Any] = {"batch_size": 256, "max_retries": 4, "wait": True}
+        index.client.upload_collection(index.collection, vectors, payloads, points, **options)
+
+
+def _client_arguments(target: str) -> dict[str, Any]:
+    if not is_server(target):
+        if "://" in target or re.match(r"[\w.-]+:\d+(/|$)", target):
+            raise DualencError(f"{target}: no URL of a Qdrant server, such as http://localhost:6333")
+        check_folder_target(target, _is_store, "Qdrant collections")
+        return {"path": target}
+    parts = urlsplit(target)
+    if parts.username or parts.password or parts.query:
+        raise DualencError(f"the URL of {parts.hostname} carries a key or query; set {API_KEY} instead")
+    return {"url": target, "api_key": os.environ.get(API_KEY) or None}
+
+
+def _is_store(folder: Path) -> bool:
+    return (folder / "meta.json").is_file() and (folder / ".lock").exists()
+
+
+def is_server(target: str) -> bool:
+    """Whether a target is the URL of a server, not a folder of the embedded mode."""
+    return target.startswith(("http://", "https://"))
+
+
+def fingerprint_of(embeddings: Embeddings, metric: Metric) -> str:
+    """Checksum of ids, vectors, texts and columns, by their files if they are in a folder, and of the metric."""
+    files = embeddings.meta.get("files")
+    if files is None:
+        return digest_of(metric, *(bytes(batch.serialize()) for batch in embeddings.record_batches()))
+    return digest_of(metric, sorted(f"{name} {value}" for name, value in files.items()))
+
+
+def is_pushed(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder remembers a collection, by its meta.json."""
+    return is_folder_of(folder, FORMAT)
+
+
+def check_push_target(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that is not new, not empty, and remembers no collection."""
+    check_folder_target(folder, is_pushed, "collection that dualenc pushed")
+
+
+def read_pushed(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The meta.json of a folder that remembers a collection; Qdrant is not asked.
+
+    Raises:
+        DualencError: no such folder, or its meta.json cannot be read.
+    """
+    path = Path(folder) / "meta.json"
+    versions = (FORMAT_VERSION, FORMAT_VERSION)
+    read_head(path.parent, FORMAT, versions, "was not written by `dualenc push`; push embeddings first", AGAIN)
+    meta = read_json_object(path, ENTRIES)
+    check_recorded(path, meta, AGAIN)
+    return meta
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _hit(point: Any) -> Hit:
+    columns = dict(point.payload)
+    return as_hit(columns.pop("id"), point.score, columns.pop("text", None), columns)
+
+
+def _point(id: str) -> str:
+    return str(uuid.uuid5(POINT_NAMESPACE, id))

@@ -1,0 +1,265 @@
+"""Qdrant's embedded mode against numpy: what is pushed, found, filtered, resumed and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from dualenc.errors import DualencError, UnknownId
+from dualenc.search import Embeddings, qdrant
+from dualenc.search.qdrant import QdrantIndex, push
+from tests.search.conditions import KINDS, LANGUAGES
+
+NUM = 120
+DIM = 16
+TARGET = os.environ.get("DUALENC_TEST_QDRANT")
+"""URL of a Qdrant server for the same tests over HTTP."""
+FILTER = json.dumps(
+    {
+        "must": [
+            {"key": "year", "range": {"gte": 2019}},
+            {"key": "lang", "match": {"any": ["en", "it's"]}},
+            {"key": "open", "match": {"value": False}},
+        ]
+    }
+)
+
+
+def vectors(count: int = NUM, unit: bool = True, seed: int = 0) -> np.ndarray:
+    made = np.random.default_rng(seed).normal(size=(count, DIM)).astype(np.float32)
+    return made / np.linalg.norm(made, axis=1, keepdims=True) if unit else made
+
+
+def frame() -> pd.DataFrame:
+    """Columns of every kind with a fifth of their values missing."""
+    random = np.random.default_rng(1)
+    columns = {"year": [2018, 2019, 2020], "weight": [-1.5, 0.0, 2.0], "lang": list(LANGUAGES), "open": [True, False]}
+    values = {
+        name: [None if random.random() < 0.2 else choices[random.integers(len(choices))] for _ in range(NUM)]
+        for name, choices in columns.items()
+    }
+    return pd.DataFrame({name: pd.Series(column, dtype=object) for name, column in values.items()})
+
+
+def embeddings(dtype: str = "float32", unit: bool = True, seed: int = 0) -> Embeddings:
+    types = [pa.int64(), pa.float64(), pa.large_string(), pa.bool_()]
+    arrays = [pa.array(frame()[name].tolist(), kind) for name, kind in zip(KINDS, types)]
+    stored = vectors(unit=unit, seed=seed).astype(dtype)
+    ids = [f"id {i} “é”" for i in range(NUM)]
+    snippets = [f"snippet {i}" for i in range(NUM)]
+    return Embeddings(ids, stored, {"normalized": unit}, snippets, pa.table(arrays, names=list(KINDS)))
+
+
+def pushed(folder: Path, source: Embeddings | None = None, **options: Any) -> tuple[QdrantIndex, int]:
+    index, sent = push(source or embeddings(), TARGET or str(folder / "store"), "items", **options)
+    index.close()
+    return QdrantIndex(index.meta), sent
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QdrantIndex]:
+    index = pushed(tmp_path_factory.mktemp("qdrant"))[0]
+    yield index
+    index.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("metric", "dtype"), [("cosine", "float16"), ("ip", "float32")])
+def test_results_are_those_of_numpy(tmp_path: Path, metric: Any, dtype: str) -> None:
+    source = embeddings(dtype, unit=False)
+    index, sent = pushed(tmp_path, source, metric=metric)
+    assert sent == NUM
+    queries = vectors(7, unit=False, seed=5)
+    stored = np.asarray(source.vectors, np.float64)
+    expected = queries @ stored.T
+    if metric == "cosine":
+        expected /= np.linalg.norm(queries, axis=1, keepdims=True) * np.linalg.norm(stored, axis=1)
+    for row, hits in enumerate(index.search(queries, k=5)):
+        best = np.argsort(-expected[row])[:5]
+        assert [hit.id for hit in hits] == [source.ids[i] for i in best]
+        np.testing.assert_allclose([hit.score for hit in hits], expected[row][best], rtol=3e-3, atol=3e-3)
+        assert hits[0].snippet == f"snippet {best[0]}"
+        assert hits[0].columns == {k: v for k, v in frame().iloc[best[0]].items() if v is not None}
+    assert len(index.search(queries[0], k=NUM + 5)[0]) == NUM
+    index.close()
+
+
+def test_a_filter_restricts_the_search(filled: QdrantIndex) -> None:
+    rows = frame()
+    met = np.flatnonzero((rows.year >= 2019) & rows.lang.isin(["en", "it's"]) & (rows.open == False))  # noqa: E712
+    assert sorted(filled.ids(FILTER)) == sorted(embeddings().ids[row] for row in met)
+    query = vectors(1, seed=100)[0]
+    best = met[np.argsort(-(vectors()[met] @ query), kind="stable")][:4]
+    assert [hit.id for hit in filled.search(query, 4, FILTER)[0]] == [embeddings().ids[row] for row in best]
+
+
+def test_vectors_of_ids(filled: QdrantIndex) -> None:
+    wanted = [embeddings().ids[row] for row in (17, 3, 40)]
+    np.testing.assert_allclose(filled.vectors(wanted), vectors()[[17, 3, 40]], atol=1e-5)
+    with pytest.raises(UnknownId, match="has no item 'nobody'"):
+        filled.vectors([wanted[0], "nobody"])
+
+
+@pytest.mark.parametrize("filter", ["year > 1", "{}}", '{"must": [{"key": 3}]}', '{"must":[' * 3000])
+def test_a_wrong_filter_is_one_line(filled: QdrantIndex, filter: str) -> None:
+    with pytest.raises(DualencError, match="the filter is no Qdrant filter") as error:
+        filled.search(vectors(1), 3, filter)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("queries", "options", "message"),
+    [
+        (np.zeros((2, DIM + 1)), {}, "dimension"),
+        (np.full((1, DIM), np.nan), {}, "not finite"),
+        (np.zeros((1, DIM)), {"k": 0}, "k is 0"),
+        (np.zeros((1, DIM)), {"nprobe": 3}, "nprobe is 3"),
+    ],
+)
+def test_wrong_queries(filled: QdrantIndex, queries: np.ndarray, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DualencError, match=message):
+        filled.search(queries, **options)
+
+
+KILLED = """
+import os, sys
+from dualenc.search import qdrant
+from tests.search.test_qdrant import embeddings
+add = qdrant._add
+calls = []
+def dying(*batch):
+    calls.append(1)
+    if len(calls) == 4:
+        os.kill(os.getpid(), 9)
+    add(*batch)
+qdrant._add = dying
+qdrant.BATCH_ROWS = 12
+qdrant.push(embeddings(), sys.argv[1], "items")
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_push_is_resumed_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [sys.executable, "-c", KILLED, str(tmp_path / "store")]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == -9
+    monkeypatch.setattr(qdrant, "BATCH_ROWS", 30)
+    index, sent = pushed(tmp_path)
+    assert sent == NUM - 30, "36 of 120 rows were stored"
+    assert [hits[0].id for hits in index.search(vectors(), k=1)] == embeddings().ids
+    index.close()
+    assert pushed(tmp_path)[1] == 0
+
+
+@pytest.mark.slow
+def test_other_embeddings_are_refused_and_replaced_on_request(tmp_path: Path) -> None:
+    pushed(tmp_path)[0].close()
+    for source, options in ((embeddings(seed=1), {}), (embeddings(), {"metric": "ip"})):
+        with pytest.raises(DualencError, match="holds other embeddings, or with another metric; push with --replace"):
+            pushed(tmp_path, source, **options)
+    index, sent = pushed(tmp_path, embeddings(seed=1), replace=True)
+    assert sent == NUM
+    assert [hits[0].id for hits in index.search(vectors(seed=1), k=1)] == embeddings().ids
+    index.close()
+
+
+def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:
+    from qdrant_client import QdrantClient, models
+
+    client = QdrantClient(path=str(tmp_path / "store"))
+    client.create_collection("items", vectors_config=models.VectorParams(size=DIM, distance=models.Distance.DOT))
+    client.close()
+    with pytest.raises(DualencError, match="holds no embeddings that dualenc pushed"):
+        push(embeddings(), str(tmp_path / "store"), "items", replace=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "collection", "message"),
+    [
+        ("{}/mine", "items", "holds no Qdrant collections"),
+        ("{}/new", "a/../b", "collection is 'a/../b'"),
+        ("localhost:6333", "items", "no URL of a Qdrant server"),
+        ("x://store", "items", "no URL of a Qdrant server"),
+        ("http://127.0.0.1:9", "items", "refused"),
+        ("http://127.0.0.1:port", "items", "port"),
+        ("http://user:word@127.0.0.1:9", "items", "carries a key or query; set QDRANT_API_KEY"),
+        ("http://127.0.0.1:9?api_key=word", "items", "carries a key or query"),
+    ],
+)
+def test_unusable_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, collection: str, message: str
+) -> None:
+    monkeypatch.setenv("QDRANT_API_KEY", "s3cret")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(DualencError, match=message) as error:
+        push(embeddings(), target.format(tmp_path), collection)
+    assert not {"\n", "word", "s3cret"} & {part for part in ("\n", "word", "s3cret") if part in str(error.value)}
+
+
+def test_a_missing_package_is_named(filled: QdrantIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "qdrant_client", None)
+    with pytest.raises(DualencError, match=r"pip install 'dualenc\[qdrant\]'"):
+        QdrantIndex(filled.meta)
+
+
+class Failing(BaseHTTPRequestHandler):
+    """A server that answers every request with the next status of a list, then with an acknowledgement."""
+
+    statuses: ClassVar[list[int]] = []
+    keys: ClassVar[list[str | None]] = []
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.keys.append(self.headers["api-key"])
+        status = self.statuses.pop(0) if self.statuses else 200
+        answer = {"result": {"operation_id": 1, "status": "completed"}, "status": "ok", "time": 0.1}
+        content = json.dumps(answer if status == 200 else {"status": {"error": "Not\nnow"}, "time": 0}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("statuses", "message"),
+    [([503, 429, 500], ""), ([401] * 9, "set QDRANT_API_KEY to one"), ([503] * 9, "503 .*resumes")],
+)
+def test_a_busy_server_is_asked_again(
+    filled: QdrantIndex, monkeypatch: pytest.MonkeyPatch, statuses: list[int], message: str
+) -> None:
+    monkeypatch.setenv("QDRANT_API_KEY", "s3cret")
+    monkeypatch.setattr(Failing, "keys", [])
+    monkeypatch.setattr(Failing, "statuses", statuses)
+    with HTTPServer(("127.0.0.1", 0), Failing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        index = QdrantIndex({**filled.meta, "target": f"http://127.0.0.1:{server.server_port}"})
+        batch = next(embeddings().record_batches(1))
+        if message:
+            with pytest.raises(DualencError, match=message) as error:
+                qdrant._add(index, batch, vectors(1))
+            assert "\n" not in str(error.value)
+            assert "s3cret" not in str(error.value)
+        else:
+            qdrant._add(index, batch, vectors(1))
+            assert Failing.keys == ["s3cret"] * 4
+        index.close()
+        server.shutdown()
+        thread.join()
