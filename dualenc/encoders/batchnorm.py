@@ -15,33 +15,32 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dualenc import distributed
 from dualenc.errors import DualencError
 
+Statistics = dict[_BatchNorm, tuple[Tensor, Tensor]]
+"""The mean and the (biased) variance of each layer's inputs, (channels,)."""
+
 
 class BatchStatistics:
-    """The mean and variance by which BatchNorm layers normalised the latest training batch, with their gradient.
+    """The statistics by which BatchNorm layers normalised the latest training batch, for its out-of-batch items.
 
-    Out-of-batch items (chain states, cached items) are compared with the batch's items. By running statistics, or by
-    statistics of their own, they would be embedded by another function than the batch, and a model would learn to
-    distinguish the two functions instead of the items. The gradient goes through the statistics into the batch:
-    otherwise a shift of all out-of-batch items would seem to lower the loss, until the next batch is normalised.
-
-    Recording costs no pass over the batch: a layer stores the statistics that it computes anyway. The activations that
-    their gradient needs are held until `release`.
-
-    Under a synchronised BatchNorm the statistics are those of all processes; their gradient reaches this process's
-    part of the batch, as if the other processes' out-of-batch items were like its own.
+    Normalised by other statistics, out-of-batch items (chain states, cached items) would be embedded by another
+    function than the batch. The gradient goes through the statistics into this process's part of the batch; otherwise a
+    shift of all out-of-batch items would seem to lower the loss.
 
     Args:
-        keep: record at all; without, running statistics stand in.
+        keep: record statistics; without, running statistics stand in.
     """
 
     def __init__(self, keep: bool = True) -> None:
         self.keep = keep
-        self._latest: dict[_BatchNorm, _Recorded] = {}
+        self._latest: Statistics = {}
+        self._applied: set[_BatchNorm] = set()
 
     def release(self) -> None:
         """Drop the stored activations. Call after a step's last `encode`, before `backward`."""
-        for recorded in self._latest.values():
-            recorded.values = None
+        for layer, (mean, variance) in self._latest.items():
+            # Applied ones may be applied again, by gradient checkpointing.
+            if layer not in self._applied:
+                self._latest[layer] = (mean.detach(), variance.detach())
 
     def of_batch(self, module: nn.Module, out_of_batch: bool) -> AbstractContextManager[None]:
         """`recorded` for a forward of the training batch, `applied` for one of out-of-batch items."""
@@ -54,18 +53,21 @@ class BatchStatistics:
             for layer in _training_layers(module) if self.keep else []:
                 synchroniser = _synchroniser(layer) if distributed.is_initialized() else None
                 if synchroniser is None:
-                    stack.enter_context(_recording(layer, self._latest))
+                    stack.callback(layer.register_forward_pre_hook(self._record).remove)
                 else:
                     synchroniser.latest = self._latest
                     stack.callback(setattr, synchroniser, "latest", None)
             yield
 
+    def _record(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        with _saved_under_checkpointing():
+            self._latest[layer] = _mean_and_variance(inputs[0])  # type: ignore[index]
+
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[None]:
         """Normalise by the recorded statistics, or by running ones if none were recorded.
 
-        Running statistics do not change, and an item's result does not depend on other items. Other layers, dropout
-        included, keep their mode.
+        Running statistics do not change. Other layers, dropout included, keep their mode.
         """
         with ExitStack() as stack:
             for layer in _training_layers(module):
@@ -73,11 +75,11 @@ class BatchStatistics:
                 layer.training = False
                 if layer not in self._latest:
                     continue
-                mean, variance = self._latest[layer].statistics()
+                self._applied.add(layer)
+                mean, variance = self._latest[layer]
                 stack.callback(_set, layer, running_mean=layer.running_mean, running_var=layer.running_var)
                 # Outside training a layer takes its running statistics for constants; the hook adds their gradient.
-                layer.running_mean = mean.detach()
-                layer.running_var = variance.detach()
+                _set(layer, running_mean=mean.detach(), running_var=variance.detach())
                 if mean.requires_grad:
                     hook = functools.partial(_connect, mean=mean, variance=variance)
                     stack.callback(layer.register_forward_pre_hook(hook).remove)
@@ -87,14 +89,10 @@ class BatchStatistics:
 def synchronise_statistics(module: nn.Module) -> None:
     """Have BatchNorm layers compute their training statistics over the batches of all processes, with gradient.
 
-    On any backend, where `torch.nn.SyncBatchNorm` works on GPUs alone. Every process must encode something whenever
-    one does. With one process, and in evaluation mode, layers work as they always do.
-
-    Args:
-        module: a network; layers that are synchronised already stay as they are.
+    Every process must encode something whenever one does.
     """
     for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm) and _synchroniser(layer) is None:
+        if isinstance(layer, _BatchNorm) and _synchroniser(layer) is None:
             synchroniser = _Synchroniser(layer)
             layer.register_forward_pre_hook(synchroniser.before)
             layer.register_forward_hook(synchroniser.after, always_call=True)
@@ -102,9 +100,7 @@ def synchronise_statistics(module: nn.Module) -> None:
 
 def waits_for_others(module: nn.Module) -> bool:
     """Whether a layer exchanges its statistics with other processes when it trains."""
-    return distributed.is_initialized() and any(
-        isinstance(layer, nn.SyncBatchNorm) or _synchroniser(layer) is not None for layer in module.modules()
-    )
+    return distributed.is_initialized() and any(_synchroniser(layer) is not None for layer in module.modules())
 
 
 class _Synchroniser:
@@ -112,7 +108,7 @@ class _Synchroniser:
 
     def __init__(self, layer: _BatchNorm) -> None:
         self.layer = layer
-        self.latest: dict[_BatchNorm, _Recorded] | None = None
+        self.latest: Statistics | None = None
         self._running: tuple[Tensor | None, Tensor | None] | None = None
 
     def before(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
@@ -122,22 +118,17 @@ class _Synchroniser:
         if not layer.training or not distributed.is_initialized():
             return None
         mean, variance, count = _gather_statistics(values)
-        like = layer.weight if layer.running_mean is None else layer.running_mean
-        dtype = values.dtype if like is None else like.dtype
-        mean = mean.to(dtype)
-        variance = variance.to(dtype)
-        if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
-            assert layer.num_batches_tracked is not None
-            layer.num_batches_tracked.add_(1)
+        if layer.track_running_stats and layer.running_mean is not None:
             unbiased = variance.detach() * (count / (count - 1))
-            _update_running(layer, layer.running_mean, layer.running_var, mean.detach(), unbiased)
+            _update_running(layer, mean.detach(), unbiased)
         if self.latest is not None:
-            own_count = values.numel() // values.shape[1]
-            self.latest[layer] = _Recorded(values, mean.detach(), variance.detach(), own_count)
+            with _saved_under_checkpointing():
+                own_mean, own_variance = _mean_and_variance(values)
+                square = own_variance + (own_mean - mean.detach()).square()
+                self.latest[layer] = _with_gradient(mean, own_mean), _with_gradient(variance, square)
         self._running = layer.running_mean, layer.running_var
         # Outside training a layer takes its running statistics for constants; the connection adds their gradient.
-        layer.training = False
-        _set(layer, running_mean=mean.detach(), running_var=variance.detach())
+        _set(layer, training=False, running_mean=mean.detach(), running_var=variance.detach())
         return _connect(layer, inputs, mean, variance)
 
     def after(self, *_: Any) -> None:
@@ -148,13 +139,16 @@ class _Synchroniser:
             self._running = None
 
 
+def _mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance per channel of (B, channels, ...), with gradient."""
+    exact = values if values.dtype == torch.float64 else values.float()
+    variance, mean = torch.var_mean(exact, (0, *range(2, values.dim())), correction=0)
+    return mean, variance
+
+
 def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
     """Mean, (biased) variance and number of values per channel over all processes, with gradient."""
-    own = values if values.dtype in (torch.float32, torch.float64) else values.float()
-    own_variance, own_mean = torch.var_mean(own, (0, *range(2, values.dim())), correction=0)
-    # Sums and squares are added up in float64.
-    own_variance = own_variance.double()
-    own_mean = own_mean.double()
+    own_mean, own_variance = (statistic.double() for statistic in _mean_and_variance(values))
     own_count = values.numel() // values.shape[1]
     own_square = own_variance + own_mean.square()
     sums = torch.cat([own_count * own_mean, own_count * own_square, own_mean.new_tensor([own_count])])
@@ -163,102 +157,35 @@ def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
     if count < 2:
         raise DualencError("BatchNorm needs more than one value per channel in training; make batch_size larger")
     mean, square = (total[:-1] / count).chunk(2)
-    return mean, (square - mean.square()).clamp(min=0), count
+    variance = (square - mean.square()).clamp(min=0)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return mean.to(dtype), variance.to(dtype), count
 
 
-def _update_running(layer: _BatchNorm, mean: Tensor, variance: Tensor, new_mean: Tensor, new_variance: Tensor) -> None:
-    """Count a batch in running statistics; without momentum they are the plain average of all batches."""
-    share = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum  # type: ignore[arg-type]
-    mean.mul_(1 - share).add_(new_mean, alpha=share)
-    variance.mul_(1 - share).add_(new_variance, alpha=share)
+def _update_running(layer: Any, mean: Tensor, variance: Tensor) -> None:
+    """Add a batch to running statistics; without momentum they are the plain average of all batches."""
+    layer.num_batches_tracked.add_(1)
+    share = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+    layer.running_mean.mul_(1 - share).add_(mean, alpha=share)
+    layer.running_var.mul_(1 - share).add_(variance, alpha=share)
 
 
 def _synchroniser(layer: nn.Module) -> _Synchroniser | None:
-    owners = (getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values())
-    return next((owner for owner in owners if isinstance(owner, _Synchroniser)), None)
+    for hook in layer._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _Synchroniser):
+            return owner
+    return None
 
 
-class _Recorded:
-    """The mean and (biased) variance of one layer's inputs (B, channels, ...), of `count` values per channel."""
-
-    def __init__(self, values: Tensor, mean: Tensor, variance: Tensor, count: int) -> None:
-        # Without a graph there is no backward pass, and no reason to keep a batch's activations.
-        self.values = values if torch.is_grad_enabled() and values.requires_grad else None
-        self.mean = mean
-        self.variance = variance
-        self.count = count
-        self._with_gradient: tuple[Tensor, Tensor] | None = None
-
-    def statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance; where a graph is built, with their gradient."""
-        if self.values is not None and self._with_gradient is None and torch.is_grad_enabled():
-            # Under gradient checkpointing these tensors would be dropped until the recomputation.
-            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-                self._with_gradient = _Statistics.apply(  # type: ignore[no-untyped-call]
-                    self.values, self.mean, self.variance, self.count
-                )
-        if self._with_gradient is None or not torch.is_grad_enabled():
-            return self.mean, self.variance
-        return self._with_gradient
+def _saved_under_checkpointing() -> saved_tensors_hooks:
+    """Keep the tensors of a graph as they are: gradient checkpointing would drop them until the recomputation."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-@contextmanager
-def _recording(layer: _BatchNorm, latest: dict[_BatchNorm, _Recorded]) -> Iterator[None]:
-    """Has one layer write its batch's statistics: for a forward, its running ones are blank and their momentum is 1."""
-    names = ("running_mean", "running_var", "momentum", "track_running_stats", "num_batches_tracked")
-    kept = {name: getattr(layer, name) for name in names}
-    own_mean = kept["running_mean"]
-    own_variance = kept["running_var"]
-    batches = kept["num_batches_tracked"]
-
-    def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        channels = inputs[0].shape[1]
-        device = inputs[0].device
-        like = layer.weight if own_mean is None else own_mean
-        blank = torch.zeros(2, channels, dtype=inputs[0].dtype if like is None else like.dtype, device=device)
-        counter = torch.zeros((), dtype=torch.long, device=device) if batches is None else batches
-        _set(layer, running_mean=blank[0], running_var=blank[1], num_batches_tracked=counter)
-        _set(layer, momentum=1.0, track_running_stats=True)
-
-    def after(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        mean = layer.running_mean
-        variance = layer.running_var
-        assert mean is not None
-        assert variance is not None
-        _set(layer, **kept)
-        if own_mean is not None:
-            _update_running(layer, own_mean, own_variance, mean, variance)
-        values: Tensor = inputs[0]
-        count = values.numel() // values.shape[1]
-        counted = count * distributed.world_size() if isinstance(layer, nn.SyncBatchNorm) else count
-        biased = variance * ((counted - 1) / counted)  # running variances are unbiased, the layer divided by this one
-        latest[layer] = _Recorded(values, mean, biased, count)
-
-    hooks = layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        _set(layer, **kept)
-
-
-class _Statistics(torch.autograd.Function):
-    """Known mean and variance of known values: nothing is computed before a gradient comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(values, mean)
-        ctx.count = count
-        return mean.clone(), variance.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        _refuse_second_derivatives()
-        values, mean = ctx.saved_tensors
-        d_mean, d_variance = (_per_channel(gradient / ctx.count, values) for gradient in gradients)
-        centred = values - _per_channel(mean, values)
-        return torch.addcmul(d_mean, centred, d_variance, value=2).to(values.dtype), None, None, None
+def _with_gradient(value: Tensor, source: Tensor) -> Tensor:
+    """A value with the gradient of another tensor."""
+    return value.detach() + source - source.detach()
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
@@ -295,16 +222,13 @@ class _Connection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        _refuse_second_derivatives()
-        (gradient,), (values, mean, variance) = gradients, ctx.saved_tensors
+        # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
+        if torch.is_grad_enabled():
+            raise DualencError("batch statistics have no second derivatives; call backward without create_graph")
+        gradient = gradients[0]
+        values, mean, variance = ctx.saved_tensors
         others = [0, *range(2, values.dim())]
         d_mean = -gradient.sum(dim=others, dtype=mean.dtype)
         centred = values - _per_channel(mean, values)
         d_variance = (gradient * centred).sum(dim=others, dtype=mean.dtype) / (-2 * (variance + ctx.eps))
         return gradient, d_mean, d_variance, None
-
-
-def _refuse_second_derivatives() -> None:
-    # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
-    if torch.is_grad_enabled():
-        raise DualencError("batch statistics have no second derivatives; call backward without create_graph")

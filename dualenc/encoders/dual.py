@@ -258,7 +258,8 @@ class DualEncoder(nn.Module):
             huggingface_hub.create_repo(repo, private=private, exist_ok=True)
             self.write(Path(folder))
             Path(folder, "README.md").write_text(self.model_card(repo, card or {}, on_hub=True), encoding="utf-8")
-            return str(huggingface_hub.upload_folder(repo_id=repo, folder_path=folder).commit_url)
+            commit = huggingface_hub.upload_folder(repo_id=repo, folder_path=folder)
+        return str(commit.commit_url)
 
     def model_card(self, name: str, card: Mapping[str, Any], on_hub: bool = False) -> str:
         """The text of the model folder's README.md; the arguments are those of `render_card`."""

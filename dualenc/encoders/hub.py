@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import Module
 
-from dualenc.errors import DualencError, first_line
+from dualenc.errors import DualencError, explain
 
 ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "README.md"]
 IGNORED_FILES = ["onnx/*", "openvino/*"]
@@ -23,23 +26,15 @@ def model_folder(name: str | os.PathLike[str], *further: str) -> Path:
     Args:
         name: a folder, `local-dir:FOLDER`, a hub repository `owner/name`, or `hf-hub:owner/name`.
         further: patterns of files to fetch from the hub besides configurations, vocabulary and safetensors.
-
-    Raises:
-        DualencError: there is no such folder, and the hub gives nothing under this name.
     """
     repository = hub_name(name)
     if repository is not None:
-        try:
+        with explain(f"{repository}: neither a folder here nor a model that the hub gives", "check the name"):
             patterns = [*ALLOWED_FILES, *further]
-            folder = huggingface_hub.snapshot_download(
+            fetched = huggingface_hub.snapshot_download(
                 repository, allow_patterns=patterns, ignore_patterns=IGNORED_FILES
             )
-            return Path(folder)
-        except Exception as error:
-            raise DualencError(
-                f"{repository}: neither a folder here nor a model that the hub gives ({first_line(error)}); "
-                "check the name"
-            ) from error
+            return Path(fetched)
     local = Path(os.fspath(name).removeprefix("local-dir:")).expanduser()
     if not local.is_dir():
         what = "is a file" if local.exists() else "no such folder"
@@ -50,12 +45,14 @@ def model_folder(name: str | os.PathLike[str], *further: str) -> Path:
 def hub_name(name: str | os.PathLike[str]) -> str | None:
     """The hub repository that a model's name means; None for a local folder."""
     text = os.fspath(name)
+    if text.startswith("hf-hub:"):
+        return text.removeprefix("hf-hub:")
     is_local = text.startswith("local-dir:") or os.path.exists(text) or looks_like_path(text)
-    return text.removeprefix("hf-hub:") if text.startswith("hf-hub:") or not is_local else None
+    return None if is_local else text
 
 
 def base_metadata(name: str | os.PathLike[str], folder: Path) -> dict[str, str]:
-    """`base_model` and `license` for the card of a model trained from this one; what is unknown is left out.
+    """`base_model` and `license` for the card of a model trained from this one, where they are known.
 
     Args:
         name: of the base model, as the user gave it.
@@ -67,12 +64,14 @@ def base_metadata(name: str | os.PathLike[str], folder: Path) -> dict[str, str]:
         card = {}
     # The hub's cache: models--OWNER--NAME/snapshots/COMMIT
     cached = re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder.parent.parent.name)
-    base = hub_name(name) or (f"{cached[1]}/{cached[2]}" if cached else card.get("base_model"))
-    found = {"base_model": base, "license": card.get("license")}
+    base = hub_name(name)
+    if base is None:
+        base = f"{cached[1]}/{cached[2]}" if cached else card.get("base_model")
+    known = {"license": card.get("license")}
     # A path of this machine means nothing elsewhere.
-    if not isinstance(base, str) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) or os.path.isabs(base):
-        del found["base_model"]
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+    if isinstance(base, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
+        known["base_model"] = base
+    return {key: value for key, value in known.items() if isinstance(value, str)}
 
 
 def looks_like_path(text: str) -> bool:
@@ -80,15 +79,33 @@ def looks_like_path(text: str) -> bool:
     return text.startswith((".", "~", os.sep)) or text.count("/") > 1 or (os.sep == "\\" and "\\" in text)
 
 
+def check_safetensors(folder: Path, name: str = "*.safetensors") -> None:
+    """Refuse a folder without safetensors weights."""
+    if not any(folder.glob(name)):
+        raise DualencError(f"{folder}: no {name}; convert its weights to safetensors first")
+
+
+def load_weights(module: Module, path: Path) -> None:
+    """Load a safetensors file whose names and shapes are exactly the module's."""
+    with explain(f"{path}: does not load", "restore the file"):
+        module.load_state_dict(load_file(path))
+
+
+def save_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """Write weights as safetensors, as transformers reads them."""
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+    save_file(contiguous, path, metadata={"format": "pt"})
+
+
 @contextmanager
 def no_foreign_code() -> Iterator[None]:
-    """Within it, transformers refuses a model's own code even where `trust_remote_code=False` is not passed on.
+    """Have transformers refuse a model's own code even where `trust_remote_code=False` is not passed on.
 
-    open_clip's text towers do not; without this, transformers would ask on the terminal whether to run the code.
+    open_clip's text towers do not pass it, and transformers would ask on the terminal whether to run the code.
     """
     from transformers import dynamic_module_utils
 
-    seconds = getattr(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)
+    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds to answer the question; at 0 none is asked
     try:
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchvision.transforms import v2
-from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_item, unit_norm
-from dualenc.encoders.hub import base_metadata, model_folder
-from dualenc.errors import DualencError, first_line
+from dualenc.encoders.hub import base_metadata, check_safetensors, load_weights, model_folder, save_weights
+from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
 from dualenc.types import Inputs
@@ -31,7 +28,7 @@ SMALL = 64
 """Images of at most this many pixels per side get the small-image stem, and are not cropped for evaluation."""
 
 MAX_IMAGE_SIZE = 4096
-"""Pixels per side that a model may ask for; one image is encoded to learn how many features there are."""
+"""Pixels per side that a model may ask for."""
 
 # jsonargparse would take a class as the result's type to be one whose making gives the result; hence Any.
 Augment = Callable[[Image.Image, int], Any]
@@ -49,12 +46,8 @@ class ImageEncoder(DualEncoder):
         projector_layers: number of its linear layers.
         small_image_stem: begin a ResNet with a 3×3 convolution of stride 1 and no pooling; None: for images of at
             most 64 pixels.
-        image_size: pixels per side; None: as the backbone says.
-        in_chans: channels of the images: 3, or 1 for grey ones; None: as the backbone says.
-        mean: of each channel in [0, 1], to normalise by; None: as the backbone says.
-        std: standard deviation of each channel; likewise.
-        crop_pct: share of the side that evaluation keeps; None: all of small images, else as the backbone says.
-        augment: training augmentation: image and seed to pixels (C, H, W) in [0, 1]; None crops and flips.
+        image_size: pixels per side; None: the backbone's default.
+        augment: training augmentation: image and seed to pixels (3, H, W) in [0, 1]; None crops and flips.
         backbone_args: further arguments of the timm architecture.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
 
@@ -75,26 +68,20 @@ class ImageEncoder(DualEncoder):
         projector_layers: int = 2,
         small_image_stem: bool | None = None,
         image_size: int | None = None,
-        in_chans: int | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        crop_pct: float | None = None,
         augment: Augment | None = None,
         backbone_args: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         from timm.data import create_transform
 
-        check_pixels(image_size, crop_pct, std)
-        if in_chans not in (None, 1, 3):
-            raise DualencError(f"in_chans is {in_chans}: images have 3 channels, or 1 if they are to be grey")
-        model, args, has_small_stem = load_backbone(
-            backbone, pretrained, small_image_stem, image_size, in_chans, backbone_args or {}
+        check_image_size(image_size)
+        model, all_args, has_small_stem = load_backbone(
+            backbone, pretrained, small_image_stem, image_size, backbone_args or {}
         )
         if gradient_checkpointing:
             model.set_grad_checkpointing(True)
-        config = _data_config(model.pretrained_cfg, image_size, in_chans, mean, std, crop_pct)
-        with torch.no_grad(), _explained(backbone):
+        config = _data_config(model.pretrained_cfg, image_size)
+        with torch.no_grad(), explain(f"{backbone}: does not encode an image", "check its arguments"):
             features = int(model.eval()(torch.zeros(1, *config["input_size"])).shape[-1])
         sizes = None
         head: nn.Module = nn.Identity()
@@ -107,22 +94,19 @@ class ImageEncoder(DualEncoder):
             to_pixels = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
             augment = Seeded(v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels]))
         evaluate = create_transform(**config, is_training=False)
-        training = Normalized(augment, config["mean"], config["std"])
-        prepare = ImagePrepare(evaluate, training, grey=config["input_size"][0] == 1)
+        prepare = ImagePrepare(evaluate, Normalized(augment, config["mean"], config["std"]))
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
         super().__init__(tower, tower, kind="image", views=True)
-        self.backbone_args = args
+        self.backbone_args = all_args
         self.small_image_stem = has_small_stem
-        if not is_registered(backbone):
-            self.base = base_metadata(backbone, model_folder(backbone))
-        elif pretrained:
-            known = {
-                "base_model": model.pretrained_cfg.get("hf_hub_id"),
-                "license": model.pretrained_cfg.get("license"),
-            }
-            self.base = {key: value for key, value in known.items() if value}
         self.data_config = config
         self.projector_sizes = sizes
+        if not is_timm_name(backbone):
+            self.base = base_metadata(backbone, model_folder(backbone))
+        elif pretrained:
+            sources = {"base_model": "hf_hub_id", "license": "license"}
+            known = {key: model.pretrained_cfg.get(source) for key, source in sources.items()}
+            self.base = {key: value for key, value in known.items() if value}
 
     @classmethod
     def from_folder(cls, folder: Path) -> ImageEncoder:
@@ -132,50 +116,43 @@ class ImageEncoder(DualEncoder):
         if sizes is None:
             return cls(str(folder), projector_dim=None)
         model = cls(str(folder), **{f"projector_{name}": sizes[name] for name in ("dim", "hidden", "layers")})
-        _load_weights(model.left.projector, folder / PROJECTOR_FILE)
+        load_weights(model.left.projector, folder / PROJECTOR_FILE)
         return model
 
     def write(self, folder: Path) -> None:
-        """Write a timm folder, for `local-dir:`, and the projector next to the backbone.
+        """Write a timm folder, for `create_model("local-dir:FOLDER", pretrained=True)`, and the projector in it.
 
-        timm's `create_model("local-dir:FOLDER", pretrained=True)` loads it. A ResNet with the small-image stem is
-        saved with the weights of that stem: timm creates it from the folder without its weights, gets the stem as in
-        `replace_stem`, and then loads the weights; the model card shows the lines.
+        With the small-image stem, which timm lacks, a few lines more are needed: the model card shows them.
         """
         backbone: Any = self.left.backbone
         known = backbone.pretrained_cfg
-        pretrained_cfg = {
-            **self.data_config,
-            "fixed_input_size": bool(known.get("fixed_input_size")),
+        layers = {key: known[key] for key in ("first_conv", "classifier") if known.get(key)}
+        config = {
+            "architecture": known["architecture"],
             "num_classes": 0,
-            **{key: known[key] for key in ("first_conv", "classifier") if known.get(key)},
-        }
-        write_json(
-            folder / "config.json",
-            {
-                "architecture": known["architecture"],
+            "num_features": backbone.num_features,
+            "model_args": self.backbone_args,
+            "pretrained_cfg": {
+                **self.data_config,
+                "fixed_input_size": bool(known.get("fixed_input_size")),
                 "num_classes": 0,
-                "num_features": backbone.num_features,
-                "model_args": self.backbone_args,
-                "pretrained_cfg": pretrained_cfg,
+                **layers,
             },
-        )
-        write_json(
-            folder / DUALENC_FILE,
-            {"kind": self.kind, "projector": self.projector_sizes, "small_image_stem": self.small_image_stem},
-        )
-        tensors = {name: tensor.contiguous() for name, tensor in backbone.state_dict().items()}
-        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        }
+        own = {"kind": self.kind, "projector": self.projector_sizes, "small_image_stem": self.small_image_stem}
+        write_json(folder / "config.json", config)
+        write_json(folder / DUALENC_FILE, own)
+        save_weights(backbone.state_dict(), folder / WEIGHTS_FILE)
         if self.projector_sizes is not None:
-            save_file(self.left.projector.state_dict(), folder / PROJECTOR_FILE)
+            save_weights(self.left.projector.state_dict(), folder / PROJECTOR_FILE)
 
     @property
     def usage(self) -> str:
-        """Which example of the model card's template shows how the folder is loaded."""
+        """The example of the model card's template that shows how the folder is loaded."""
         return f"{self.kind}, small" if self.small_image_stem else self.kind
 
     def describe(self) -> dict[str, str]:
-        """What the model is, as rows of a table."""
+        """The model's facts, as rows of a table."""
         backbone: Any = self.left.backbone
         stem = ", small-image stem" if self.small_image_stem else ""
         return {
@@ -187,7 +164,7 @@ class ImageEncoder(DualEncoder):
 
 
 class ProjectedTower(Tower):
-    """A backbone, pixels (B, C, H, W) to features (B, feature_dim), and a projector behind it, to (B, D)."""
+    """A backbone, pixels (B, 3, H, W) to features (B, feature_dim), and a projector behind it, to (B, D)."""
 
     modality = "image"
 
@@ -200,11 +177,11 @@ class ProjectedTower(Tower):
         self.dim = dim
 
     def features(self, inputs: Inputs) -> Tensor:
-        """The backbone's pooled features (B, feature_dim) of pixels (B, C, H, W), in float32."""
+        """The backbone's pooled features (B, feature_dim), in float32."""
         return self.backbone(inputs["image"]).float()
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """The projector's output for pixels (B, C, H, W), as (B, D) unit-norm float32."""
+        """The projector's output as (B, D) unit-norm float32."""
         return unit_norm(self.projector(self.backbone(inputs["image"])))
 
 
@@ -215,10 +192,7 @@ def projector(features: int, dim: int, hidden: int, layers: int) -> nn.Sequentia
         features: size of the backbone's features.
         dim: D, size of the output.
         hidden: size between layers.
-        layers: number of linear layers, at least 1; SimCLR has 2, VICReg's expander 3.
-
-    Raises:
-        DualencError: a size is not positive.
+        layers: number of linear layers; SimCLR has 2, VICReg's expander 3.
     """
     if min(dim, hidden, layers) < 1:
         raise DualencError(f"projector of {layers} layers, hidden {hidden}, dim {dim}: give positive numbers")
@@ -229,7 +203,7 @@ def projector(features: int, dim: int, hidden: int, layers: int) -> nn.Sequentia
     return nn.Sequential(*parts, nn.Linear(features, dim, bias=False))
 
 
-def is_registered(name: str) -> bool:
+def is_timm_name(name: str) -> bool:
     """Whether timm knows an architecture of this name, a tag after a dot left aside."""
     import timm
 
@@ -237,37 +211,28 @@ def is_registered(name: str) -> bool:
 
 
 def load_backbone(
-    name: str,
-    pretrained: bool,
-    small_stem: bool | None,
-    image_size: int | None,
-    in_chans: int | None,
-    args: dict[str, Any],
+    name: str, pretrained: bool, small_stem: bool | None, image_size: int | None, args: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], bool]:
     """A timm model without classifier, by its name or from the safetensors weights of a folder.
 
-    The arguments are those of `ImageEncoder`; random weights are drawn from torch's generator.
+    The arguments are those of `ImageEncoder`.
 
     Returns:
-        The model, (B, in_chans, H, W) to pooled features; all arguments of its architecture; whether it has the
+        The model, (B, 3, H, W) to pooled features; all arguments of its architecture; whether it has the
         small-image stem.
-
-    Raises:
-        DualencError: timm cannot make the model, or configuration or weights are missing, corrupt, or do not fit.
     """
     import timm
     from timm.models import get_pretrained_cfg
 
     folder = None
     source = name
-    saved = {}
-    if is_registered(name):
+    saved: dict[str, Any] = {}
+    if is_timm_name(name):
         known = get_pretrained_cfg(name, allow_unregistered=True)
         fixed_size = known and known.fixed_input_size
     else:
         folder = model_folder(name)
-        if not (folder / WEIGHTS_FILE).is_file():
-            raise DualencError(f"{folder}: no {WEIGHTS_FILE}; convert its weights to safetensors first")
+        check_safetensors(folder, WEIGHTS_FILE)
         config = read_json_object(folder / "config.json")
         if "architecture" not in config:
             raise DualencError(f"{folder / 'config.json'}: names no timm architecture; give another folder")
@@ -286,17 +251,14 @@ def load_backbone(
         if key in others or key.startswith("pretrained"):
             raise DualencError(f"{source}: {key} is no argument of an architecture (backbone_args); leave it out")
     size = {"img_size": image_size} if fixed_size and image_size is not None else {}
-    with _explained(source):
-        # timm leaves out arguments that are None
-        model: Any = timm.create_model(
-            source, pretrained=pretrained, num_classes=0, in_chans=in_chans, **{**size, **args}
-        )
+    with explain(f"{source}: timm does not make the model", "check name, weights and arguments"):
+        model: Any = timm.create_model(source, pretrained=pretrained, num_classes=0, **size, **args)
     side = image_size or model.pretrained_cfg["input_size"][-1]
     small = side <= SMALL and is_plain_resnet(model) if small_stem is None else small_stem
     if small:
         replace_stem(model)
         if folder is not None:  # timm does not know this stem, so its weights go in here
-            _load_weights(model, folder / WEIGHTS_FILE)
+            load_weights(model, folder / WEIGHTS_FILE)
     return model, {**saved, **args}, small
 
 
@@ -308,13 +270,7 @@ def is_plain_resnet(backbone: nn.Module) -> bool:
 
 
 def replace_stem(backbone: Any) -> None:
-    """Begin a ResNet with a 3×3 convolution of stride 1 and no pooling (SimCLR, Chen et al. 2020, appendix B.9).
-
-    The convolution's weights are drawn from torch's generator.
-
-    Raises:
-        DualencError: the backbone is no plain ResNet.
-    """
+    """Begin a plain ResNet with a 3×3 convolution of stride 1 and no pooling (SimCLR, appendix B.9)."""
     if not is_plain_resnet(backbone):
         raise DualencError(
             f"{type(backbone).__name__} has no stem that small_image_stem could replace: leave it out, "
@@ -326,48 +282,17 @@ def replace_stem(backbone: Any) -> None:
     backbone.maxpool = nn.Identity()
 
 
-def _data_config(
-    known: dict[str, Any],
-    image_size: int | None,
-    in_chans: int | None,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-    crop_pct: float | None,
-) -> dict[str, Any]:
-    """timm's description of a model's preprocessing, with those settings replaced that are not None."""
+def _data_config(known: dict[str, Any], image_size: int | None) -> dict[str, Any]:
+    """timm's description of a model's preprocessing, for images of another size if one is given."""
     from timm.data import resolve_data_config
 
-    channels = in_chans or known["input_size"][0]
-    height, width = known["input_size"][1:] if image_size is None else (image_size, image_size)
-    if crop_pct is None and image_size is not None and image_size <= SMALL:
-        crop_pct = 1.0
-    settings: dict[str, Any] = {"input_size": (channels, height, width)}
-    if channels == 1:
-        # A grey image is the mean of the channels, and so is what to normalise it by.
-        settings |= {key: [sum(known[key]) / len(known[key])] for key in ("mean", "std")}
-    for name, values in (("mean", mean), ("std", std)):
-        if values is not None:
-            if len(values) not in (1, channels):
-                raise DualencError(f"{name} has {len(values)} numbers for {channels} channels: give one per channel")
-            settings[name] = values
-    if crop_pct is not None:
-        settings["crop_pct"] = crop_pct
+    settings: dict[str, Any] = {}
+    if image_size is not None:
+        settings["input_size"] = (known["input_size"][0], image_size, image_size)
+        if image_size <= SMALL:
+            settings["crop_pct"] = 1.0
     config = resolve_data_config(settings, pretrained_cfg=known)
     return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
-
-
-def _load_weights(module: nn.Module, path: Path) -> None:
-    """Load a safetensors file whose names and shapes are exactly the module's."""
-    with _explained(str(path)):
-        module.load_state_dict(load_file(path))
-
-
-@contextmanager
-def _explained(where: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise DualencError(f"{where}: timm says: {first_line(error)}; check name, weights and arguments") from error
 
 
 class ImagePrepare(Prepare):
@@ -376,24 +301,23 @@ class ImagePrepare(Prepare):
     Args:
         evaluate: RGB image to pixels (3, H, W).
         augment: the same for training, as a pure function of image and seed.
-        grey: give `evaluate` grey images, of one channel.
     """
 
     modality = "image"
 
-    def __init__(self, evaluate: Callable[[Image.Image], Tensor], augment: Augment, grey: bool = False) -> None:
+    def __init__(self, evaluate: Callable[[Image.Image], Tensor], augment: Augment) -> None:
         self.evaluate = evaluate
         self.augment = augment
-        self.grey = grey
 
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
-        """As `Prepare.__call__`; items are RGB images."""
+        """Collate B RGB images, see `Prepare.__call__`."""
         for item in items:
             check_item(item, "image")
         if seeds is None:
-            modes = [image.convert("L") if self.grey else image for image in items]
-            return {"image": torch.stack([self.evaluate(image) for image in modes])}
-        return {"image": torch.stack([self.augment(image, seed) for image, seed in zip(items, seeds, strict=True)])}
+            pixels = [self.evaluate(image) for image in items]
+        else:
+            pixels = [self.augment(image, seed) for image, seed in zip(items, seeds, strict=True)]
+        return {"image": torch.stack(pixels)}
 
 
 class Seeded:
@@ -416,8 +340,8 @@ class Normalized:
 
     Args:
         augment: image and seed to pixels (3, H, W) in [0, 1].
-        mean: subtracted, one number per channel of the model; pixels are made grey for a single one.
-        std: divided by, one number per channel of the model.
+        mean: of each channel.
+        std: standard deviation of each channel.
     """
 
     def __init__(self, augment: Augment, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -426,40 +350,35 @@ class Normalized:
         self.std = torch.tensor(std, dtype=torch.float32).reshape(-1, 1, 1)
 
     def __call__(self, image: Image.Image, seed: int) -> Tensor:
-        pixels = self.augment(image, seed)
-        if len(pixels) == 3 and len(self.mean) == 1:
-            pixels = rgb_to_grayscale(pixels)
+        pixels: Tensor = self.augment(image, seed)
         return (pixels - self.mean) / self.std
 
 
-def check_pixels(image_size: int | None, crop_pct: float | None, std: Sequence[float] | None) -> None:
-    """Refuse what no image can be scaled, cropped or normalised by; None is what a model says itself."""
+def check_image_size(image_size: int | None) -> None:
+    """Refuse a size that no image can be scaled to."""
     if image_size is not None and not 1 <= image_size <= MAX_IMAGE_SIZE:
         raise DualencError(f"image_size is {image_size}: give 1 to {MAX_IMAGE_SIZE:,} pixels per side, such as 224")
-    if crop_pct is not None and not 0 < crop_pct <= 1:
-        raise DualencError(f"crop_pct is {crop_pct}: give a share of the side in (0, 1]")
-    if std is not None and not all(0 < number < math.inf for number in std):
-        raise DualencError(f"std is {list(std)}: give numbers above 0")
 
 
-def checked_crop_scale(crop_scale: tuple[float, float]) -> tuple[float, float]:
-    """The least and the greatest share of an image's area that a training crop may have; increasing, in (0, 1]."""
+def check_crop_scale(crop_scale: Sequence[float]) -> None:
+    """Refuse a range of shares of an image's area that no training crop could have."""
     low, high = crop_scale
     if not 0 < low <= high <= 1:
         raise DualencError(f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]")
-    return low, high
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the CPU generators of torch, `random` and numpy within this context, and put them back after it."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    of_torch = torch.get_rng_state()
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()  # noqa: NPY002
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs too
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])  # noqa: NPY002
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002

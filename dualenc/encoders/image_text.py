@@ -10,20 +10,19 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import base_metadata, model_folder, no_foreign_code
-from dualenc.encoders.image import ImagePrepare, Seeded, check_pixels, checked_crop_scale
+from dualenc.encoders.hub import base_metadata, model_folder, no_foreign_code, save_weights
+from dualenc.encoders.image import ImagePrepare, Seeded, check_crop_scale, check_image_size
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
 from dualenc.encoders.vision_text import two_towers_in
-from dualenc.errors import DualencError, first_line
+from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
 from dualenc.types import Inputs
@@ -44,7 +43,7 @@ WEIGHTS_FILE = "open_clip_model.safetensors"
 WEIGHTS_FILES = (WEIGHTS_FILE, "open_clip_pytorch_model.safetensors", "model.safetensors")
 SECTIONS = ("embed_dim", "vision_cfg", "text_cfg")
 TOKENIZER_ARGUMENTS = ("clean", "strip_sep_token", "language", "additional_special_tokens", "reduction_mask")
-"""Arguments that cannot lead a tokenizer to other files or to code; open_clip's configurations use the first two."""
+"""Arguments that cannot lead a tokenizer to other files or to code."""
 
 
 class ImageTextEncoder(DualEncoder):
@@ -58,12 +57,9 @@ class ImageTextEncoder(DualEncoder):
             random ones.
         config: instead of a name: an open_clip configuration with embed_dim, vision_cfg and text_cfg.
         tokenizer: with config: folder, hub name or object of a transformers tokenizer; None: open_clip's own.
-        image_size: pixels per side; None: as the model says.
-        context_length: longest text in tokens; None: as the model says.
-        mean: of each colour channel in [0, 1], to normalise by; None: as the model says.
-        std: standard deviation of each channel; likewise.
+        image_size: pixels per side; None: the model's default.
+        context_length: longest text in tokens; None: the model's default.
         crop_scale: smallest and largest share of an image's area that training crops to.
-        pretrained_towers: load the weights that timm or transformers towers inside the configuration have.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
         lora_alpha: scale of the adapters, twice the rank if None.
@@ -85,30 +81,18 @@ class ImageTextEncoder(DualEncoder):
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         image_size: int | None = None,
         context_length: int | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
         crop_scale: tuple[float, float] = (0.9, 1.0),
-        pretrained_towers: bool = False,
         gradient_checkpointing: bool = False,
         lora_rank: int = 0,
         lora_alpha: float | None = None,
         lora_targets: list[str] | None = None,
     ) -> None:
-        crop_scale = checked_crop_scale(crop_scale)
-        check_pixels(image_size, None, std)
+        check_crop_scale(crop_scale)
+        check_image_size(image_size)
         if context_length is not None and context_length < 1:
             raise DualencError(f"context_length is {context_length}: give at least 1 token, or null for the model's")
-        for key, numbers in (("mean", mean), ("std", std)):
-            if numbers is not None and len(numbers) != 3:
-                raise DualencError(f"{key} has {len(numbers)} numbers: give one for each of 3 colour channels")
-        options = {
-            "force_image_size": image_size,
-            "force_context_length": context_length,
-            "force_preprocess_cfg": {"mean": mean, "std": std},
-            "pretrained_image": pretrained_towers,
-            "pretrained_text": pretrained_towers,
-        }
-        clip, own_config, tokenize = load_clip(name, pretrained, config, tokenizer, options)
+        _check_arguments(name, pretrained, config, tokenizer)
+        clip, own_config, tokenize = load_clip(name, pretrained, config, tokenizer, image_size, context_length)
         if gradient_checkpointing:
             clip.set_grad_checkpointing(True)
         visual = clip.visual
@@ -117,7 +101,7 @@ class ImageTextEncoder(DualEncoder):
         if lora_rank:
             for half in (visual, clip):
                 adapt(half, lora_rank, lora_alpha, targets=lora_targets)
-        _freeze_what_no_vector_depends_on(clip)
+        _freeze_unused(clip)
         dim = int(own_config["embed_dim"])
         super().__init__(
             ClipImageTower(visual, _image_prepare(visual.preprocess_cfg, crop_scale), dim),
@@ -134,7 +118,7 @@ class ImageTextEncoder(DualEncoder):
         return math.exp(-float(self.right.encoder.clip.logit_scale))
 
     def set_temperature(self, temperature: float) -> None:
-        """Record the temperature that training ended with, for open_clip's logits."""
+        """Store the temperature that training ended with, for open_clip's logits."""
         with torch.no_grad():
             self.right.encoder.clip.logit_scale.fill_(-math.log(temperature))
 
@@ -146,17 +130,17 @@ class ImageTextEncoder(DualEncoder):
         config["text_cfg"].pop("hf_model_pretrained", None)
         visual: Any = self.left.visual
         known = visual.preprocess_cfg
-        kept = {key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known}
-        write_json(folder / CONFIG_FILE, {"model_cfg": config, "preprocess_cfg": kept})
+        preprocess = {key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known}
+        write_json(folder / CONFIG_FILE, {"model_cfg": config, "preprocess_cfg": preprocess})
         weights = {f"visual.{name}": value for name, value in merged_state(visual).items()}
         weights |= merged_state(self.right.encoder.clip)
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / WEIGHTS_FILE)
+        save_weights(weights, folder / WEIGHTS_FILE)
         tokenizer: Any = self.right.prepare.tokenizer
         if hasattr(tokenizer, "save_pretrained"):  # one of transformers inside open_clip's
             save_tokenizer(tokenizer.tokenizer, folder, tokenizer.context_length)
 
     def describe(self) -> dict[str, str]:
-        """What the model is, as rows of a table."""
+        """The model's facts, as rows of a table."""
         visual: Any = self.left.visual
         size = visual.preprocess_cfg["size"]
         return {
@@ -167,12 +151,11 @@ class ImageTextEncoder(DualEncoder):
         }
 
 
-def _freeze_what_no_vector_depends_on(clip: Any) -> None:
-    # The objective has a temperature of its own.
+def _freeze_unused(clip: Any) -> None:
+    """Freeze open_clip's own temperature, as the objective has one, and CoCa's decoder, which writes captions."""
     for scalar in (clip.logit_scale, clip.logit_bias):
         if scalar is not None:
             scalar.requires_grad_(False)
-    # CoCa's decoder writes captions.
     if hasattr(clip, "text_decoder"):
         clip.text_decoder.requires_grad_(False)
 
@@ -207,8 +190,7 @@ class ClipTextPrepare(Prepare):
 
     Args:
         tokenizer: open_clip tokenizer, texts to (B, context length) ids.
-        end: the id at which the tower reads its output; "max" for the largest id of each text; None when the
-            tower looks at the padding, so that nothing may be cut.
+        end: the id at which the tower reads its output; "max": the largest id of each text; None: nothing may be cut.
     """
 
     modality = "text"
@@ -221,8 +203,9 @@ class ClipTextPrepare(Prepare):
         tokens = self.tokenizer(check_texts(items))
         if self.end is None:
             return {"text": tokens}
-        at_end = tokens.argmax(1) if self.end == "max" else tokens.eq(self.end).int().argmax(1)
-        return {"text": tokens[:, : int(at_end.max()) + 1]}
+        ends = tokens if self.end == "max" else tokens.eq(self.end).int()
+        last = int(ends.argmax(1).max())
+        return {"text": tokens[:, : last + 1]}
 
 
 class ClipTextTower(Tower):
@@ -254,11 +237,9 @@ class ClipTextTower(Tower):
 class _TextModel(nn.Module):
     """`encode_text` as a forward."""
 
-    clip: Any
-
     def __init__(self, clip: nn.Module) -> None:
         super().__init__()
-        self.clip = clip
+        self.clip: Any = clip
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.clip.encode_text(tokens)
@@ -272,7 +253,7 @@ def _causal_transformer(clip: nn.Module) -> tuple[str, Any]:
 
 
 def end_token(clip: nn.Module) -> End:
-    """Where a causal text tower reads its output, as `ClipTextPrepare` wants it; None if nothing may be cut."""
+    """The argument `end` of `ClipTextPrepare`."""
     _, module = _causal_transformer(clip)
     if module is None:
         return None
@@ -282,27 +263,26 @@ def end_token(clip: nn.Module) -> End:
     return "max" if pooling == "argmax" else None
 
 
-def is_registered(name: str | None) -> bool:
+def is_open_clip_name(name: str | None) -> bool:
     """Whether open_clip knows an architecture of this name."""
     import open_clip
 
     return name in open_clip.list_models()
 
 
-class _Source(NamedTuple):
-    """What open_clip makes a model from.
-
-    Attributes:
-        config: open_clip's configuration.
-        where: what errors call it.
-        name: what open_clip calls it.
-        weights: file of a folder's weights, if it is a folder.
-    """
-
-    config: dict[str, Any]
-    where: str
-    name: str
-    weights: Path | None = None
+def _check_arguments(name: str | None, pretrained: str | None, config: Any, tokenizer: Any) -> None:
+    """Refuse arguments of `ImageTextEncoder` that do not go together."""
+    if (name is None) == (config is None):
+        raise DualencError("give either the name of an open_clip model or a config to start from scratch")
+    if tokenizer is not None and config is None:
+        raise DualencError(f"{name} has its own tokenizer: leave tokenizer out, it goes with config")
+    if pretrained is None:
+        return
+    if not is_open_clip_name(name):
+        raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
+    is_file = os.path.isfile(pretrained) and pretrained.endswith(".safetensors")
+    if os.path.exists(pretrained) and not is_file:
+        raise DualencError(f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first")
 
 
 def load_clip(
@@ -310,101 +290,72 @@ def load_clip(
     pretrained: str | None,
     config: dict[str, Any] | None,
     tokenizer: str | PreTrainedTokenizerBase | None,
-    options: dict[str, Any],
+    image_size: int | None,
+    context_length: int | None,
 ) -> tuple[Any, dict[str, Any], Tokenize]:
-    """An open_clip model, its configuration, and its tokenizer: by name, from a configuration, or from a folder.
-
-    The first four arguments are those of `ImageTextEncoder`; options are further ones of `open_clip.create_model`.
-
-    Raises:
-        DualencError: arguments, configuration, weights or tokenizer are missing, corrupt, or do not fit each other.
-    """
+    """An open_clip model, its configuration and its tokenizer; the arguments are those of `ImageTextEncoder`."""
     import open_clip
     from open_clip.factory import load_checkpoint
 
-    _check_arguments(name, pretrained, config, tokenizer)
+    weights = None
     with tempfile.TemporaryDirectory() as scratch:
         if config is not None:
-            source = _Source(copy.deepcopy(config), "config", f"local-dir:{scratch}")
+            own = copy.deepcopy(config)
+            place = f"local-dir:{scratch}"
+        elif is_open_clip_name(name):
+            own = open_clip.get_model_config(name)
+            place = str(name)
         else:
-            source = _named_source(str(name))
-        own = source.config
-        check_config(own, source.where, pretrained=options["pretrained_text"])
-        for section, key in (("vision_cfg", "image_size"), ("text_cfg", "context_length")):
-            if options[f"force_{key}"] is not None:
-                own[section][key] = options[f"force_{key}"]
+            folder = model_folder(str(name))
+            own = _folder_config(folder)
+            weights = _folder_weights(folder)
+            place = f"local-dir:{folder}"
+        where = "config" if config is not None else place.removeprefix("local-dir:")
+        check_config(own, where)
+        if image_size is not None:
+            own["vision_cfg"]["image_size"] = image_size
+        if context_length is not None:
+            own["text_cfg"]["context_length"] = context_length
         if config is not None:
             _write_source(Path(scratch), own, None if tokenizer is None else load_tokenizer(tokenizer))
-        tokenize = _load_tokenize(source, options["force_context_length"])
+
+        # A tokenizer of open_clip's own takes no such argument.
+        options: dict[str, Any] = {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
+        with no_foreign_code(), explain(f"{where}: its tokenizer does not load", "restore the tokenizer's files"):
+            tokenize = open_clip.get_tokenizer(place, context_length=context_length, **options)
 
         # Weights come from safetensors alone: of a folder, open_clip itself would read others, too.
-        loading: dict[str, Any] = {"pretrained": pretrained} if source.name == name else {"load_weights": False}
-        with _explained(source.where):
-            clip = open_clip.create_model(source.name, weights_only=True, **loading, **options)
-        if source.weights is not None:
-            with _explained(str(source.weights)):
-                load_checkpoint(clip, str(source.weights))
+        loading: dict[str, Any] = {"pretrained": pretrained} if place == name else {"load_weights": False}
+        with _open_clip_errors(where):
+            clip = open_clip.create_model(
+                place,
+                weights_only=True,
+                force_image_size=image_size,
+                force_context_length=context_length,
+                pretrained_image=False,
+                pretrained_text=False,
+                **loading,
+            )
+            if weights is not None:
+                load_checkpoint(clip, str(weights))
     return clip, own, tokenize
-
-
-def _check_arguments(name: str | None, pretrained: str | None, config: Any, tokenizer: Any) -> None:
-    """Refuse arguments of `load_clip` that do not go together."""
-    if (name is None) == (config is None):
-        raise DualencError("give either the name of an open_clip model or a config to start from scratch")
-    if tokenizer is not None and config is None:
-        raise DualencError(f"{name} has its own tokenizer: leave tokenizer out, it goes with config")
-    if pretrained is None:
-        return
-    if not is_registered(name):
-        raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
-    is_file = os.path.isfile(pretrained) and pretrained.endswith(".safetensors")
-    if os.path.exists(pretrained) and not is_file:
-        raise DualencError(f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first")
 
 
 def _base_metadata(name: str, pretrained: str | None) -> dict[str, str]:
     """`base_model` and `license` for the model card, where known."""
     import open_clip
 
-    if not is_registered(name):
+    if not is_open_clip_name(name):
         return base_metadata(name, model_folder(name))
     known = {} if pretrained is None else open_clip.get_pretrained_cfg(name, pretrained)
     repository = known.get("hf_hub", "").strip("/")
     return {"base_model": repository} if repository else {}
 
 
-def _named_source(name: str) -> _Source:
-    """A registered architecture, or the folder of a model."""
-    import open_clip
-
-    if is_registered(name):
-        return _Source(open_clip.get_model_config(name), name, name)
-    folder = model_folder(name)
-    if not (folder / CONFIG_FILE).is_file() and two_towers_in(folder) is not None:
-        raise DualencError(f"{folder}: a folder of transformers; use VisionTextEncoder, or load_model")
-    config = _folder_config(folder)
-    weights = next((folder / file for file in WEIGHTS_FILES if (folder / file).is_file()), None)
-    if weights is None:
-        raise DualencError(f"{folder}: no {WEIGHTS_FILE}; convert its weights to safetensors first")
-    return _Source(config, str(folder / CONFIG_FILE), f"local-dir:{folder}", weights)
-
-
-def _load_tokenize(source: _Source, context_length: int | None) -> Tokenize:
-    import open_clip
-
-    # A tokenizer of open_clip's own takes no such argument.
-    trust: dict[str, Any] = {"trust_remote_code": False} if source.config["text_cfg"].get("hf_tokenizer_name") else {}
-    try:
-        with no_foreign_code():
-            return open_clip.get_tokenizer(source.name, context_length=context_length, **trust)
-    except Exception as error:
-        raise DualencError(
-            f"{source.name}: its tokenizer does not load ({first_line(error)}); restore the tokenizer's files"
-        ) from error
-
-
 def _folder_config(folder: Path) -> dict[str, Any]:
     """The `model_cfg` of an open_clip folder whose tokenizer is not code of its own."""
+    if not (folder / CONFIG_FILE).is_file() and two_towers_in(folder) is not None:
+        raise DualencError(f"{folder}: a folder of transformers; use VisionTextEncoder, or load_model")
     config = read_json_object(folder / CONFIG_FILE).get("model_cfg")
     if not isinstance(config, dict):
         raise DualencError(f"{folder / CONFIG_FILE}: no model_cfg, so no open_clip model; restore the file")
@@ -414,17 +365,19 @@ def _folder_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -> None:
+def _folder_weights(folder: Path) -> Path:
+    for name in WEIGHTS_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    raise DualencError(f"{folder}: no {WEIGHTS_FILE}; convert its weights to safetensors first")
+
+
+def check_config(config: dict[str, Any], where: str) -> None:
     """Refuse configurations that are not two towers, and ones with which open_clip would run a model's code.
 
     Args:
         config: an open_clip configuration.
-        where: what errors call it.
-        pretrained: the towers that it names are loaded with their weights.
-
-    Raises:
-        DualencError: a section is missing, a tower or tokenizer is code of its own, or a
-            tower's folder has other weights than safetensors.
+        where: its name in errors.
     """
     from transformers import AutoConfig
 
@@ -432,32 +385,21 @@ def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -
     if missing:
         raise DualencError(f"{where}: {', '.join(missing)} missing; an open_clip model needs {', '.join(SECTIONS)}")
     text = config["text_cfg"]
-    vision = config["vision_cfg"]
-    if not isinstance(text, dict) or not isinstance(vision, dict):
-        raise DualencError(f"{where}: text_cfg or vision_cfg does not hold keys; restore it")
     for key in text.get("tokenizer_kwargs") or {}:
         if key not in TOKENIZER_ARGUMENTS:
             raise DualencError(
                 f"{where}: with {key} in tokenizer_kwargs a tokenizer can be code of its own, which is not run; "
                 f"leave it out, only {', '.join(TOKENIZER_ARGUMENTS)} are taken"
             )
-    towers = [str(name) for name in (text.get("hf_model_name"), vision.get("timm_model_name")) if name]
-    for folder in (Path(name.removeprefix("local-dir:")) for name in towers):
-        if pretrained and folder.is_dir() and not any(folder.glob("*.safetensors")):
-            raise DualencError(f"{folder}: no *.safetensors; convert its weights to safetensors first")
     if name := text.get("hf_model_name"):
         # open_clip loads it with no word about code; this load before it refuses code.
-        try:
+        problem = f"{where}: text_cfg.hf_model_name {name} does not load without code of its own, which is not run"
+        with explain(problem, "choose another"):
             AutoConfig.from_pretrained(str(name), trust_remote_code=False)
-        except Exception as error:
-            raise DualencError(
-                f"{where}: text_cfg.hf_model_name {name} does not load without code of its own, which is not run "
-                f"({first_line(error)}); choose another"
-            ) from error
 
 
 def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Write what open_clip makes a model from: a configuration and its tokenizer, None for open_clip's own.
+    """Write a configuration and its tokenizer, None for open_clip's own, where open_clip makes a model from them.
 
     `text_cfg` is fitted to a tokenizer in place: the vocabulary's size, and reading the output at the token that ends
     every text.
@@ -465,9 +407,10 @@ def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTok
     text = config["text_cfg"]
     if tokenizer is not None:
         text["hf_tokenizer_name"] = "."  # in a folder, open_clip takes the tokenizer beside its configuration
-        if text.setdefault("vocab_size", len(tokenizer)) < len(tokenizer):
+        size = text.setdefault("vocab_size", len(tokenizer))
+        if size < len(tokenizer):
             raise DualencError(
-                f"text_cfg.vocab_size is {text['vocab_size']}, the tokenizer has {len(tokenizer)} tokens: leave it out"
+                f"text_cfg.vocab_size is {size}, the tokenizer has {len(tokenizer)} tokens: leave it out"
             )
         if "hf_model_name" not in text:
             end = tokenizer("a").input_ids[-1]
@@ -486,16 +429,15 @@ def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTok
 
 
 @contextmanager
-def _explained(where: str) -> Iterator[None]:
+def _open_clip_errors(where: str) -> Iterator[None]:
     """Silence open_clip's log, and report its errors in one line."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with no_foreign_code():
+        with (
+            no_foreign_code(),
+            explain(f"{where}: open_clip does not load it", "check name, weights and configuration"),
+        ):
             yield
-    except Exception as error:
-        raise DualencError(
-            f"{where}: open_clip says: {first_line(error)}; check name, weights and configuration"
-        ) from error
     finally:
         logging.disable(disabled)

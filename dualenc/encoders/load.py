@@ -48,11 +48,11 @@ def _load_registered(name: str) -> DualEncoder | None:
     if os.path.exists(name) or looks_like_path(name):
         return None
     architecture, _, tag = name.partition("/")
-    if image_text.is_registered(architecture):
+    if image_text.is_open_clip_name(architecture):
         if not tag:
             raise DualencError(f"{name}: an architecture without weights; say which, as in {name}/openai")
         return image_text.ImageTextEncoder(architecture, tag)
-    if "/" not in name and ":" not in name and image.is_registered(name):
+    if "/" not in name and ":" not in name and image.is_timm_name(name):
         return image.ImageEncoder(name, pretrained=True, projector_dim=None)
     return None
 

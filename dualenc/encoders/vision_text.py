@@ -16,7 +16,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_item, unit_norm
 from dualenc.encoders.hub import base_metadata, model_folder
-from dualenc.encoders.image import checked_crop_scale, seeded
+from dualenc.encoders.image import check_crop_scale, seeded
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.sentence_folder import whole_module
 from dualenc.encoders.text import enable_checkpointing, quiet_transformers
@@ -68,7 +68,7 @@ class VisionTextEncoder(DualEncoder):
         lora_alpha: float | None = None,
         lora_targets: list[str] | None = None,
     ) -> None:
-        crop_scale = checked_crop_scale(crop_scale)
+        check_crop_scale(crop_scale)
         folder = model_folder(name)
         base = base_metadata(name, folder)
         folder = two_towers_in(folder) or folder

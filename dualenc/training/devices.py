@@ -94,8 +94,7 @@ def _warn_of_a_single_process() -> None:
 def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> DualEncoder:
     """Prepare a model for a device and all ranks: BatchNorm over the global batch, the main process's weights.
 
-    With several processes BatchNorm takes its statistics over the global batch: by `SyncBatchNorm` on GPUs, by
-    `synchronise_statistics` elsewhere; except with gradient caching, where they are those of a chunk.
+    With several processes BatchNorm takes its statistics over the global batch; with gradient caching, over a chunk.
 
     Args:
         model: equal on all ranks but for its weights.
@@ -107,8 +106,6 @@ def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> D
         if chunk_size is not None:
             message = f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
             warnings.warn(message, stacklevel=2)
-        elif several and device.type == "cuda":
-            model = synchronised(model)
         elif several:
             synchronise_statistics(model)
     model.to(device)
@@ -132,16 +129,6 @@ def _has_dropout(model: DualEncoder) -> bool:
         if float(getattr(module, "drop_prob", None) or 0) > 0:
             return True
     return False
-
-
-def synchronised(model: DualEncoder) -> DualEncoder:
-    """The model with `SyncBatchNorm` for every BatchNorm."""
-    # timm's, as torch's own would lose the activation inside timm's layers. Imported here: models without BatchNorm
-    # need no timm, which takes seconds.
-    from timm.layers import convert_sync_batchnorm
-
-    converted: DualEncoder = convert_sync_batchnorm(model)
-    return converted
 
 
 @contextmanager

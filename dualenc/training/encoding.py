@@ -167,7 +167,7 @@ class CachedEncoding(PlainEncoding):
         chunk_size: items encoded at once.
 
     Raises:
-        DualencError: chunk_size below 1, or a synchronised BatchNorm, whose ranks would wait for one another.
+        DualencError: chunk_size below 1.
     """
 
     def __init__(
@@ -181,8 +181,6 @@ class CachedEncoding(PlainEncoding):
     ) -> None:
         if chunk_size < 1:
             raise DualencError(f"chunk_size is {chunk_size}; it must be at least 1, or null for no gradient caching")
-        if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-            raise DualencError("chunk_size does not go with SyncBatchNorm; leave chunk_size out or use plain BatchNorm")
         self.chunk_size = chunk_size
         super().__init__(model, device, autocast, keep_statistics, compiled)
 

@@ -20,7 +20,7 @@ from dualenc.encoders.text import TextEncoder
 from dualenc.errors import DualencError, nearest
 from dualenc.objectives.base import Objective
 from dualenc.training.checkpoint import locked_run
-from dualenc.training.devices import deterministic_algorithms, place, start_accelerator, synchronised
+from dualenc.training.devices import deterministic_algorithms, place, start_accelerator
 from dualenc.training.evaluators import Evaluator
 from dualenc.training.hold_out import hold_out
 from dualenc.training.loader import explain_killed_worker
@@ -31,7 +31,7 @@ from dualenc.training.optim import freeze
 from dualenc.training.settings import TrainerSettings
 from dualenc.training.signals import StopSignals
 
-__all__ = ["Trainer", "TrainingResult", "place", "start_accelerator", "synchronised"]
+__all__ = ["Trainer", "TrainingResult", "place", "start_accelerator"]
 
 
 class TrainingResult(NamedTuple):

@@ -216,20 +216,6 @@ def test_files_of_weights_are_safetensors(name: str, tmp_path: Path) -> None:
     assert "is no safetensors file; convert the weights to safetensors first" in told
 
 
-@pytest.mark.parametrize("section", ["text_cfg", "vision_cfg"])
-def test_pretrained_towers_are_safetensors(
-    section: str, clip: dict[str, Any], bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    canary, folder = tmp_path / "canary", tmp_path / "tower"
-    folder.mkdir()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(canary)))
-    (folder / "config.json").write_text(json.dumps({**bert, "architecture": "test_resnet"}))
-    key = {"text_cfg": {"hf_model_name": str(folder)}, "vision_cfg": {"timm_model_name": f"local-dir:{folder}"}}
-    clip[section] |= key[section]
-    told = refuses(lambda: ImageTextEncoder(config=clip, tokenizer=tokenizer, pretrained_towers=True), canary)
-    assert "no *.safetensors; convert its weights to safetensors first" in told
-
-
 @pytest.mark.parametrize("key", ["checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict"])
 def test_arguments_of_a_backbone_name_no_other_weights(key: str, tmp_path: Path) -> None:
     canary = tmp_path / "canary"

@@ -12,7 +12,7 @@ from dualenc.batching import RandomBatches
 from dualenc.errors import DualencError
 from dualenc.objectives import ISIR, InfoNCE, SogCLR, base
 from dualenc.training.log import read_metrics
-from dualenc.training.trainer import Trainer, place, start_accelerator, synchronised
+from dualenc.training.trainer import Trainer, place, start_accelerator
 from tests.training.fakes import (
     TinyEncoder,
     kill_this_process,
@@ -375,29 +375,11 @@ def test_an_unknown_tracker_is_refused(tmp_path):
         start_accelerator("no", ["wanndb"], tmp_path)
 
 
-def test_placing_keeps_the_weights_and_plain_batchnorm_on_one_process():
+def test_placing_keeps_the_weights_on_one_process():
     model = TinyEncoder(batchnorm=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     placed = place(model, torch.device("cpu"), chunk_size=None)
     assert all(torch.equal(before[name], tensor) for name, tensor in placed.state_dict().items())
-    assert not any(isinstance(module, torch.nn.SyncBatchNorm) for module in placed.modules())
-
-
-def test_synchronised_batchnorm_keeps_weights_and_timms_activations():
-    from timm.layers import BatchNormAct2d
-
-    model = TinyEncoder(batchnorm=True)
-    model.left.norm = BatchNormAct2d(3)
-    images, shape = torch.randn(2, 3, 4, 4), [type(module) for module in model.modules()]
-    expected = model.left.norm.eval()(images)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    converted = synchronised(model)
-    assert (expected >= 0).all()
-    assert torch.equal(converted.left.norm.eval()(images), expected)
-    assert all(torch.equal(before[name], tensor) for name, tensor in converted.state_dict().items())
-    norms = [module for module in converted.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
-    assert len(norms) == sum(issubclass(kind, torch.nn.modules.batchnorm._BatchNorm) for kind in shape)
-    assert all(isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
 
 
 @pytest.mark.nightly
