@@ -35,7 +35,6 @@ from dualenc.errors import DualencError
 from dualenc.files import (
     atomic_folder,
     check_folder_target,
-    check_path,
     is_folder_of,
     recover_inside,
     remove,
@@ -114,7 +113,6 @@ def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool)
         DualencError: as `check_run_folder`; another run is using the folder; it holds a finished or broken one and
             neither is wanted; or the folder cannot be made.
     """
-    check_path(output)
     folder = Path(output)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     lock = FileLock(folder / LOCK, timeout=0)
@@ -180,7 +178,7 @@ def check_run_folder(output: str | os.PathLike[str], *, resume: bool, overwrite:
 
 def _may_be_used(folder: Path) -> bool:
     """Whether a folder holds a run, or nothing yet but what one that was killed before its first step has left."""
-    if all(name == LOCK or name.startswith(f".{META}.part-") for name in os.listdir(folder)):
+    if all(name == LOCK or name.startswith(f".{META}.part") for name in os.listdir(folder)):
         return True
     return is_folder_of(folder, FORMAT)
 

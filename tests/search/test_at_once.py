@@ -273,7 +273,7 @@ def test_an_output_that_another_process_writes_is_refused_in_one_line(
         holder.join()
     if name not in ("mine", "quickstart", "retrieval"):
         run(*commands(made, target)[name])
-        assert not list(tmp_path.glob(".*.lock"))
+        assert not list(tmp_path.glob(".*.part"))
 
 
 @pytest.mark.nightly
@@ -346,5 +346,5 @@ def test_files_of_a_build_without_a_plan_do_not_count(tmp_path: Path) -> None:
 
 def test_a_lock_is_taken_by_one_and_again_by_its_holder(tmp_path: Path) -> None:
     with locked(tmp_path / "new" / "out", wait=False), locked(tmp_path / "new" / "out", wait=False):
-        assert os.listdir(tmp_path / "new") == [".out.lock"]
+        assert os.listdir(tmp_path / "new") == [".out.part"]
     assert os.listdir(tmp_path) == []

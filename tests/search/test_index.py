@@ -301,8 +301,8 @@ class TestErrors:
         assert "\n" not in str(error.value)
 
     def test_a_killed_replacement_leaves_an_index(self, folder: Path) -> None:
-        (folder.parent / ".index.part-00c0ffee").mkdir()
-        folder.rename(folder.parent / ".index.part-00c0ffee" / "old-index")
+        (folder.parent / ".index.part").mkdir()
+        folder.rename(folder.parent / ".index.part" / "old-index")
         assert is_index(folder)
         assert len(Index.open(folder)) == 200
 

@@ -93,7 +93,7 @@ def test_checksums_are_those_that_other_tools_compute(tmp_path):
 def test_left_overs_of_a_killed_writer_are_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {})
-    (tmp_path / ".step-00000002.part-00c0ffee").mkdir()
+    (tmp_path / ".step-00000002.part").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     checkpoints.load_latest(seed=0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-00000001"]

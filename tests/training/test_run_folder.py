@@ -77,7 +77,7 @@ def test_a_lock_file_that_nobody_holds_is_no_obstacle(tmp_path, content):
 
 def test_what_a_run_killed_at_its_beginning_leaves_is_no_obstacle(tmp_path):
     (tmp_path / ".lock").touch()
-    (tmp_path / ".meta.json.part-0123abcd").mkdir()
+    (tmp_path / ".meta.json.part").mkdir()
     with run_folder.locked_run(tmp_path, resume=False, overwrite=False):
         assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json"]
     assert os.listdir(tmp_path) == []
