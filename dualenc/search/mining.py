@@ -4,10 +4,11 @@ For each query: search the nearest documents, drop known positives and their cop
 candidates that score too close to the positive as likely relevant (Moreira et al. 2024, arXiv 2407.15831).
 
     .OUT.mining/positives-00000.npy    scores of a block of known pairs
-    .OUT.mining/rows-00000.jsonl       lines of a block of queries
-    .OUT.mining/rows-00000.json        counts of that block; written last: with it the block is finished
+    .OUT.mining/rows-00000.jsonl       counts of a block of queries, and its lines
     .OUT.mining/index                  a FAISS index, unless the search is exact
     .OUT.mining/settings.json          a digest of everything that the rows depend on
+
+A finished part is a file, which the next run skips.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.data import Corpus, PairDataset, Ragged
 from dualenc.data.corpus import corpora
 from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import digest_of, identities
+from dualenc.data.pairs import Ragged
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, check_file_target, remove, removed_if_refused, save_array, write_json
-from dualenc.hard_negatives import Rule
+from dualenc.hard_negatives import Negatives, Ranking, Rule, choose_negatives, search_depth
 from dualenc.reading import open_regular, read_json
 from dualenc.search.build import new_index
 from dualenc.search.exact import exact_search
@@ -41,12 +42,16 @@ from dualenc.search.index import Index, is_index
 from dualenc.search.rerank import Rescore, finite_scores, rerank
 from dualenc.types import Metric, Vectors
 
+if TYPE_CHECKING:
+    from dualenc.data import Corpus, PairDataset
+
 Form = Literal["flagembedding", "tevatron", "sentence-transformers"]
 Search = Callable[[np.ndarray, int], np.ndarray]
 """From query vectors (n, D) and k to document rows (n, k), best first, -1 where fewer are found."""
 
 QUERIES_PER_BLOCK = 256
 PAIRS_PER_BLOCK = 4096
+HASHED_AT_ONCE = 1 << 14
 BIN = 0.01
 """Width of the histogram bins of scores."""
 
@@ -56,18 +61,9 @@ class Report:
     """Mining statistics.
 
     Attributes:
-        queries: queries with a known positive.
-        written: rows in the file: queries with a negative; in the form of sentence-transformers the positives of those
-            with as many negatives as requested.
-        negatives: in all rows together.
-        candidates: documents in the windows of ranks.
-        known_positives: documents that were skipped up to the end of the window: known positives of the query and of
-            those with its contents, their copies, and documents with the contents or the id of the query.
+        known_positives: excluded documents up to the end of the window, see `Exclusions`.
         false_negatives: candidates above their query's score limit, likely relevant.
         repeated: candidates with the contents of a better one.
-        without_negatives: queries without a remaining candidate; they have no row.
-        fewer_negatives: queries with fewer negatives than requested, but at least one; they have no row in the form of
-            sentence-transformers.
         without_vectors: queries without a vector, or without a positive that has one; they have no row.
         scores: histograms by name ("positives", "negatives", "likely false negatives"): counts by the number of a bin
             of width `BIN`; bin 0 starts at 0.
@@ -87,22 +83,19 @@ class Report:
 
     def count(self, name: str, scores: np.ndarray) -> None:
         """Add scores (n,) to a histogram."""
-        bins, counts = np.unique(np.floor(np.asarray(scores, np.float64) / BIN).astype(np.int64), return_counts=True)
-        self.scores.setdefault(name, Counter()).update(dict(zip(bins.tolist(), counts.tolist())))
+        bins = np.floor(np.asarray(scores, np.float64) / BIN).astype(np.int64)
+        self.scores.setdefault(name, Counter()).update(bins.tolist())
 
-    def add(self, other: dict[str, Any]) -> None:
-        """Add the statistics of a block, its attributes as read from JSON."""
-        for name, value in other.items():
-            if name != "scores":
-                setattr(self, name, getattr(self, name) + value)
-        for name, counts in other["scores"].items():
+    def add(self, block: dict[str, Any]) -> None:
+        """Add the statistics of a block, read from JSON."""
+        for name, counts in block.pop("scores").items():
             self.scores.setdefault(name, Counter()).update({int(number): count for number, count in counts.items()})
+        for name, value in block.items():
+            setattr(self, name, getattr(self, name) + value)
 
     def histogram(self, max_bins: int = 16) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Histograms of the scores: edges (R + 1,) of bins of equal width, and the counts (R,) by name."""
-        filled = [number for counts in self.scores.values() for number in counts]
-        if not filled:
-            return np.array([0.0, BIN]), {name: np.zeros(1, np.int64) for name in self.scores}
+        filled = [number for counts in self.scores.values() for number in counts] or [0]
         # Round widths: 1, 2, 5, 10, … fine bins.
         widths = (n * 10**k for k in range(18) for n in (1, 2, 5))
         width = next(w for w in widths if max(filled) // w - min(filled) // w < max_bins)
@@ -130,18 +123,14 @@ def mine(
 ) -> Report:
     """Mine hard negatives: write each query with its positives, its negatives and all scores, one JSON object a line.
 
-    Memory-mapped documents are searched block by block. An interrupted call is resumed at the first block of queries
-    that is not finished; `out` is written at the end, atomically. Several processes that all call it, and see the same
-    folder, share the blocks.
+    An interrupted call is resumed. Processes that all call it, and see the same folder, share the work.
 
         {"query", "pos": [text], "neg": [text], "pos_scores", "neg_scores", "query_id", "pos_id", "neg_id"}
         {"query_id", "query", "positive_passages": [{"docid", "text", "score"}], "negative_passages": …}
         {"anchor", "positive", "negative_1", …, "negative_8"}
 
-    `MinedPairs` reads the first two; FlagEmbedding reads the first, including the scores for distillation; Tevatron the
-    second. For data of vectors ids replace the texts, as `MinedPairs(…, queries=…, documents=…)` reads them. The losses
-    of sentence-transformers train on the third, of texts alone: a row for each positive, without scores, since every
-    column is an input. All its rows have as many negatives, and queries with fewer are left out.
+    `MinedPairs` reads the first two. For data of vectors ids replace the texts. The losses of sentence-transformers
+    train on the third: a row for each positive, and queries with fewer negatives than requested are left out.
 
     Args:
         queries: (Q, D) vectors of the pairs' left items, by the ids of `dualenc.data.corpus.corpora(pairs)`.
@@ -159,8 +148,8 @@ def mine(
         Counts and scores, on every process.
 
     Raises:
-        DualencError: images, vectors in the form of sentence-transformers, different dimensions, a factory string that
-            FAISS refuses, scores that are not finite, or no pair with two vectors.
+        DualencError: images, vectors where texts are needed, different dimensions, a factory string that FAISS refuses,
+            scores that are not finite, or no pair with two vectors.
     """
     rule = rule or Rule()
     left, right = corpora(pairs)
@@ -174,11 +163,11 @@ def mine(
         new_index(documents.dim, factory, metric, len(documents))
     target = Path(out)
     folder = target.with_name(f".{target.name}.mining")
-    # Vectors are identified by the checksums of their files, or by their values.
-    vectors = [source.meta.get("files") or digest_of(*source.blocks()) for source in (queries, documents)]
     settings: dict[str, Any] = {"rule": asdict(rule), "form": form, "factory": factory, "rescored_by": rescored_by}
-    settings |= {"data": [pairs.identity(), digest_of(left.ids), digest_of(right.ids)], "embeddings": vectors}
-    settings |= {"ids": [digest_of(queries.ids), digest_of(documents.ids)], "rescored": rescore is not None}
+    settings |= {"data": [pairs.identity(), digest_of(left.ids), digest_of(right.ids)], "rescored": rescore is not None}
+    for source in (queries, documents):
+        # Vectors are identified by the checksums of their files, or by their values.
+        settings[str(len(settings))] = [digest_of(source.ids), source.meta.get("files") or digest_of(*source.blocks())]
     fingerprint = {"settings": digest_of(json.dumps(settings, sort_keys=True))}
     is_main = distributed.is_main()
     if is_main and (folder / "settings.json").exists() and read_json(folder / "settings.json") != fingerprint:
@@ -188,14 +177,16 @@ def mine(
             write_json(folder / "settings.json", fingerprint)
         distributed.barrier()
         miner = _Miner(queries, documents, pairs, left, right, rule, rescore, form, folder)
-        num_blocks = miner.write_blocks(miner.searcher(factory, metric), progress and is_main)
+        search = miner.searcher(factory, metric)
+        num_blocks = miner.write_blocks(search, progress and is_main)
         distributed.barrier()
     report = miner.report(num_blocks)
     distributed.barrier()  # before the files are removed, every process has read them
     if is_main:
         with atomic_path(target) as path, open(path, "wb") as stream:
             for number in range(num_blocks):
-                with open(folder / f"rows-{number:05d}.jsonl", "rb") as rows:
+                with open(_block_path(folder, number), "rb") as rows:
+                    rows.readline()  # counts
                     shutil.copyfileobj(rows, stream)
         remove(folder)
     distributed.barrier()
@@ -203,14 +194,9 @@ def mine(
 
 
 def check_mined(path: str | os.PathLike[str]) -> None:
-    """Check that a file can be written: it does not exist, is empty, or was written by `mine`.
-
-    Raises:
-        DualencError: it is a folder, or holds something else.
-    """
-    path = Path(path)
+    """Refuse to write a file that exists, is not empty, and was not written by `mine`."""
     check_file_target(path)
-    if not path.exists():
+    if not os.path.exists(path):
         return
     with open_regular(path) as stream:
         line = stream.readline(1 << 24)
@@ -218,8 +204,8 @@ def check_mined(path: str | os.PathLike[str]) -> None:
         keys = json.loads(line).keys() if line else {"query_id", "pos_id"}
     except (ValueError, AttributeError):
         keys = set()
-    is_tuple = {"anchor", "positive", "negative_1"} <= keys
-    if not is_tuple and ("query_id" not in keys or not keys & {"pos_id", "positive_passages"}):
+    written = ({"query_id", "pos_id"}, {"query_id", "positive_passages"}, {"anchor", "positive", "negative_1"})
+    if not any(names <= keys for names in written):
         raise DualencError(f"{path}: exists and holds no mined negatives; choose another file to write")
 
 
@@ -227,20 +213,14 @@ def _check_modalities(left: Corpus, right: Corpus, rescore: Rescore | None, form
     modalities = (left.modality, right.modality)
     if "image" in modalities:
         raise DualencError(f"{left.modality} and {right.modality}: rows hold texts or ids of vectors; mine on texts")
-    needs_texts = rescore is not None or form == "sentence-transformers"
-    if needs_texts and modalities != ("text", "text"):
-        reader = "a cross-encoder reads" if rescore is not None else "the form sentence-transformers is for"
-        raise DualencError(f"{reader} texts, and the data holds vectors; leave it out")
+    if modalities != ("text", "text") and (rescore is not None or form == "sentence-transformers"):
+        raise DualencError("a cross-encoder and the form sentence-transformers need texts, and the data holds vectors")
 
 
 def paired_scores(
     queries: Vectors, query_rows: np.ndarray, documents: Vectors, document_rows: np.ndarray
 ) -> np.ndarray:
-    """(n,) float32 scores of n pairs: the products of rows (n,) of queries and of documents.
-
-    Raises:
-        DualencError: scores that are not finite.
-    """
+    """(n,) float32 scores of n pairs: the products of rows (n,) of queries and of documents."""
     scores = np.empty(len(query_rows), np.float32)
     for start in range(0, len(scores), PAIRS_PER_BLOCK):
         block = slice(start, start + PAIRS_PER_BLOCK)
@@ -297,6 +277,20 @@ class Exclusions:
         return is_copy
 
 
+def _content_hashes(corpus: Corpus) -> np.ndarray:
+    """A 64-bit hash (N,) of each item's contents."""
+    hashes = np.empty(len(corpus), np.uint64)
+    for start in range(0, len(corpus), HASHED_AT_ONCE):
+        rows = np.arange(start, min(start + HASHED_AT_ONCE, len(corpus)))
+        digests = [hashlib.blake2b(value, digest_size=8).digest() for value in identities(corpus.items, rows, True)]
+        hashes[rows] = np.frombuffer(b"".join(digests), np.uint64)
+    return hashes
+
+
+def _block_path(folder: Path, number: int) -> Path:
+    return folder / f"rows-{number:05d}.jsonl"
+
+
 @dataclass(eq=False)
 class _Miner:
     """Mines blocks of queries; each process writes its share of them to the folder.
@@ -306,7 +300,7 @@ class _Miner:
         right_row: (num_right,) likewise.
         document: (N,) right id of each document vector.
         pair_scores: (M,) score of each known pair, NaN without vectors.
-        asked: left ids to mine for, those with a scored pair.
+        query_ids: left ids to mine for, those with a scored pair.
     """
 
     queries: Embeddings
@@ -331,10 +325,36 @@ class _Miner:
             raise DualencError("no query and its positive both have a vector; embed the sides of these pairs")
         self.pair_scores = self._score_pairs()
         is_scored = np.isfinite(self.pair_scores)
-        self.asked = np.unique(pairs.left_id[is_scored])
+        self.query_ids = np.unique(pairs.left_id[is_scored])
         self._scores = self.pair_scores[is_scored]
         self.ceiling_of_all = self.rule.ceiling_of_all(self._scores)
         self._pairs_of = Ragged.from_pairs(pairs.left_id, np.arange(len(pairs)), len(self.left))
+
+    def _score_pairs(self) -> np.ndarray:
+        """The score of each known pair (M,), NaN without vectors; each process writes its share of the blocks."""
+        num_blocks = -(-len(self.pairs) // PAIRS_PER_BLOCK)
+        paths = [self.folder / f"positives-{number:05d}.npy" for number in range(num_blocks)]
+        for number in range(distributed.rank(), num_blocks, distributed.world_size()):
+            if paths[number].exists():
+                continue
+            block = slice(number * PAIRS_PER_BLOCK, (number + 1) * PAIRS_PER_BLOCK)
+            left = self.pairs.left_id[block]
+            right = self.pairs.right_id[block]
+            scores = np.full(len(left), np.nan, np.float32)
+            both = np.flatnonzero((self.left_row[left] >= 0) & (self.right_row[right] >= 0))
+            left = left[both]
+            right = right[both]
+            if self.rescore is None:
+                scores[both] = paired_scores(
+                    self.queries.vectors, self.left_row[left], self.documents.vectors, self.right_row[right]
+                )
+            elif len(both):
+                texts = [(self.left[query], self.right[document]) for query, document in zip(left, right)]
+                scores[both] = finite_scores(self.rescore(texts))
+            with atomic_path(paths[number]) as part:
+                save_array(part, scores)
+        distributed.barrier()
+        return np.concatenate([np.load(path) for path in paths])
 
     def searcher(self, factory: str, metric: Metric) -> Search:
         """The search of the documents: exact, or by an index that the main process builds."""
@@ -347,7 +367,7 @@ class _Miner:
             return search
         folder = self.folder / "index"
         if distributed.is_main() and not is_index(folder):
-            vectors = self.queries.vectors[self.left_row[self.asked[:500]]]
+            vectors = self.queries.vectors[self.left_row[self.query_ids[:500]]]
             with distributed.single_process():
                 Index.build(self.documents, None, factory, metric=metric, queries=vectors, folder=folder)
         distributed.barrier()
@@ -356,159 +376,116 @@ class _Miner:
 
     def write_blocks(self, search: Search, progress: bool) -> int:
         """Write the unfinished blocks of queries of this process; returns the number of blocks of all processes."""
-        starts = range(0, len(self.asked), QUERIES_PER_BLOCK)
-        blocks = [self.asked[start : start + QUERIES_PER_BLOCK] for start in starts]
+        starts = range(0, len(self.query_ids), QUERIES_PER_BLOCK)
+        blocks = [self.query_ids[start : start + QUERIES_PER_BLOCK].tolist() for start in starts]
         own = range(distributed.rank(), len(blocks), distributed.world_size())
         total = sum(len(blocks[number]) for number in own)
         with tqdm(total=total, desc="mine", unit=" queries", disable=not progress) as bar:
             for number in own:
-                path = self.folder / f"rows-{number:05d}.json"
+                path = _block_path(self.folder, number)
                 if not path.exists():
                     report = Report()
                     rows = self._rows(blocks[number], search, report)
-                    with atomic_path(path.with_suffix(".jsonl")) as part, open(part, "w", encoding="utf-8") as stream:
-                        stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                    # The counts come last: with them the block is finished.
-                    write_json(path, vars(report))
+                    with atomic_path(path) as part, open(part, "w", encoding="utf-8") as stream:
+                        for row in (vars(report), *rows):
+                            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
                 bar.update(len(blocks[number]))
         return len(blocks)
 
     def report(self, num_blocks: int) -> Report:
         """The counts of all blocks, once they are finished."""
         report = Report(queries=len(np.unique(self.pairs.left_id)))
-        report.without_vectors = report.queries - len(self.asked)
+        report.without_vectors = report.queries - len(self.query_ids)
         report.count("positives", self._scores)
         for number in range(num_blocks):
-            report.add(read_json(self.folder / f"rows-{number:05d}.json"))
+            with open(_block_path(self.folder, number), encoding="utf-8") as stream:
+                report.add(json.loads(stream.readline()))
         return report
 
-    def _rows(self, block: np.ndarray, search: Search, report: Report) -> Iterator[dict[str, Any]]:
+    def _rows(self, queries: list[int], search: Search, report: Report) -> list[dict[str, Any]]:
         """The lines of a block of left ids, counted in `report`."""
-        queries = block.tolist()
-        candidates = self._candidates(queries, search, report)
-        if self.rescore is not None:
-            texts = [[(self.left[q], self.right[d]) for d in ids] for q, (ids, _) in zip(queries, candidates)]
-            reranked = rerank(self.rescore, texts)
-            candidates = [(ids[order], scores) for (ids, _), (order, scores) in zip(candidates, reranked)]
-        for query, (ids, scores) in zip(queries, candidates):
-            pairs = self._pairs_of.row(query)
-            # Each positive once, with the first of its pairs.
-            pairs = pairs[np.sort(np.unique(self.pairs.right_id[pairs], return_index=True)[1])]
-            pairs = pairs[np.isfinite(self.pair_scores[pairs])]
-            positive_scores = self.pair_scores[pairs]
-            too_high = scores > self.rule.ceiling(positive_scores, self.ceiling_of_all)
-            is_copy = self.exclusions.repeats(ids)
-            chosen = self.rule.choose(~too_high & ~is_copy, query)
-            report.candidates += len(ids)
-            report.false_negatives += int(too_high.sum())
-            report.repeated += int((is_copy & ~too_high).sum())
-            report.without_negatives += len(chosen) == 0
-            report.fewer_negatives += 0 < len(chosen) < self.rule.num_negatives
-            report.count("negatives", scores[chosen])
-            report.count("likely false negatives", scores[too_high])
-            # Columns of a table hold a value in every row.
-            fewest = self.rule.num_negatives if self.form == "sentence-transformers" else 1
-            if len(chosen) < fewest:
-                continue
-            positives = self.pairs.right_id[pairs]
-            if self.form == "sentence-transformers":
-                lines = self._tuples(query, positives, ids[chosen])
-            else:
-                lines = [self._line(query, positives, positive_scores, ids[chosen], scores[chosen])]
-            report.written += len(lines)
-            report.negatives += len(lines) * len(chosen)
-            yield from lines
+        positives = [self._scored_pairs(query) for query in queries]
+        mined = choose_negatives(
+            queries,
+            self._rankings(queries, search),
+            [self.pair_scores[pairs] for pairs in positives],
+            self.exclusions,
+            self.rule,
+            self.ceiling_of_all,
+            None if self.rescore is None else lambda candidates: self._rerank(queries, candidates),
+        )
+        rows = []
+        # Columns of a table hold a value in every row.
+        fewest = self.rule.num_negatives if self.form == "sentence-transformers" else 1
+        for query, pairs, negatives in zip(queries, positives, mined):
+            report.candidates += negatives.num_candidates
+            report.known_positives += negatives.num_excluded
+            report.false_negatives += len(negatives.too_high)
+            report.repeated += negatives.num_repeated
+            report.without_negatives += len(negatives.ids) == 0
+            report.fewer_negatives += 0 < len(negatives.ids) < self.rule.num_negatives
+            report.count("negatives", negatives.scores)
+            report.count("likely false negatives", negatives.too_high)
+            if len(negatives.ids) >= fewest:
+                lines = self._lines(query, pairs, negatives)
+                report.written += len(lines)
+                report.negatives += len(lines) * len(negatives.ids)
+                rows += lines
+        return rows
 
-    def _candidates(self, queries: list[int], search: Search, report: Report) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Right ids and scores, best first, in the window of ranks of each query."""
-        excluded = [self.exclusions.of_query(query) for query in queries]
-        # Deep enough that the window is full even if all exclusions rank above it.
-        depth = self.rule.last_rank + max(len(ids) for ids in excluded)
+    def _scored_pairs(self, query: int) -> np.ndarray:
+        """The pairs of a left item with a score, each positive once with the first of its pairs."""
+        pairs = self._pairs_of.row(query)
+        first = np.unique(self.pairs.right_id[pairs], return_index=True)[1]
+        pairs = pairs[np.sort(first)]
+        return pairs[np.isfinite(self.pair_scores[pairs])]
+
+    def _rankings(self, queries: list[int], search: Search) -> list[Ranking]:
+        """The nearest documents of each query, deep enough to fill its window."""
+        depth = min(search_depth(queries, self.exclusions, self.rule), len(self.documents))
         vectors = np.asarray(self.queries.vectors[self.left_row[queries]], np.float32)
-        candidates = []
-        for place, rows in enumerate(search(vectors, min(depth, len(self.documents)))):
+        rankings = []
+        for vector, rows in zip(vectors, search(vectors, depth)):
             rows = rows[rows >= 0]
             # Scored again: scores of an index are approximate, and so is their order.
-            scores = np.asarray(self.documents.vectors[rows], np.float32) @ vectors[place]
+            scores = np.asarray(self.documents.vectors[rows], np.float32) @ vector
             order = np.argsort(-scores, kind="stable")
-            ids = self.document[rows[order]]
-            is_excluded = np.isin(ids, excluded[place])
-            end = np.searchsorted(np.cumsum(~is_excluded), self.rule.last_rank) + 1
-            report.known_positives += int(is_excluded[:end].sum())
-            window = self.rule.window(is_excluded)
-            candidates.append((ids[window], scores[order][window]))
-        return candidates
+            rankings.append(Ranking(self.document[rows[order]], scores[order]))
+        return rankings
 
-    def _tuples(self, query: int, positives: np.ndarray, negatives: np.ndarray) -> list[dict[str, str]]:
-        """A row for each positive, each negative in a column of its own."""
-        columns = {f"negative_{place}": self.right[row] for place, row in enumerate(negatives.tolist(), start=1)}
-        return [{"anchor": self.left[query], "positive": self.right[row], **columns} for row in positives.tolist()]
+    def _rerank(self, queries: list[int], candidates: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Order and scores of the candidates of each query by the cross-encoder."""
+        assert self.rescore is not None
+        texts = []
+        for query, ids in zip(queries, candidates):
+            texts.append([(self.left[query], self.right[document]) for document in ids])
+        return rerank(self.rescore, texts)
 
-    def _line(
-        self, query: int, positives: np.ndarray, positive_scores: np.ndarray, negatives: np.ndarray, scores: np.ndarray
-    ) -> dict[str, Any]:
-        """The JSON object of a query."""
-        pos = self._passages(positives, positive_scores)
-        neg = self._passages(negatives, scores)
-        name = self.left.ids[query]
+    def _lines(self, query: int, pairs: np.ndarray, negatives: Negatives) -> list[dict[str, Any]]:
+        """The JSON objects of a query: a row for each positive for sentence-transformers, else one."""
+        positives = self.pairs.right_id[pairs]
         text = _text_or_id(self.left, query)
+        if self.form == "sentence-transformers":
+            columns = {f"negative_{rank}": self.right[row] for rank, row in enumerate(negatives.ids.tolist(), start=1)}
+            return [{"anchor": text, "positive": self.right[row], **columns} for row in positives.tolist()]
+        name = self.left.ids[query]
+        pos = self._passages(positives, self.pair_scores[pairs])
+        neg = self._passages(negatives.ids, negatives.scores)
         if self.form == "tevatron":
-            return {"query_id": name, "query": text, "positive_passages": pos, "negative_passages": neg}
-        return {
-            "query": text,
-            "pos": [passage["text"] for passage in pos],
-            "neg": [passage["text"] for passage in neg],
-            "pos_scores": [passage["score"] for passage in pos],
-            "neg_scores": [passage["score"] for passage in neg],
-            "query_id": name,
-            "pos_id": [passage["docid"] for passage in pos],
-            "neg_id": [passage["docid"] for passage in neg],
-        }
+            return [{"query_id": name, "query": text, "positive_passages": pos, "negative_passages": neg}]
+        line: dict[str, Any] = {"query": text}
+        for key, column in {"": "text", "_scores": "score"}.items():
+            line |= {f"pos{key}": [row[column] for row in pos], f"neg{key}": [row[column] for row in neg]}
+        ids = {"pos_id": [row["docid"] for row in pos], "neg_id": [row["docid"] for row in neg]}
+        return [{**line, "query_id": name, **ids}]
 
     def _passages(self, ids: np.ndarray, scores: np.ndarray) -> list[dict[str, Any]]:
-        return [
-            {"docid": self.right.ids[i], "text": _text_or_id(self.right, i), "score": round(score, 6)}
-            for i, score in zip(ids.tolist(), scores.tolist())
-        ]
-
-    def _score_pairs(self) -> np.ndarray:
-        """The score of each known pair (M,), NaN without vectors; each process writes its share of the blocks."""
-        starts = range(0, len(self.pairs), PAIRS_PER_BLOCK)
-        paths = [self.folder / f"positives-{number:05d}.npy" for number in range(len(starts))]
-        for number in range(distributed.rank(), len(paths), distributed.world_size()):
-            if not paths[number].exists():
-                scores = self._pair_block_scores(slice(starts[number], starts[number] + PAIRS_PER_BLOCK))
-                with atomic_path(paths[number]) as part:
-                    save_array(part, scores)
-        distributed.barrier()
-        return np.concatenate([np.load(path) for path in paths])
-
-    def _pair_block_scores(self, block: slice) -> np.ndarray:
-        left = self.pairs.left_id[block]
-        right = self.pairs.right_id[block]
-        left_rows = self.left_row[left]
-        right_rows = self.right_row[right]
-        scores = np.full(len(left), np.nan, np.float32)
-        both = np.flatnonzero((left_rows >= 0) & (right_rows >= 0))
-        if self.rescore is None:
-            scores[both] = paired_scores(
-                self.queries.vectors, left_rows[both], self.documents.vectors, right_rows[both]
-            )
-        elif len(both):
-            texts = [(self.left[q], self.right[d]) for q, d in zip(left[both], right[both])]
-            scores[both] = finite_scores(self.rescore(texts))
-        return scores
+        passages = []
+        for row, score in zip(ids.tolist(), scores.tolist()):
+            text = _text_or_id(self.right, row)
+            passages.append({"docid": self.right.ids[row], "text": text, "score": round(score, 6)})
+        return passages
 
 
 def _text_or_id(corpus: Corpus, row: int) -> str:
     return corpus[row] if corpus.modality == "text" else corpus.ids[row]
-
-
-def _content_hashes(corpus: Corpus) -> np.ndarray:
-    """A 64-bit hash (N,) of each item's contents."""
-    hashes = np.empty(len(corpus), np.uint64)
-    for start in range(0, len(corpus), 1 << 14):
-        rows = np.arange(start, min(start + (1 << 14), len(corpus)))
-        digests = [hashlib.blake2b(value, digest_size=8).digest() for value in identities(corpus.items, rows, True)]
-        hashes[rows] = np.frombuffer(b"".join(digests), np.uint64)
-    return hashes

@@ -1,15 +1,14 @@
 """Hard negatives that the model in training mines anew every few epochs (ANCE: Xiong et al. 2021, arXiv:2007.00808).
 
-At the start of an epoch all items are encoded as in an evaluation, the nearest right items of each left item are
-searched exactly, and negatives are chosen among them by the rule of `dualenc mine`. Ranks share the encoding, the
-search and the choice, and all get the same negatives.
+At the start of an epoch all items are encoded, the nearest right items of each left item are searched exactly, and
+negatives are chosen by the rule of `dualenc mine`. Ranks share the work, and all get the same negatives.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,13 +20,13 @@ from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.hard_negatives import Rule
+from dualenc.hard_negatives import Negatives, Ranking, Rule, choose_negatives, search_depth
 from dualenc.objectives.base import Objective
 from dualenc.search.embed import embed
 from dualenc.search.exact import MAX_QUERY_BLOCKS, QUERY_BLOCK, exact_search
 from dualenc.search.mining import Exclusions, paired_scores
 from dualenc.seeds import derive_seed, random_state_kept
-from dualenc.types import Side, Vectors
+from dualenc.types import Side
 
 BATCH_SIZE = 64
 """Items encoded at once."""
@@ -60,20 +59,6 @@ def check_minable(pairs: PairDataset, objective: Objective) -> None:
             f"{objective.name} takes no mined negatives; leave mine_every out, or take InfoNCE, SogCLR or another "
             "objective that does"
         )
-
-
-class Negatives(NamedTuple):
-    """Negatives of some left items.
-
-    Attributes:
-        left_id: (n,) left ids; those of one item follow one another.
-        right_id: (n,) right ids, best first for each left item.
-        rank: (n,) ranks among the right items that are not excluded, from 1.
-    """
-
-    left_id: np.ndarray
-    right_id: np.ndarray
-    rank: np.ndarray
 
 
 class NegativeMiner:
@@ -132,22 +117,25 @@ class NegativeMiner:
         Raises:
             DualencError: embeddings that are not finite.
         """
-        begun = time.perf_counter()
-        left_rows = np.unique(self.pairs.left_id)
+        begin = time.perf_counter()
+        left_ids = np.unique(self.pairs.left_id)
         # Workers that read images draw a seed from the global generator.
         with random_state_kept():
-            queries = self._embed("left", self.left.take(left_rows))
+            queries = self._embed("left", self.left.take(left_ids))
             documents = self._embed("right", self.right)
         rule = replace(self.rule, seed=derive_seed("mined", self.rule.seed, epoch, bits=32))
         own = self._choose(queries, documents, rule)
-        mined = Negatives(*(np.concatenate(parts) for parts in zip(*distributed.gather_objects(own))))
-        order = np.argsort(mined.left_id, kind="stable")
-        of_left = Ragged.from_sorted(mined.left_id[order], mined.right_id[order], len(self.left))
-        self._set_negatives(of_left.take(self.pairs.left_id))
+        mined: dict[int, Negatives] = {}
+        for part in distributed.gather_objects(own):
+            mined |= part
+        rows: list[Any] = [mined[left_id].ids if left_id in mined else [] for left_id in range(len(self.left))]
+        self._set_negatives(Ragged.from_rows(rows).take(self.pairs.left_id))
+        ranks = [rank for negatives in mined.values() for rank in negatives.ranks.tolist()]
+        num_with_negatives = sum(len(negatives.ids) > 0 for negatives in mined.values())
         return {
-            "seconds": time.perf_counter() - begun,
-            "mean_rank": float(mined.rank.mean()) if len(mined.rank) else 0.0,
-            "without_negatives": 1 - np.unique(mined.left_id).size / len(left_rows),
+            "seconds": time.perf_counter() - begin,
+            "mean_rank": float(np.mean(ranks)) if ranks else 0.0,
+            "without_negatives": 1 - num_with_negatives / len(left_ids),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,52 +165,39 @@ class NegativeMiner:
             progress=f"mine: embed {side} items" if self.progress else False,
         )
 
-    def _choose(self, queries: Embeddings, documents: Embeddings, rule: Rule) -> Negatives:
+    def _choose(self, queries: Embeddings, documents: Embeddings, rule: Rule) -> dict[int, Negatives]:
         """The negatives of this rank's share of the left items; items that cannot be read have no vector."""
         left_row = queries.rows_of(self.left.ids)
         right_row = documents.rows_of(self.right.ids)
-        right_id = np.flatnonzero(right_row >= 0)
-        positives, positive_scores = self._scored_positives(queries.vectors, left_row, documents.vectors, right_row)
-        exclusions = self._known_positives()
-        ceiling_of_all = rule.ceiling_of_all(positive_scores)
-        query_rows = np.flatnonzero(positives.lengths)
-        # The blocks of the search, so that products of matrices round alike for any number of ranks.
-        blocks = [query_rows[start : start + QUERY_BLOCK] for start in range(0, len(query_rows), QUERY_BLOCK)]
-        own = blocks[distributed.rank() :: distributed.world_size()]
-        chosen = [Negatives(*(np.zeros(0, np.int64) for _ in Negatives._fields))]
-        for first in range(0, len(own), MAX_QUERY_BLOCKS):
-            left_ids = np.concatenate(own[first : first + MAX_QUERY_BLOCKS])
-            excluded = [exclusions.of_query(left_id) for left_id in left_ids.tolist()]
-            # So deep that the window is full even if all that is excluded ranks above it.
-            depth = rule.last_rank + max(len(ids) for ids in excluded)
-            with distributed.single_process():
-                scores, columns = exact_search(
-                    queries.vectors[left_row[left_ids]], documents.vectors, depth, device=self.device
-                )
-            for place, left_id in enumerate(left_ids.tolist()):
-                found = right_id[columns[place]]
-                window = rule.window(np.isin(found, excluded[place]))
-                own_scores = positive_scores[positives.offsets[left_id] : positives.offsets[left_id + 1]]
-                too_high = scores[place, window] > rule.ceiling(own_scores, ceiling_of_all)
-                places = rule.choose(~too_high & ~exclusions.repeats(found[window]), left_id)
-                chosen.append(Negatives(np.full(len(places), left_id), found[window][places], rule.first_rank + places))
-        return Negatives(*(np.concatenate(parts) for parts in zip(*chosen)))
-
-    def _scored_positives(
-        self, queries: Vectors, left_row: np.ndarray, documents: Vectors, right_row: np.ndarray
-    ) -> tuple[Ragged, np.ndarray]:
-        """The distinct right ids of each left item's pairs, as far as both have vectors, and their scores."""
+        right_ids = np.flatnonzero(right_row >= 0)
         left_id = self.pairs.left_id
         right_id = self.pairs.right_id
         has_vectors = (left_row[left_id] >= 0) & (right_row[right_id] >= 0)
         positives = Ragged.from_pairs(left_id[has_vectors], right_id[has_vectors], len(self.left))
-        left_rows = np.repeat(left_row, positives.lengths)
-        return positives, paired_scores(queries, left_rows, documents, right_row[positives.values])
-
-    def _known_positives(self) -> Exclusions:
-        """What cannot be a negative, which mining does not change."""
+        positive_scores = paired_scores(
+            queries.vectors, np.repeat(left_row, positives.lengths), documents.vectors, right_row[positives.values]
+        )
         if self._exclusions is None:
             # All contents are read, which takes minutes on large data: once, not on every rank.
-            exclusions = Exclusions(self.pairs, self.left, self.right) if distributed.is_main() else None
-            self._exclusions = distributed.broadcast_object(exclusions)
-        return self._exclusions
+            own_exclusions = Exclusions(self.pairs, self.left, self.right) if distributed.is_main() else None
+            self._exclusions = distributed.broadcast_object(own_exclusions)
+        exclusions = self._exclusions
+        ceiling_of_all = rule.ceiling_of_all(positive_scores)
+        with_positives = np.flatnonzero(positives.lengths)
+        # The blocks of the search, so that products of matrices round alike for any number of ranks.
+        blocks = [with_positives[start : start + QUERY_BLOCK] for start in range(0, len(with_positives), QUERY_BLOCK)]
+        own = blocks[distributed.rank() :: distributed.world_size()]
+        chosen: dict[int, Negatives] = {}
+        for first in range(0, len(own), MAX_QUERY_BLOCKS):
+            rows = np.concatenate(own[first : first + MAX_QUERY_BLOCKS])
+            ids = rows.tolist()
+            depth = search_depth(ids, exclusions, rule)
+            with distributed.single_process():
+                scores, columns = exact_search(
+                    queries.vectors[left_row[rows]], documents.vectors, depth, device=self.device
+                )
+            rankings = [Ranking(right_ids[found], own_scores) for found, own_scores in zip(columns, scores)]
+            own_positives = [positive_scores[positives.offsets[i] : positives.offsets[i + 1]] for i in ids]
+            negatives = choose_negatives(ids, rankings, own_positives, exclusions, rule, ceiling_of_all)
+            chosen.update(zip(ids, negatives))
+        return chosen

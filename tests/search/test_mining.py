@@ -344,7 +344,7 @@ def test_the_form_of_sentence_transformers_is_for_texts(tmp_path: Path) -> None:
     np.save(tmp_path / "q.npy", unit(20, 0))
     pairs = VectorPairs(tmp_path / "q.npy", tmp_path / "q.npy")
     vectors = Embeddings([str(i) for i in range(20)], unit(20, 0))
-    with pytest.raises(DualencError, match="sentence-transformers is for texts"):
+    with pytest.raises(DualencError, match="sentence-transformers need texts"):
         mine(vectors, vectors, pairs, tmp_path / "m.jsonl", form="sentence-transformers")
 
 
