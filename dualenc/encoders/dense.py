@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dualenc.errors import DualencError, first_line
+from dualenc.encoders.hub import check_safetensors, load_weights, save_weights
+from dualenc.errors import DualencError
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
 
 WEIGHTS_FILE = "model.safetensors"
-LARGEST = 1 << 20
-"""Sizes beyond it are mistakes."""
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    f"{kind.__module__}.{kind.__name__}": kind
-    for kind in (nn.Identity, nn.Tanh, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
-}
+ACTIVATIONS = (nn.Identity, nn.Tanh, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
+ACTIVATION_NAMES: dict[str, type[nn.Module]] = {f"{kind.__module__}.{kind.__name__}": kind for kind in ACTIVATIONS}
 """Names that a folder may give: classes of torch alone, looked up and never imported by name."""
-OLDER_NAMES = {"torch.nn.Tanh": nn.Tanh, "torch.nn.Identity": nn.Identity, "torch.nn.ReLU": nn.ReLU}
 
 
 class Dense(nn.Module):
@@ -53,24 +49,24 @@ class Dense(nn.Module):
     def forward(self, vectors: Tensor) -> Tensor:
         """Map vectors (B, input_dim) to (B, D)."""
         result: Tensor = self.activation(self.linear(vectors))
-        if self.is_residual:
-            result = result + (self.residual(vectors) if hasattr(self, "residual") else vectors)
-        return result
+        if not self.is_residual:
+            return result
+        return result + (self.residual(vectors) if hasattr(self, "residual") else vectors)
 
     def write(self, folder: Path) -> None:
         """Write config.json and weights into a new folder, as sentence-transformers' module of this name reads them."""
         folder.mkdir()
         kind = type(self.activation)
-        config = {
+        config: dict[str, Any] = {
             "in_features": self.linear.in_features,
             "out_features": self.linear.out_features,
             "bias": self.linear.bias is not None,
             "activation_function": f"{kind.__module__}.{kind.__name__}",
-            **({"use_residual": True} if self.is_residual else {}),  # older versions do not know the key
         }
+        if self.is_residual:  # older versions do not know the key
+            config["use_residual"] = True
         write_json(folder / "config.json", config)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, folder / WEIGHTS_FILE)
+        save_weights(self.state_dict(), folder / WEIGHTS_FILE)
 
 
 class Normalize(nn.Module):
@@ -88,8 +84,8 @@ def first_components(input_dim: int, dim: int) -> Dense:
     return dense
 
 
-def kept_components(module: nn.Module) -> int | None:
-    """How many first components a module keeps that does nothing else; None of every other module."""
+def truncation_of(module: nn.Module) -> int | None:
+    """How many first components a module takes that does nothing else; None of every other module."""
     if not isinstance(module, Dense) or module.linear.bias is not None or module.is_residual:
         return None
     weight = module.linear.weight
@@ -99,32 +95,23 @@ def kept_components(module: nn.Module) -> int | None:
 
 
 def read_dense(folder: Path) -> Dense:
-    """Read a Dense module's folder; an activation is one of torch's own, and code in the folder is never run.
-
-    Raises:
-        DualencError: settings or weights are missing, corrupt, or not among what can be expressed.
-    """
+    """Read a Dense module's folder; an activation is one of torch's own, and code in the folder is never run."""
     path = folder / "config.json"
     config = read_json_object(path, {"in_features": int, "out_features": int})
-    sizes = config["in_features"], config["out_features"]
-    if not all(1 <= size <= LARGEST for size in sizes):
-        raise DualencError(f"{path}: sizes {sizes[0]} and {sizes[1]} are no layer's; restore the file")
     name = config.get("activation_function", "torch.nn.modules.activation.Tanh")
-    known = ACTIVATIONS | OLDER_NAMES
-    if name not in known:
-        raise DualencError(
-            f"{path}: activation_function {name} is not supported; only "
-            f"{', '.join(kind.__name__ for kind in ACTIVATIONS.values())} of torch"
-        )
+    if name not in ACTIVATION_NAMES:
+        known = ", ".join(kind.__name__ for kind in ACTIVATIONS)
+        raise DualencError(f"{path}: activation_function {name} is not supported; only {known} of torch")
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
             raise DualencError(f"{path}: {key} is {config[key]!r}; only sentence_embedding is supported")
-    dense = Dense(*sizes, config.get("bias", True) is True, known[name](), config.get("use_residual") is True)
-    weights = folder / WEIGHTS_FILE
-    if not weights.is_file():
-        raise DualencError(f"{folder}: no {WEIGHTS_FILE}; convert its weights to safetensors first")
-    try:
-        dense.load_state_dict(load_file(weights))
-    except Exception as error:  # of safetensors, torch and the file system
-        raise DualencError(f"{weights}: does not load ({first_line(error)}); restore the file") from error
+    dense = Dense(
+        config["in_features"],
+        config["out_features"],
+        bias=config.get("bias", True) is True,
+        activation=ACTIVATION_NAMES[name](),
+        residual=config.get("use_residual") is True,
+    )
+    check_safetensors(folder, WEIGHTS_FILE)
+    load_weights(dense, folder / WEIGHTS_FILE)
     return dense

@@ -250,7 +250,7 @@ def load_backbone(
     for key in (*saved, *args):
         if key in others or key.startswith("pretrained"):
             raise DualencError(f"{source}: {key} is no argument of an architecture (backbone_args); leave it out")
-    size = {"img_size": image_size} if fixed_size and image_size is not None else {}
+    size: dict[str, Any] = {"img_size": image_size} if fixed_size and image_size is not None else {}
     with explain(f"{source}: timm does not make the model", "check name, weights and arguments"):
         model: Any = timm.create_model(source, pretrained=pretrained, num_classes=0, **size, **args)
     side = image_size or model.pretrained_cfg["input_size"][-1]

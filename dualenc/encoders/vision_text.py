@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_item, unit_norm
-from dualenc.encoders.hub import base_metadata, model_folder
+from dualenc.encoders.hub import base_metadata, model_folder, save_weights
 from dualenc.encoders.image import check_crop_scale, seeded
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.sentence_folder import whole_module
-from dualenc.encoders.text import enable_checkpointing, quiet_transformers
+from dualenc.encoders.text import enable_checkpointing, load_pretrained, quiet_transformers
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
-from dualenc.errors import DualencError, first_line
+from dualenc.errors import DualencError, explain
 from dualenc.reading import read_json_object
 from dualenc.types import Inputs
 
@@ -120,8 +119,7 @@ class VisionTextEncoder(DualEncoder):
             self.config.save_pretrained(folder)
             self.left.prepare.processor.save_pretrained(folder)
         save_tokenizer(self.right.prepare.tokenizer, folder, self.right.prepare.max_length)
-        weights = merged_state(self.left) | merged_state(self.right)
-        save_file({n: t.contiguous() for n, t in weights.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_weights(merged_state(self.left) | merged_state(self.right), folder / WEIGHTS_FILE)
 
     def describe(self) -> dict[str, str]:
         """What the model is, as rows of a table."""
@@ -251,32 +249,16 @@ def two_towers_in(folder: Path) -> Path | None:
 
 
 def load_two_towers(folder: Path) -> tuple[Any, Any]:
-    """A model of two towers in float32, and its image processor; code in the folder is never run.
-
-    Raises:
-        DualencError: the folder holds another kind of model, or its files are missing, corrupt or incomplete.
-    """
-    from transformers import AutoConfig, AutoImageProcessor, AutoModel
+    """A model of two towers in float32, and its image processor; code in the folder is never run."""
+    from transformers import AutoImageProcessor, AutoModel
 
     if two_towers_in(folder) is None:
         raise DualencError(
             f"{folder}: no transformers model of the types {', '.join(MODEL_TYPES)}; give another folder"
         )
-    if not any(folder.glob("*.safetensors")):
-        raise DualencError(f"{folder}: no *.safetensors; convert its weights to safetensors first")
-    try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            model, report = AutoModel.from_pretrained(
-                folder, config=config, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-            )
-            processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        advice = "restore its files, or choose another model"
-        raise DualencError(f"{folder}: the image-text model does not load ({first_line(error)}); {advice}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise DualencError(f"{folder}: {len(missing)} weights are missing, {missing[0]} first; restore the folder")
-    if getattr(config.vision_config, "vision_use_head", True) is False:
+    model = load_pretrained(folder, lambda _: AutoModel, "image-text model")
+    with quiet_transformers(), explain(f"{folder}: the image processor does not load", "restore its files"):
+        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+    if getattr(model.config.vision_config, "vision_use_head", True) is False:
         raise DualencError(f"{folder}: its image tower has no head that pools; choose a model with vision_use_head")
-    return model.float().eval(), processor
+    return model, processor

@@ -170,7 +170,11 @@ def test_a_length_above_the_positions_is_cut_with_a_line(
         ("sentence_bert_config.json", {"max_seq_length": "32"}, "max_seq_length is '32'; it must be a whole number"),
         ("sentence_bert_config.json", {"max_seq_length": 2}, "max_seq_length is 2; it must be a whole number from 3"),
         ("modules.json", [{"path": "", "type": "sentence_transformers.models.CLIPModel"}], "CLIPModel is not supp"),
-        ("modules.json", [{"path": "", "type": "sentence_transformers.models.Transformer"}], "lists no Pooling"),
+        (
+            "modules.json",
+            [{"path": "", "type": "sentence_transformers.models.Transformer"}],
+            "lists Transformer; only text",
+        ),
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens is not supported"),
         ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, r"cls \+ mean is not supported"),
         ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
@@ -233,7 +237,6 @@ def test_dense_layers_are_trained(saved: Path, texts: list[str], tmp_path: Path)
         ("config.json", {"activation_function": "torch.nn.modules.module.Module"}, "is not supported"),
         ("config.json", {"in_features": 31}, "does not load"),
         ("config.json", {"in_features": "32"}, "in_features"),
-        ("config.json", {"out_features": -1}, "are no layer's"),
         ("config.json", {"module_input_name": "token_embeddings"}, "only sentence_embedding"),
         ("model.safetensors", None, "convert its weights to safetensors"),
     ],
@@ -293,7 +296,7 @@ def test_the_library_gives_truncated_vectors_of_length_one(
     assert TextEncoder(str(folder), truncate_dim=8).dim == 8
 
 
-@pytest.mark.parametrize("path", ["1_Pooling\0", "1_\ud800", "..", "/", 5, None])
+@pytest.mark.parametrize("path", ["..", "/"])
 def test_paths_of_modules_that_are_none(saved: Path, path: Any) -> None:
     file = saved / "modules.json"
     modules = json.loads(file.read_text())
@@ -326,7 +329,6 @@ def test_prompts_by_name_and_the_default_one(saved: Path, texts: list[str], tmp_
     ("config", "arguments", "message"),
     [
         ({"prompts": {"a": "x"}, "default_prompt_name": "b"}, {}, "'b' is none of its prompts"),
-        ({"prompts": ["a"]}, {}, "are no texts by name"),
         ({"truncate_dim": 0}, {}, "truncate_dim is 0"),
         ({"prompts": {"a": "x"}}, {"query_prompt_name": "b"}, "no prompt is called 'b'; choose one of its own: a"),
         ({"prompts": {"a": "x"}}, {"query_prompt_name": "a", "query_prompt": "y"}, "leave one out"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -150,74 +149,21 @@ def test_a_linear_tower_is_a_dense_module_behind_its_base(
     )
 
 
-def test_a_base_with_its_adapter_is_loaded_and_trained_as_one_text_encoder(
-    tmp_path: Path, bert: Any, tokenizer: Any, texts: list[str]
-) -> None:
-    TextEncoder(config=bert, tokenizer=tokenizer).save(tmp_path / "base")
-    shaken(VectorEncoder(32, tower="linear", dim=24)).save_with_base(tmp_path / "whole", tmp_path / "base")
-    model = load_model(tmp_path / "whole")
-    found = model("right", model.right.prepare(texts)).detach().numpy()
-    np.testing.assert_allclose(found, sentence_vectors(tmp_path / "whole", texts), atol=1e-5)
-    # a second adapter finds the size of the first one's vectors
-    with pytest.raises(DualencError, match="have dimension 24, but the adapter takes 32"):
+def test_a_base_with_its_adapter_is_one_text_encoder(tmp_path: Path, bert: Any, tokenizer: Any) -> None:
+    TextEncoder(config=bert, tokenizer=tokenizer, query_prompt="ask: ", truncate_dim=30).save(tmp_path / "base")
+    model = shaken(VectorEncoder(30, tower="linear", dim=24, shared=False))
+    model.save_with_base(tmp_path / "whole", tmp_path / "base", "left", card={"license": "mit"})
+    vectors = sentence_vectors(tmp_path / "base", ["ask: a text"])
+    found = load_model(tmp_path / "whole").encode_query(["a text"])
+    np.testing.assert_allclose(found, encoded(model, "left", vectors).numpy(), atol=1e-5)
+    card = (tmp_path / "whole" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---\n")[1])["license"] == "mit"
+    assert "linear, 30 → 24" in card
+    # A second adapter finds the size of the first one's vectors.
+    with pytest.raises(DualencError, match="takes 32, but gets 24"):
         VectorEncoder(32, tower="linear").save_with_base(tmp_path / "twice", tmp_path / "whole")
-    shaken(VectorEncoder(24, tower="linear", dim=8)).save_with_base(tmp_path / "twice", tmp_path / "whole")
-    assert load_model(tmp_path / "twice").dim == 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_the_card_of_a_base_with_an_adapter_names_it_and_its_example_runs(
-    tmp_path: Path, side: Any, bert: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The base has a prompt for queries, which the example of a left tower must use."""
-    TextEncoder(config=bert, tokenizer=tokenizer, query_prompt="ask: ").save(tmp_path / "base")
-    dim = sentence_vectors(tmp_path / "base", ["a"]).shape[1]
-    model = shaken(VectorEncoder(dim, tower="linear", dim=24, shared=side == "both"))
-    part = "right" if side == "both" else side
-    model.save_with_base(tmp_path / "it's", tmp_path / "base", part, card={"license": "mit", "task": "Find a text."})
-    text = (tmp_path / "it's" / "README.md").read_text()
-    front = yaml.safe_load(text.split("---\n")[1])
-    assert (front["library_name"], front["license"]) == ("sentence-transformers", "mit")
-    assert "base_model" not in front, "a folder of this machine is no model of the hub"
-    assert str(tmp_path) not in text
-    assert "| Base | base |" in text
-    assert f"linear, {dim} → 24" in text
-    assert "## Task\n\nFind a text." in text
-    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    found: dict[str, Any] = {}
-    exec(example, found)
-    if side == "both":
-        assert found["queries"].shape == found["documents"].shape == (1, 24)
-    else:
-        vectors = sentence_vectors(tmp_path / "base", [("ask: " if side == "left" else "") + "a text"])
-        np.testing.assert_allclose(found["vectors"], encoded(model, part, vectors).numpy(), atol=1e-6)
-
-
-def test_the_card_names_a_base_of_the_hub(
-    tmp_path: Path, bert: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    TextEncoder(config=bert, tokenizer=tokenizer).save(tmp_path / "base")
-    monkeypatch.setattr("dualenc.encoders.vector.model_folder", lambda name: tmp_path / "base")
-    VectorEncoder(32, tower="linear").save_with_base(tmp_path / "whole", "hf-hub:some/base")
-    text = (tmp_path / "whole" / "README.md").read_text()
-    assert yaml.safe_load(text.split("---\n")[1])["base_model"] == "some/base"
-    assert "| Base | some/base |" in text
-
-
-def test_what_cannot_stand_behind_a_base_is_refused(tmp_path: Path, bert: Any, tokenizer: Any) -> None:
-    TextEncoder(config=bert, tokenizer=tokenizer).save(tmp_path / "base")
     with pytest.raises(DualencError, match="is mlp; only linear ones"):
-        VectorEncoder(32, tower="mlp").save_with_base(tmp_path / "whole", tmp_path / "base")
-    with pytest.raises(DualencError, match="have dimension 32, but the adapter takes 12"):
-        VectorEncoder(12, tower="linear").save_with_base(tmp_path / "whole", tmp_path / "base")
-    with pytest.raises(DualencError, match="exists; choose a new folder"):
-        VectorEncoder(32, tower="linear").save_with_base(tmp_path, tmp_path / "base")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DualencError, match=r"no modules\.json"):
-        VectorEncoder(32, tower="linear").save_with_base(tmp_path / "whole", tmp_path / "empty")
-    assert not (tmp_path / "whole").exists()
+        VectorEncoder(24, tower="mlp").save_with_base(tmp_path / "twice", tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

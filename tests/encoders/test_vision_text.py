@@ -247,7 +247,7 @@ def test_folders_of_sentence_transformers_stay_in_their_bounds(
     module = {"path": "../outside", "type": "sentence_transformers.models.CLIPModel"}
     for changes, told in [
         ({}, "is no path in the folder"),
-        ({"path": "0_CLIPModel"}, "lists no Pooling|CLIPModel is not supported"),
+        ({"path": "0_CLIPModel"}, "CLIPModel is not supported"),
         ({"type": "mine.CLIPModel"}, "is not supported"),
     ]:
         (tmp_path / "model" / "modules.json").write_text(json.dumps([module | changes]))
