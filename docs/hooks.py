@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import os
 from typing import Any
 
-from dualenc.arguments import help_of
+from dualenc.arguments import build_parser
 from dualenc.cli import COMMANDS, Command, Commands, _load
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called by mkdocs for every page: the page of commands gets a section for each, others stay."""
+    os.environ["COLUMNS"] = "100"
     return "\n\n".join([markdown, *sections(COMMANDS)]) if page.file.src_uri == "commands.md" else markdown
 
 
@@ -18,23 +19,9 @@ def sections(table: Commands, prog: str = "dualenc") -> list[str]:
     """A section for each command of a table and its sub-tables, in Markdown."""
     parts: list[str] = []
     for name, entry in table.items():
-        parts += [section(entry, f"{prog} {name}")] if isinstance(entry, Command) else sections(entry, f"{prog} {name}")
+        if isinstance(entry, Command):
+            help_text = build_parser(_load(entry), f"{prog} {name}").format_help()
+            parts.append(f"## {prog} {name}\n\n```text\n{help_text}```")
+        else:
+            parts += sections(entry, f"{prog} {name}")
     return parts
-
-
-def section(command: Command, prog: str) -> str:
-    """One command: its usage, what it does, and a table of its arguments."""
-    usage, description, arguments = help_of(_load(command), prog)
-    rows = [f"| `` {name.replace('|', chr(92) + '|')} `` | {_cell(meaning)} |" for name, meaning in arguments]
-    table = "\n".join(["| argument | meaning |", "|---|---|", *rows])
-    return f"## {prog}\n\n```bash\n{usage}\n```\n\n{_text(description)}\n\n{table}"
-
-
-def _cell(text: str) -> str:
-    return _text(text).replace("|", "\\|")
-
-
-def _text(text: str) -> str:
-    """Plain text as Markdown: nothing outside backquotes is markup."""
-    parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else re.sub(r"([\\*_<>\[\]{}#])", r"\\\1", part) for part in parts)

@@ -8,6 +8,7 @@ command. A list is split at commas; a sequence is not, since its texts may hold 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import inspect
 import re
@@ -16,46 +17,18 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, NoReturn, Union
+from typing import Any, Literal, NoReturn, Union
 
 import docstring_parser
 
 from dualenc.errors import DualencError, nearest
 
 EMPTY = inspect.Parameter.empty
-OUTPUTS = {"out", "embeddings"}
-"""Options that name what a command writes."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise DualencError(f"{self.prog}: {message}; see {self.prog} --help")
-
-
-class Help(NamedTuple):
-    """The help of a command.
-
-    Attributes:
-        usage: its line, such as `dualenc embed MODEL DATA --out OUT [options]`.
-        description: paragraphs.
-        arguments: each as it is typed, such as `--batch-size N`, and what it means.
-    """
-
-    usage: str
-    description: str
-    arguments: list[tuple[str, str]]
-
-
-def help_of(function: Callable[..., Any], prog: str) -> Help:
-    """What `--help` prints about a command, in parts."""
-    description, texts = _documentation(function)
-    parameters = list(_flattened(function))
-    arguments = []
-    for parameter in parameters:
-        names = _names(parameter) if parameter.kind is parameter.KEYWORD_ONLY else []
-        value = _value(parameter) if names else _label(parameter)
-        arguments.append((" ".join([*names[:1], value]).strip(), _meaning(parameter, texts)))
-    return Help(_usage(prog, parameters), description, arguments)
 
 
 def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[str]) -> None:
@@ -70,56 +43,64 @@ def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[st
         DualencError: an unknown option (names the nearest valid one), a missing or superfluous argument, a value
             of the wrong type, an output without a name.
     """
-    _refuse_nul(prog, arguments)
-    parameters = list(_flattened(function))
-    options = [option for option in parameters if option.kind is option.KEYWORD_ONLY]
-    flags = {_label(option) for option in options if option.annotation is bool}
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    words = _normalize(arguments[:end], flags)
-    if "-h" in words or "--help" in words:
-        return _parser(function, prog, parameters).print_help()
-
-    # The parser knows the options only: what it leaves over are positional arguments and unknown options, in order.
-    parsed, positional = _parser(function, prog, options).parse_known_args(words)
-    for word in positional:
+    parser = build_parser(function, prog)
+    # `--batch_size` is `--batch-size`.
+    words = [re.sub(r"^--\w[\w-]*", lambda option: option[0].replace("_", "-"), word) for word in arguments]
+    parsed, unknown = parser.parse_known_intermixed_args(words)
+    values = vars(parsed)
+    options = [parameter for parameter in _flattened(function) if parameter.kind is parameter.KEYWORD_ONLY]
+    for word in unknown:
+        if not word.startswith("-"):
+            raise DualencError(f"{prog}: too many arguments, from '{word}' on; see {prog} --help")
         name = word.partition("=")[0]
-        # A lone dash, a negative number and a text of several words are no options.
-        if re.fullmatch(r"-(?!\.?\d)\S+", name):
-            suggestion = nearest(name, map(_label, options))
-            raise DualencError(f"{prog} has no option '{name}'{suggestion}; see {prog} --help")
-    for name in OUTPUTS & vars(parsed).keys():
+        raise DualencError(f"{prog} has no option '{name}'{nearest(name, map(_label, options))}; see {prog} --help")
+    # Not checked by argparse, which would then report the missing option in place of its misspelling.
+    for option in options:
+        if option.default is EMPTY and option.name not in values:
+            raise DualencError(f"{prog}: {_label(option)} is required; see {prog} --help")
+    if values.get("out") == "":
         # Path("") is the current folder.
-        if not getattr(parsed, name):
-            raise DualencError(f"{prog}: --{name} is empty; name a file or folder")
-    values = _grouped(function, vars(parsed))
-    try:
-        bound = inspect.signature(function).bind(*positional, *arguments[end + 1 :], **values)
-    except TypeError as error:
-        raise DualencError(f"{prog}: {error}; see {prog} --help") from None
-    return function(*bound.args, **bound.kwargs)
-
-
-def _refuse_nul(prog: str, arguments: Sequence[str]) -> None:
-    """Refuse a NUL character here, where the option is known: the system's own error would not name it."""
-    place = "an argument"
-    for word in arguments:
-        if word.startswith("--"):
-            place = word.partition("=")[0]
-        if "\0" in word:
-            raise DualencError(f"{prog}: {place} holds a NUL character, which no path or text may; leave it out")
-        if not word.startswith("--"):
-            place = "an argument"
-
-
-def _grouped(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Values by parameter, with dataclasses made of the options that are their fields."""
+        raise DualencError(f"{prog}: --out is empty; name a file or folder")
+    positional: list[Any] = []
     for parameter in _parameters(function):
-        group = parameter.annotation
-        if _is_group(group):
-            names = {field.name for field in dataclasses.fields(group)}
+        if dataclasses.is_dataclass(parameter.annotation):
+            names = {field.name for field in dataclasses.fields(parameter.annotation)}
             fields = {name: values.pop(name) for name in names & values.keys()}
-            values[parameter.name] = group(**fields)
-    return values
+            values[parameter.name] = parameter.annotation(**fields)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            positional += values.pop(parameter.name)
+        elif parameter.kind is not parameter.KEYWORD_ONLY and parameter.name in values:
+            positional.append(values.pop(parameter.name))
+    function(*positional, **values)
+
+
+def build_parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:
+    """The parser of a command, by the signature and the docstring of its function."""
+    description, texts = _documentation(function)
+    parameters = list(_flattened(function))
+    # Help as wide as the terminal, up to 120 characters, with options and their meanings in two columns.
+    width = min(shutil.get_terminal_size((100, 24)).columns - 2, 120)
+    parser = _Parser(
+        prog=prog,
+        usage=_usage(prog, parameters),
+        description=description,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for parameter in parameters:
+        text = _meaning(parameter, texts).replace("%", "%%")
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            parser.add_argument(parameter.name, metavar=_label(parameter), help=text, nargs="*", default=[])
+        elif parameter.kind is not parameter.KEYWORD_ONLY:
+            number = None if parameter.default is EMPTY else "?"
+            parser.add_argument(parameter.name, metavar=_label(parameter), help=text, nargs=number)
+        else:
+            names = [_label(parameter)]
+            if len(parameter.name) == 1:
+                names.insert(0, f"-{parameter.name}")
+            parser.add_argument(*names, dest=parameter.name, help=text, **_conversion(parameter))
+    return parser
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -129,14 +110,10 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
 
 
-def _is_group(hint: Any) -> bool:
-    return dataclasses.is_dataclass(hint)
-
-
 def _flattened(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     """The parameters of a function, with the fields of dataclasses in the place of those."""
     for parameter in _parameters(function):
-        if _is_group(parameter.annotation):
+        if dataclasses.is_dataclass(parameter.annotation):
             for field in _parameters(parameter.annotation):
                 yield field.replace(kind=field.KEYWORD_ONLY)
         else:
@@ -148,94 +125,6 @@ def _label(parameter: inspect.Parameter) -> str:
     if parameter.kind is parameter.KEYWORD_ONLY:
         return f"--{parameter.name.replace('_', '-')}"
     return parameter.name.upper()
-
-
-def _normalize(arguments: Sequence[str], flags: set[str]) -> list[str]:
-    """Spell `--batch_size` with dashes, and `--json` as `--json=true`.
-
-    With an optional value, argparse would take whatever follows a flag as its value: `search --json INDEX QUERY`.
-    """
-    words: list[str] = []
-    for word in arguments:
-        if words and words[-1] in flags and word in ("true", "false"):
-            words[-1] += f"={word}"
-            continue
-        option, equals, value = word.partition("=")
-        # Not the underscores of a text that begins with dashes.
-        if re.fullmatch(r"--\w[\w-]*", option):
-            word = option.replace("_", "-") + equals + value
-        words.append(word)
-    return [f"{word}=true" if word in flags else word for word in words]
-
-
-def _parser(
-    function: Callable[..., Any], prog: str, parameters: Sequence[inspect.Parameter]
-) -> argparse.ArgumentParser:
-    """A parser of some of a function's parameters; positional ones are only for its help."""
-    description, texts = _documentation(function)
-    parser = _Parser(
-        prog=prog,
-        usage=_usage(prog, parameters),
-        description=description,
-        formatter_class=_formatter(),
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    for parameter in parameters:
-        text = _meaning(parameter, texts).replace("%", "%%")
-        if parameter.kind is not parameter.KEYWORD_ONLY:
-            parser.add_argument(parameter.name, metavar=_label(parameter), help=text)
-            continue
-        parser.add_argument(
-            *_names(parameter),
-            dest=parameter.name,
-            metavar=_value(parameter),
-            help=text,
-            **_conversion(parameter.annotation),
-        )
-    return parser
-
-
-def _formatter() -> Callable[..., argparse.HelpFormatter]:
-    """Help as wide as the terminal, up to 120 characters, with options and their meanings in two columns."""
-    width = min(shutil.get_terminal_size((100, 24)).columns - 2, 120)
-    return partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width)
-
-
-def _names(option: inspect.Parameter) -> list[str]:
-    """-k and --k, or --batch-size alone."""
-    short = [f"-{option.name}"] if len(option.name) == 1 else []
-    return [*short, _label(option)]
-
-
-def _value(option: inspect.Parameter) -> str:
-    """What help shows behind an option: {a,b}, N for whole numbers, X for others, nothing for a flag, or a word."""
-    hint, can_be_null = _without_none(option.annotation)
-    if hint is bool:
-        return "" if option.default is False else "{true,false}"
-    if typing.get_origin(hint) is Literal:
-        return f"{{{','.join(map(str, typing.get_args(hint)))}}}"
-    numbers: dict[Any, str] = {int: "N", float: "X", list[int]: "N,…", list[float]: "X,…"}
-    if hint in numbers:
-        return numbers[hint] + ("|null" if can_be_null and option.default is not None else "")
-    return option.name.rpartition("_")[2].upper()
-
-
-def _meaning(parameter: inspect.Parameter, texts: dict[str, str]) -> str:
-    """What an argument means, and its default."""
-    text = " ".join(texts.get(parameter.name, "").split())
-    if parameter.default in (EMPTY, None, "") or parameter.default is False:
-        return text
-    default = "true" if parameter.default is True else parameter.default
-    return f"{text.removesuffix('.')} (default: {default})".strip()
-
-
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    """A type without `None`, and whether that was one of its choices."""
-    if typing.get_origin(hint) not in (Union, types.UnionType):
-        return hint, False
-    choices = [choice for choice in typing.get_args(hint) if choice is not type(None)]
-    return choices[0], len(choices) < len(typing.get_args(hint))
 
 
 def _usage(prog: str, parameters: Sequence[inspect.Parameter]) -> str:
@@ -251,23 +140,41 @@ def _usage(prog: str, parameters: Sequence[inspect.Parameter]) -> str:
     return " ".join([*words, "[options]"])
 
 
-def _conversion(hint: Any) -> dict[str, Any]:
-    """Arguments of `add_argument` for a type: how to convert the text, and whether the option may be repeated."""
-    inner_hint, can_be_null = _without_none(hint)
-    origin = typing.get_origin(inner_hint)
-    inner = typing.get_args(inner_hint)
-    if inner_hint is bool:
-        return {"type": boolean}
+def _meaning(parameter: inspect.Parameter, texts: dict[str, str]) -> str:
+    """What an argument means, and its default."""
+    text = " ".join(texts.get(parameter.name, "").split())
+    if parameter.default in (EMPTY, None, "") or parameter.default is False:
+        return text
+    default = "true" if parameter.default is True else parameter.default
+    return f"{text.removesuffix('.')} (default: {default})".strip()
+
+
+def _conversion(option: inspect.Parameter) -> dict[str, Any]:
+    """How argparse converts the text of an option, and what its help shows behind the name."""
+    hint = option.annotation
+    can_be_null = False
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        choices = typing.get_args(hint)
+        can_be_null = type(None) in choices
+        hint = choices[0]
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
+    if hint is bool and option.default is False:
+        return {"action": "store_true"}
+    if hint is bool:
+        return {"type": boolean, "metavar": "{true,false}"}
     if origin is Literal:
-        return {"choices": inner}
+        return {"choices": inner, "metavar": f"{{{','.join(inner)}}}"}
+    word = option.name.rpartition("_")[2].upper()
     if origin is Sequence:
-        return {"type": inner[0], "action": "append"}
+        return {"type": inner[0], "action": "append", "metavar": word}
+    numbers = {int: "N", float: "X"}
     if origin is list:
-        return {"type": _list_of(inner[0]), "action": "extend"}
-    # "null" is a text like any other for an option that takes text.
-    if inner_hint is not str and can_be_null:
-        return {"type": _or_null(inner_hint)}
-    return {"type": inner_hint}
+        metavar = f"{numbers[inner[0]]},…" if inner[0] in numbers else word
+        return {"type": _list_of(inner[0]), "action": "extend", "metavar": metavar}
+    if hint in numbers and can_be_null and option.default is not None:
+        return {"type": _or_null(hint), "metavar": f"{numbers[hint]}|null"}
+    return {"type": hint, "metavar": numbers.get(hint, word)}
 
 
 def boolean(text: str) -> bool:
@@ -280,12 +187,9 @@ def _list_of(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """A converter of `1,5,10` or `[1,5,10]`; double quotes protect commas: `"last, first",year`."""
 
     def convert(text: str) -> list[Any]:
-        if text == "[]":
-            return []
         if text.startswith("[") and text.endswith("]"):
             text = text[1:-1]
-        parts = [part.strip() for part in re.split(r',(?=(?:[^"]*"[^"]*")*[^"]*$)', text)]
-        return [item(part[1:-1] if re.fullmatch(r'"[^"]*"', part) else part) for part in parts]
+        return [item(part.strip()) for row in csv.reader([text], skipinitialspace=True) for part in row]
 
     convert.__name__ = f"list of {item.__name__}"
     return convert
@@ -306,6 +210,6 @@ def _documentation(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     parsed = docstring_parser.parse(function.__doc__ or "")
     texts = {entry.arg_name: entry.description or "" for entry in parsed.params}
     for parameter in _parameters(function):
-        if _is_group(parameter.annotation):
+        if dataclasses.is_dataclass(parameter.annotation):
             texts |= _documentation(parameter.annotation)[1]
     return parsed.description or "", texts

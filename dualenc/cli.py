@@ -52,7 +52,7 @@ COMMANDS: Commands = {
 
 
 EXPECTED = (DualencError, OSError, ModuleNotFoundError)
-"""Errors that a user can mend."""
+"""Errors that a user can fix."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,8 +114,9 @@ def _load(command: Command) -> Callable[..., Any]:
 
 
 def _explain(error: BaseException) -> str:
-    """One line about an error: what a user can mend as it is, out of memory with a remedy, anything else as a bug."""
-    message = _one_line(error)
+    """One line about an error: a user's mistake as it is, out of memory with a remedy, anything else as a bug."""
+    # File names and values in a message are untrusted.
+    message = printable(without_credentials(" ".join(str(error).split())))
     if isinstance(error, ModuleNotFoundError):
         return f"error: {message}; install the package that brings it (pip install {error.name})"
     if isinstance(error, EXPECTED):
@@ -123,17 +124,7 @@ def _explain(error: BaseException) -> str:
     # torch's OutOfMemoryError is compared by name: importing torch takes seconds.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"error: not enough memory ({message or 'none left'}); make batch_size or chunk_size smaller"
-    shortened = f"{type(error).__name__}: {message}"[:400].rstrip(": ")
-    return f"unexpected error: {shortened}; run again with --debug to see where"
-
-
-def _one_line(error: BaseException) -> str:
-    """The message of an error with line breaks folded.
-
-    File names and values in it are untrusted: control characters, which a terminal would obey, are escaped, and URLs
-    lose their passwords and queries.
-    """
-    return printable(without_credentials(" ".join(str(error).split())))
+    return f"unexpected error: {type(error).__name__}: {message}; run again with --debug to see where"
 
 
 if __name__ == "__main__":

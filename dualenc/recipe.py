@@ -8,8 +8,8 @@
     trainer:    {output: runs/mine, epochs: 3, batch_size: 32}
 
 Values that one part takes from another (sizes of the data, the batch size, the seed) are passed on by links and have no
-key. jsonargparse turns signatures into defaults, links and instances. A recipe is untrusted input: `recipe_check.Check`
-refuses everything that jsonargparse could import, open or run.
+key. jsonargparse turns signatures into types, defaults, links and instances. A recipe is untrusted input:
+`recipe_check.Check` first refuses everything that jsonargparse could import, open or run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from dualenc.errors import DualencError, nearest
-from dualenc.reading import open_regular
 from dualenc.recipe_check import CLASS_KEYS, SECTIONS, Check, TypedText
 from dualenc.recipe_yaml import RecipeLoader
 
@@ -40,9 +39,6 @@ if TYPE_CHECKING:
     from dualenc.training.trainer import Trainer, TrainingResult
 
 # jsonargparse, torch and the trainer are imported inside functions: missing files and unknown keys are reported before.
-
-MAX_BYTES = 256 * 1024
-"""Size of a recipe file; the recipes of this package have less than 2,000 bytes."""
 
 
 def _objectives(settings: Any) -> Iterator[dict[str, Any]]:
@@ -122,7 +118,7 @@ class Recipe:
         """Make all parts; `trainer.seed` determines the model's initial weights.
 
         Raises:
-            DualencError: a part refuses its arguments; begins with the source and the part's section.
+            DualencError: a part refuses its arguments; begins with the source and the part's class.
         """
         from dualenc.seeds import seed_everything
         from dualenc.training.trainer import Trainer
@@ -133,9 +129,8 @@ class Recipe:
             try:
                 return part(*positional, **arguments)
             except (DualencError, OSError) as error:
-                place = _place(self.settings, part.__name__, arguments) or part.__name__.lower()
-                problem = error if isinstance(error, DualencError) else f"{type(error).__name__}: {error}"
-                errors.append(DualencError(f"{self.source}: {place}: {problem}"))
+                message = str(error).removeprefix(f"{part.__name__}: ")
+                errors.append(DualencError(f"{self.source}: {part.__name__}: {message}"))
                 raise errors[-1] from error
 
         # The trainer's mistakes are reported before data and models are read, which takes longer.
@@ -156,34 +151,16 @@ class Recipe:
         """
         from dualenc.training.checkpoint import check_run_folder
         from dualenc.training.hold_out import default_share
+        from dualenc.training.trainer import Trainer
 
+        arguments = self.config.trainer.as_dict()
         # Reading the data may take long.
-        check_run_folder(self.config.trainer.output, resume=resume, overwrite=self.config.trainer.overwrite)
-        parts = self.build()
-        trainer = parts.trainer
-        if trainer.held_out is None and parts.evaluator is None and parts.batching is None:
+        check_run_folder(arguments["output"], resume=resume, overwrite=arguments["overwrite"])
+        model, data, objective, batching, evaluator, trainer = self.build()
+        if arguments["held_out"] is None and evaluator is None and batching is None:
             # So that every run ends with a number.
-            trainer.held_out = default_share(parts.data)
-        return trainer.fit(
-            parts.model, parts.data, parts.objective, parts.batching, parts.evaluator, resume, self.settings
-        )
-
-
-def _place(value: Any, name: str, arguments: Mapping[str, Any], place: str = "") -> str | None:
-    """The place, such as `evaluator.pairs`, where a recipe names a class with these arguments; depth first."""
-    if not isinstance(value, Mapping):
-        return None
-    if "class_path" in value:
-        given = value.get("init_args") or {}
-        # Nested parts are instances by now and cannot be compared; for a mapping of parts the names can.
-        same = [given.get(key, item) == item for key, item in arguments.items() if isinstance(item, (str, int, float))]
-        mappings = {key: item for key, item in arguments.items() if isinstance(item, Mapping)}
-        same += [list(given.get(key) or ()) == list(item) for key, item in mappings.items()]
-        if value["class_path"].endswith(f".{name}") and all(same):
-            return place
-        value = given
-    places = (_place(item, name, arguments, f"{place}.{key}".lstrip(".")) for key, item in value.items())
-    return next(filter(None, places), None)
+            trainer = Trainer(**arguments | {"held_out": default_share(data)})
+        return trainer.fit(model, data, objective, batching, evaluator, resume, self.settings)
 
 
 def read_recipe(
@@ -229,17 +206,11 @@ def make_recipe(settings: dict[str, Any], source: str = "recipe", allow_modules:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        with open_regular(path) as stream:
-            content = stream.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise DualencError(f"{path}: has more than {MAX_BYTES:,} bytes; a recipe has fewer")
-        settings = yaml.load(content.decode("utf-8"), RecipeLoader)
-    except DualencError:
-        raise
+        settings = yaml.load(path.read_text(encoding="utf-8"), RecipeLoader)
     except OSError as error:
         raise DualencError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise DualencError(f"{path}: not valid YAML ({' '.join(str(error).split())[:300]})") from None
+        raise DualencError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(settings, dict):
         raise DualencError(f"{path}: holds no sections; a recipe has model, data, objective and trainer")
     return settings
@@ -251,24 +222,26 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     names = key.split(".")
     if not separator or not all(names):
         raise DualencError(f"'{override}' is no override; write section.key=value, such as trainer.epochs=3")
-    try:
-        parsed = yaml.load(text, RecipeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        parsed = text
     if names[0] not in SECTIONS:
         raise DualencError(f"'{override}': a recipe has no section {names[0]!r}{nearest(names[0], SECTIONS)}")
+    value = TypedText(text)
+    try:
+        value.parsed = yaml.load(text, RecipeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        value.parsed = text
     if names[0] != "trainer" and len(names) > 1 and names[1] not in CLASS_KEYS:
         names.insert(1, "init_args")
+    *parents, name = names
     section = settings
-    for place, name in enumerate(names[:-1]):
-        inner = section.get(name)
+    for position, parent in enumerate(parents):
+        inner = section.get(parent)
         if isinstance(inner, TypedText):
             inner = inner.parsed
-        section[name] = inner if isinstance(inner, dict) else {}
-        section = section[name]
-        if "class_path" in section and names[place + 1] not in CLASS_KEYS:
+        section[parent] = inner if isinstance(inner, dict) else {}
+        section = section[parent]
+        if "class_path" in section and names[position + 1] not in CLASS_KEYS:
             section = section.setdefault("init_args", {})
-    if names[-1] == "class_path" and section.get("class_path") != parsed:
+    if name == "class_path" and section.get("class_path") != value.parsed:
         section.pop("init_args", None)
-    is_value = len(names) > 1 and names[-1] not in CLASS_KEYS
-    section[names[-1]] = TypedText(text, parsed) if is_value else parsed
+    is_whole = not parents or name in CLASS_KEYS
+    section[name] = value.parsed if is_whole else value

@@ -10,17 +10,20 @@ import yaml
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML 1.2's plain values, where `no` is text, 1e-3 a number and 2001-01-01 no date; every key once."""
+    """YAML 1.2's plain values, where `no` is text, 1e-3 a number and 2001-01-01 no date; every key once, no aliases."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  as in the base class
 
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not allowed; write the value again")
+        return super().compose_node(parent, index)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                line = key.start_mark.line + 1
-                raise yaml.YAMLError(f"the key {key.value} is given twice, again in line {line}; remove one")
-            seen.add(key.value)
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key} is given twice in line {node.start_mark.line + 1} ff.; remove one")
         return super().construct_mapping(node, deep)
 
 

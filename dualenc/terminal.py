@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
-_CONTROL = re.compile(
-    "["
-    "\x00-\x1f\x7f-\x9f"  # C0, delete and C1: colours, cursor, window title, clipboard, answers typed back
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional controls: text that reads as other text
-    "\u2028\u2029\ufff9-\ufffb"  # line and paragraph separators, interlinear annotations
-    "\ud800-\udfff"  # halves of characters and undecodable bytes of file names, which print() would raise on
-    "]"
-)
-
-
+# C0, delete and C1 command a terminal; halves of characters and undecodable bytes of file names make print() raise.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _USER = re.compile(r"(?<=:/)(/?)[^/?#\s]*@")
 _QUERY = re.compile(r"(\b[A-Za-z][\w+.-]+:/[^\s?#]*)[?#]\S*?(?=[:;,.)\]'\"]*(?:\s|$))")
 
@@ -26,13 +16,5 @@ def without_credentials(text: str) -> str:
 
 
 def printable(text: object) -> str:
-    """A text in one line with every control character escaped as Python writes it, `\\x1b` or `\\u202e`.
-
-    For all text from data, file names and errors that is printed to the terminal (CWE-150).
-    """
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
-
-
-def printable_json(value: Any) -> str:
-    """Indented JSON in printable ASCII alone; parsed, it is `value` again."""
-    return json.dumps(value, indent=2).replace("\x7f", "\\u007f")
+    """A text in one line with control characters escaped as Python writes them, `\\x1b` (CWE-150)."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from dualenc.arguments import help_of, run_function
+from dualenc.arguments import run_function
 from dualenc.errors import DualencError, nearest
 
 
@@ -38,6 +38,7 @@ def build(
     batch_size: int = 32,
     rate: float = 0.5,
     json: bool = False,
+    quotes: bool | None = None,
     side: Literal["left", "right"] = "left",
     cutoffs: list[int] | None = None,
     limit: float | None = 0.9,
@@ -66,15 +67,6 @@ def called(function: Any, *words: str) -> dict[str, Any]:
     return CALLS[0]
 
 
-def error_of(function: Any, *words: str) -> str:
-    CALLS.clear()
-    with pytest.raises(DualencError) as error:
-        run_function(function, "prog build", list(words))
-    assert not CALLS
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 DEFAULTS = {
     "source": "m",
     "data": None,
@@ -82,6 +74,7 @@ DEFAULTS = {
     "batch_size": 32,
     "rate": 0.5,
     "json": False,
+    "quotes": None,
     "side": "left",
     "cutoffs": None,
     "limit": 0.9,
@@ -102,8 +95,7 @@ DEFAULTS = {
         ("m --out o --rate 1e-3", {"rate": 1e-3}),
         ("m --out o --rate -3", {"rate": -3.0}),
         ("m --json --out o d", {"json": True, "data": "d"}),
-        ("m --json false --out o", {}),
-        ("m --json=true --out o", {"json": True}),
+        ("m --out o --quotes false", {"quotes": False}),
         ("m --side right --out o", {"side": "right"}),
         ("m --out o --cutoffs 1,5,10", {"cutoffs": [1, 5, 10]}),
         ("m --out o --cutoffs 5", {"cutoffs": [5]}),
@@ -118,28 +110,20 @@ def test_options_stand_anywhere(words: str, changed: dict[str, Any]) -> None:
     assert called(build, *words.split()) == {**DEFAULTS, **changed}
 
 
-@pytest.mark.parametrize(
-    "text", ["a: b", "[1, 2]", "{x: 1}", "null", "3", "#note", "", "a=b", " a\t", "'a'", "--- my_text"]
-)
+@pytest.mark.parametrize("text", ["[1, 2]", "{x: 1}", "null", "#note", "", "a=b", " a\t", "--- my_text"])
 def test_texts_are_taken_as_they_are(text: str) -> None:
     assert called(build, text, "--out", "o")["source"] == text
-    if text:
-        assert called(build, "m", "--out", text)["out"] == text
 
 
 def test_double_quotes_protect_the_comma_of_a_text_in_a_list() -> None:
-    words = ['"Last, First", year ', '" a ","[b]"', 'author="Doe, Jane",x']
-    found = called(build, "m", "--out", "o", *(f"--columns={word}" for word in words))
-    assert found["shown"].columns == ["Last, First", "year", " a ", "[b]", 'author="Doe, Jane"', "x"]
-
-
-def test_everything_after_two_dashes_is_positional() -> None:
-    assert called(build, "--out", "o", "--", "--not-an-option")["source"] == "--not-an-option"
+    found = called(build, "m", "--out", "o", '--columns="Last, First", year ', '--columns="[b]"')
+    assert found["shown"].columns == ["Last, First", "year", "[b]"]
 
 
 def test_the_rest_is_passed_on() -> None:
     found = called(train, "r.yaml", "a.b=1", "--resume", "c=[x, y]")
     assert found == {"recipe": "r.yaml", "overrides": ("a.b=1", "c=[x, y]"), "resume": True}
+    assert called(train, "r.yaml")["overrides"] == ()
 
 
 @pytest.mark.parametrize(
@@ -147,70 +131,47 @@ def test_the_rest_is_passed_on() -> None:
     [
         ("m --out o --batch-sise 8", "no option '--batch-sise' (did you mean --batch-size?)"),
         ("m --out o --bach_size=8", "no option '--bach-size' (did you mean --batch-size?)"),
-        ("m --out o --xyzzy 8", "no option '--xyzzy'; see"),
-        ("m", "missing a required argument: 'out'"),
-        ("--out o", "missing a required argument: 'source'"),
-        ("m d e --out o", "too many positional arguments"),
-        ("m --data d --out o", "no option '--data'"),
-        ("m --out", "argument --out: expected one argument"),
+        ("m", "--out is required"),
+        ("--out o", "required: SOURCE"),
+        ("m d e --out o", "too many arguments, from 'e' on"),
         ("m --out --json", "argument --out: expected one argument"),
+        ("m --out=", "--out is empty"),
         ("m --out o --batch-size many", "argument --batch-size: invalid int value: 'many'"),
         ("m --out o --side top", "argument --side: invalid choice: 'top' (choose from "),
-        ("m --out o --json=perhaps", "argument --json: invalid boolean value: 'perhaps'"),
+        ("m --out o --quotes=perhaps", "argument --quotes: invalid boolean value: 'perhaps'"),
         ("m --out o --cutoffs 1,x", "argument --cutoffs: invalid list of int value: '1,x'"),
         ("m --out o --limit x", "argument --limit: invalid float or null value: 'x'"),
-        ("m\0 --out o", "NUL character"),
-        ("m --out=", "--out is empty; name a file or folder"),
     ],
 )
 def test_mistakes_are_named_in_one_line(words: str, message: str) -> None:
-    told = error_of(build, *words.split())
-    assert told.startswith("prog build")
-    assert message in told
-
-
-def test_help_comes_from_signature_and_docstring(capsys: pytest.CaptureFixture[str]) -> None:
-    run_function(build, "prog build", ["--help"])
-    shown = capsys.readouterr().out
-    assert "usage: prog build SOURCE --out OUT [options]" in shown
-    assert "Build a thing." in shown
-    assert "And more about it." in shown
-    assert "default: 32" in shown
-    assert "Args:" not in shown
-
-
-def test_help_explains_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    run_function(build, "prog build", ["-h"])
-    shown = capsys.readouterr().out
-    assert "how many at once" in shown
-    assert "where it comes from" in shown
-    assert " ".join(shown.split()).count("what is shown, all of it in 100 % of its glory.") == 1
+    CALLS.clear()
+    with pytest.raises(DualencError) as error:
+        run_function(build, "prog build", words.split())
+    assert not CALLS
+    assert str(error.value).startswith("prog build")
+    assert message in str(error.value)
 
 
 def test_help_has_a_line_for_each_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    run_function(build, "prog build", ["-h"])
+    with pytest.raises(SystemExit):
+        run_function(build, "prog build", ["-h"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for line in (
+        "usage: prog build SOURCE --out OUT [options]",
+        "And more about it.",
         "SOURCE where it comes from.",
         "--batch-size N how many at once (default: 32)",
-        "--rate X (default: 0.5)",
         "--json",
+        "--quotes {true,false}",
         "--side {left,right} (default: left)",
         "--cutoffs N,…",
         "--limit X|null (default: 0.9)",
         "--columns COLUMNS what is shown, all of it in 100 % of its glory.",
     ):
         assert line in lines
-    found = help_of(build, "prog build")
-    assert found.usage == "prog build SOURCE --out OUT [options]"
-    assert found.description == "Build a thing.\n\nAnd more about it."
-    assert ("--batch-size N", "how many at once (default: 32)") in found.arguments
-    assert ("-k N", "how many (default: 10)") in found.arguments
-
-
-def test_help_names_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    run_function(train, "prog train", ["--help"])
+    with pytest.raises(SystemExit):
+        run_function(train, "prog train", ["--help"])
     assert "usage: prog train RECIPE [OVERRIDES …] [options]" in capsys.readouterr().out
 
 
@@ -219,9 +180,7 @@ def test_nearest() -> None:
     assert nearest("qqqqq", ["index", "search"]) == ""
 
 
-@pytest.mark.parametrize(
-    "words", ["--cutoffs 1 --cutoffs 5", "--cutoffs 1,5", "--cutoffs=[1,5]", "--cutoffs=[1] --cutoffs 5"]
-)
+@pytest.mark.parametrize("words", ["--cutoffs 1 --cutoffs 5", "--cutoffs 1,5", "--cutoffs=[1] --cutoffs 5"])
 def test_an_option_that_takes_a_list_may_be_repeated(words: str) -> None:
     assert called(build, "m", "--out", "o", *words.split())["cutoffs"] == [1, 5]
 

@@ -18,7 +18,6 @@ from dualenc.errors import DualencError
 from dualenc.recipe import _read_yaml, make_recipe, read_recipe
 from dualenc.recipe_check import SECTIONS, argument_types
 from dualenc.recipe_yaml import dump_recipe
-from dualenc.signatures import argument_names
 from dualenc.training.log import read_metrics
 
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p"]

@@ -8,7 +8,6 @@ import yaml
 
 from dualenc.errors import DualencError, nearest
 from dualenc.recipe_check import SECTIONS
-from dualenc.signatures import arguments_of
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 
@@ -18,41 +17,36 @@ def recipe(name: str | None = None, *, keys: bool = False) -> None:
 
     Args:
         name: of a recipe in the list.
-        keys: print every key of the recipe's classes instead, with defaults and descriptions.
+        keys: print every key of the recipe's classes instead, with types, defaults and descriptions.
     """
     paths = {path.stem.replace("_", "-"): path for path in sorted(FOLDER.glob("*.yaml"))}
     if name is None:
         width = max(map(len, paths))
         for label, path in paths.items():
-            print(f"  {label:<{width}}  {_summary(path)}")
+            summary = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+            print(f"  {label:<{width}}  {summary}")
         print("\nnext: dualenc recipe text-pairs > mine.yaml; dualenc train mine.yaml data.path=pairs.csv")
         return
     label = name.removesuffix(".yaml").replace("_", "-")
     if label not in paths:
         raise DualencError(f"there is no recipe '{name}'{nearest(label, paths)}; see dualenc recipe")
-    if keys:
-        _print_keys(paths[label])
-    else:
-        print(paths[label].read_text(encoding="utf-8"), end="")
+    text = paths[label].read_text(encoding="utf-8")
+    print(_keys(text) if keys else text, end="")
 
 
-def _summary(path: Path) -> str:
-    """What the first line of a recipe says."""
-    return path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+def _keys(text: str) -> str:
+    """Every key that a recipe's classes take, by section."""
+    import importlib
 
+    from jsonargparse import ArgumentParser
 
-def _print_keys(path: Path) -> None:
-    """Every key that a recipe's classes take, by section, with defaults."""
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    parser = ArgumentParser(usage="section.key=value", add_help=False, default_env=False)
+    settings = yaml.safe_load(text)
     for name, section in SECTIONS.items():
-        if name not in settings:
-            continue
-        kind = section.path
-        if section.package is not None:
-            kind = f"{section.package}.{settings[name]['class_path'].rpartition('.')[2]}"
-        print(f"{name}: {kind.rpartition('.')[2]}")
-        for argument in arguments_of(kind) or []:
-            if argument.name not in section.filled:
-                default = " (required)" if argument.default is None else f" = {argument.default}"
-                print(f"  {name}.{argument.name}{default}\n      {argument.text}")
-        print()
+        if name in settings:
+            cls = section.base
+            if section.package is not None:
+                class_name = settings[name]["class_path"].rpartition(".")[2]
+                cls = getattr(importlib.import_module(section.package), class_name)
+            parser.add_class_arguments(cls, name, skip=set(section.filled))
+    return parser.format_help().replace("--", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,11 @@ from dualenc.commands.checks import check_range
 from dualenc.commands.options import SEARCH, SearchOptions
 from dualenc.errors import DualencError
 from dualenc.evaluation.options import RankingOptions
-from dualenc.terminal import printable, printable_json
+from dualenc.terminal import printable
 
 RANKING = RankingOptions()
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from dualenc.search.searcher import Searcher
     from dualenc.types import Modality
 
@@ -48,7 +47,6 @@ def search(
         filter: in Qdrant, only what matches this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
         json: print JSON, in ASCII, instead of a table.
     """
-    from dualenc.evaluation.report import Table, print_table
     from dualenc.search.qdrant import QdrantIndex
     from dualenc.search.searcher import Query
 
@@ -62,33 +60,29 @@ def search(
     if isinstance(searcher.index, QdrantIndex):
         searcher.index.close()
     columns = searcher.index.column_kinds
-    results: list[dict[str, Any]] = [
-        {"rank": rank, "id": hit.id, "score": round(hit.score, 6), "snippet": hit.snippet}
-        | {name: hit.columns.get(name) for name in columns}
-        for rank, hit in enumerate(hits, 1)
-    ]
+    results = []
+    for rank, hit in enumerate(hits, 1):
+        result = {"rank": rank, "id": hit.id, "score": round(hit.score, 6), "snippet": hit.snippet}
+        results.append(result | {name: hit.columns.get(name) for name in columns})
     if json:
-        print(printable_json({"query": query, "index": index, "results": results}))
-        return
-    if not results:
-        print(printable(f"nothing was found for {query!r}{_remedy(len(conditions), filter)}"))
-        return
-    for row in results:
+        print(dumps({"query": query, "index": index, "results": results}, indent=2))
+    elif not results:
+        restricted = " that meets all conditions; search with fewer or wider ones" if conditions or filter else ""
+        print(printable(f"nothing was found for {query!r}{restricted}"))
+    else:
+        _print_results(query, results, list(columns), searcher.index.has_snippets)
+
+
+def _print_results(query: str, results: list[dict[str, Any]], columns: list[str], has_snippets: bool) -> None:
+    from dualenc.evaluation.report import Table, print_table
+
+    names = ["rank", "id", "score", *columns]
+    if has_snippets:
+        names.append("snippet")
+    for result in results:
         # Tables write numbers with separators, and a year is no quantity.
-        row.update({name: str(row[name]) for name in columns if row[name] is not None})
-    names = ("rank", "id", "score", *columns, *(["snippet"] if searcher.index.has_snippets else []))
-    print_table(Table(query, [{name: row[name] for name in names} for row in results]))
-
-
-def _remedy(num_conditions: int, filter: str) -> str:
-    """What to try after a search without results, in the words of the command."""
-    if num_conditions > 1:
-        return f" that meets all {num_conditions} conditions; give fewer --where"
-    if num_conditions:
-        return " that meets the condition; search without --where, or with a wider one"
-    if filter:
-        return " that matches the filter; search without --filter, or with a wider one"
-    return "; is the index empty?"
+        result.update({name: str(result[name]) for name in columns if result[name] is not None})
+    print_table(Table(query, [{name: result[name] for name in names} for result in results]))
 
 
 def _open(index: str, query: str, k: int, ranking: RankingOptions, options: SearchOptions) -> Searcher:
@@ -129,26 +123,17 @@ def _modality(query: str, takes: Sequence[Modality]) -> Modality:
 
 
 def _item(query: str, modality: Modality) -> Any:
-    """The text, image or vector that a query names."""
+    """The text, image or vector that a query names; a vector is the one of a .npy file of shape (D,) or (1, D)."""
     from dualenc.data import open_image
+    from dualenc.data.vectors import load_npy
 
     if modality == "image":
         return open_image(query)
-    return _open_vector(query) if modality == "vector" else query
-
-
-def _open_vector(path: str) -> np.ndarray:
-    """The one vector of a .npy file of shape (D,) or (1, D)."""
-    import numpy as np
-
-    from dualenc.data.vectors import load_npy
-
-    if Path(path).suffix != ".npy":
-        raise DualencError(f"{path!r}: the model adapts vectors; give a .npy file with that of the query")
-    vectors = load_npy(Path(path))
+    if modality == "text":
+        return query
+    if Path(query).suffix != ".npy":
+        raise DualencError(f"{query!r}: the model adapts vectors; give a .npy file with that of the query")
+    vectors = load_npy(Path(query))
     if len(vectors) != 1:
-        raise DualencError(f"{path}: holds {len(vectors)} vectors; give the one to search with")
-    squares = float((vectors.astype(np.float64) ** 2).sum())
-    if not 0 < squares < np.inf:
-        raise DualencError(f"{path}: its vector is zero or not finite; embed the query again")
-    return vectors[0].astype(np.float32)
+        raise DualencError(f"{query}: holds {len(vectors)} vectors; give the one to search with")
+    return vectors[0].astype("float32")
