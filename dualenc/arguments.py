@@ -63,7 +63,7 @@ def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[st
         raise DualencError(f"{prog}: --out is empty; name a file or folder")
     positional: list[Any] = []
     for parameter in _parameters(function):
-        if dataclasses.is_dataclass(parameter.annotation):
+        if _is_group(parameter):
             names = {field.name for field in dataclasses.fields(parameter.annotation)}
             fields = {name: values.pop(name) for name in names & values.keys()}
             values[parameter.name] = parameter.annotation(**fields)
@@ -110,10 +110,14 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
 
 
+def _is_group(parameter: inspect.Parameter) -> bool:
+    return dataclasses.is_dataclass(parameter.annotation)
+
+
 def _flattened(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     """The parameters of a function, with the fields of dataclasses in the place of those."""
     for parameter in _parameters(function):
-        if dataclasses.is_dataclass(parameter.annotation):
+        if _is_group(parameter):
             for field in _parameters(parameter.annotation):
                 yield field.replace(kind=field.KEYWORD_ONLY)
         else:
@@ -210,6 +214,6 @@ def _documentation(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     parsed = docstring_parser.parse(function.__doc__ or "")
     texts = {entry.arg_name: entry.description or "" for entry in parsed.params}
     for parameter in _parameters(function):
-        if dataclasses.is_dataclass(parameter.annotation):
+        if _is_group(parameter):
             texts |= _documentation(parameter.annotation)[1]
     return parsed.description or "", texts

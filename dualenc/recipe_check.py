@@ -1,4 +1,4 @@
-"""Allow-list of recipes: a recipe is untrusted, and jsonargparse imports whatever a text names where it expects a class.
+"""Allow-list of recipes: jsonargparse imports whatever an untrusted recipe names where it expects a class.
 
 `Check` therefore walks a recipe beside the types of its classes' arguments before jsonargparse sees it. A class may be
 named only where one is expected, from an allowed module and of the expected type. jsonargparse then checks all other
@@ -250,7 +250,7 @@ class _Names(dict[str, Any]):
 
 
 def _type_hints(function: Any) -> dict[str, Any]:
-    return typing.get_type_hints(function, localns=_Names(function.__globals__))
+    return typing.get_type_hints(function, localns=_Names(getattr(inspect.unwrap(function), "__globals__", {})))
 
 
 def _alternatives(hint: Any) -> list[Any]:

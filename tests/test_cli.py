@@ -32,13 +32,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert all(name in shown for name in cli.COMMANDS)
     assert cli.main(["evaluate", "--help"]) == 0
-<<<<<<< HEAD
-    shown = capsys.readouterr().out
-    for name in ("retrieval", "image-text", "zero-shot", "probe", "corrupted", "objectives", "compare"):
-        assert name in shown
-=======
     assert "image-text" in capsys.readouterr().out
->>>>>>> d0a203e (Recipes: jsonargparse checks types; reading of sources, limits and aliases go; argparse parses positional arguments)
     assert cli.main([]) == 0
     assert cli.main(["--version"]) == 0
     assert "dualenc 0" in capsys.readouterr().out

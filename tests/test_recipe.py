@@ -1,12 +1,8 @@
 """Recipes: sections, links, overrides, and errors that name the nearest valid key."""
 
-import importlib
 import json
-import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +12,6 @@ from dualenc import cli
 from dualenc.commands.train import next_commands
 from dualenc.errors import DualencError
 from dualenc.recipe import _read_yaml, make_recipe, read_recipe
-from dualenc.recipe_check import SECTIONS, argument_types
 from dualenc.recipe_yaml import dump_recipe
 from dualenc.training.log import read_metrics
 
@@ -113,8 +108,21 @@ def test_overrides(recipe):
     assert resolved["evaluator"] is None
 
 
-TYPED = ("search for ", " a\t", "### Query ", "a #b.csv", "query: ", "'a'", '"a"', "~", "1e3", "3", "true", "")
-TYPED += ("[a]", "{x}", "{x: 1}", "*a", "!!int 3", "- x", "a=b", "---", "9" * 30, "1e999", "a\nb", "é", "\udcff")
+TYPED = (
+    "search for ",
+    " a\t",
+    "### Query ",
+    "a #b.csv",
+    "query: ",
+    "'a'",
+    "~",
+    "1e3",
+    "true",
+    "",
+    "[a]",
+    "{x: 1}",
+    "*a",
+)
 
 
 @pytest.mark.parametrize("text", TYPED)
@@ -167,102 +175,64 @@ def test_the_resolved_recipe_makes_the_same_recipe(recipe):
     assert make_recipe(resolved).settings == resolved
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("trainer.learning_rat=1", r"unknown key trainer\.learning_rat \(did you mean learning_rate\?\)"),
-        ("objective.temprature=1", r"unknown key objective\.init_args\.temprature \(did you mean temperature\?\)"),
-        ("objectiv.temperature=1", r"no section 'objectiv' \(did you mean objective\?\)"),
-        ("objective.class_path=SogCRL", r"no class 'SogCRL' in dualenc.objectives \(did you mean SogCLR\?\)"),
-        ("objective.class_path=nowhere.SogCLR", "nowhere.SogCLR is not of dualenc.*--allow-module nowhere"),
-        ("objective.class_path=dualenc.nowhere.SogCLR", "cannot import dualenc.nowhere"),
-        ("objective.class_path=BeirPairs", "no class 'BeirPairs' in dualenc.objectives"),
-        ("objective.class_path=Objective.x", "is not of dualenc"),
-        ("batching.class_path=BatchSelector", "'BatchSelector' is abstract"),
-        ("objective.class_path=dualenc.objectives.base.Objective", "'Objective' is abstract"),
-        ("objective.class_path=dualenc.objectives.chains.ChainObjective", "'ChainObjective' is abstract"),
-        ("model.class_path=DualEncoder", "'DualEncoder' is abstract"),
-        ("trainer.lr=1", r"unknown key trainer.lr \(did you mean learning_rate\?\)"),
-        ("objective.num_left=3", "objective.init_args.num_left is filled in by the training; leave it out"),
-        ("trainer.epochs=many", "trainer.epochs is 'many'; it must be int or null"),
-        ("objective.temperature=warm", "objective.temperature is 'warm'; it must be float"),
-        ("objective.temperature=", "objective.temperature is None; it must be float"),
-        ("trainer.epochs=3.7", "trainer.epochs is 3.7; it must be int or null"),
-        ("trainer.batch_size='32'", "trainer.batch_size is '32'; it must be int"),
-        ("trainer.epochs=true", "trainer.epochs is True; it must be int or null"),
-        ("trainer.overwrite=1", "trainer.overwrite is 1; it must be bool"),
-        ("trainer.learning_rate=true", "trainer.learning_rate is True; it must be float"),
-        ("trainer.learning_rate=.nan", "trainer.learning_rate is nan; give a finite number"),
-        ("trainer.learning_rate=-.inf", "trainer.learning_rate is -inf; give a finite number"),
-        ("trainer.seed=99999999999999999999", "trainer.seed is 9+; give a finite number"),
-        (
-            "trainer.mixed_precision=bf8",
-            "it must be one of 'no', 'bf16', 'fp16', 'auto'",
-        ),
-        ("trainer.optimizer=adamx", "trainer.optimizer is 'adamx'; it must be one of 'adamw', 'sgd', 'lars',"),
-        ("trainer.output=", "trainer.output is empty; name a file or folder"),
-        ("trainer.betas=[0.9]", "trainer.betas has 1 values; give 2"),
-        ("trainer.betas=[0.9, x]", r"trainer.betas\[1\] is 'x'; it must be float"),
-        ("trainer.betas={a: 1}", r"trainer.betas is {'a': 1}; it must be tuple\[float, float\]"),
-        ("data.path.x=3", "data.path is {'x': '3'}; it must be str or path"),
-        ("model.config=[1]", r"model.config is \[1\]; it must be dict"),
-        ("model.config={1: 2}", "model.config: the key 1 is not text; quote it"),
-        ("data=3", "section 'data' is 3; it must hold keys"),
-        ("data.init_args=3", "data.init_args is 3; it must hold the arguments"),
-        ("data.path=", "data.path is empty; name a file or folder"),
-        ("trainer.epochs", "is no override; write section.key=value"),
-        ("data=null", "section 'data' is missing"),
-        (
-            "data.class_path=TablePairs",
-            "data: TablePairs needs path, left_column, right_column; add data.init_args.path",
-        ),
-        (
-            "data={class_path: Mixture, init_args: {sources: {faq: {class_path: BeirPairs}}}}",
-            "data.sources.faq: BeirPairs needs path; add data.sources.faq.init_args.path",
-        ),
-        ("objective.init_args.x.class_path=y", "unknown key objective.init_args.x"),
-    ],
-)
+REFUSALS = [
+    ("trainer.learning_rat=1", r"unknown key trainer\.learning_rat \(did you mean learning_rate\?\)"),
+    ("trainer.lr=1", r"unknown key trainer.lr \(did you mean learning_rate\?\)"),
+    ("objective.temprature=1", r"unknown key objective\.temprature \(did you mean temperature\?\)"),
+    ("objectiv.temperature=1", r"no section 'objectiv' \(did you mean objective\?\)"),
+    ("data.init_arg.path=1", r"unknown key data\.init_arg"),
+    ("objective.class_path=SogCRL", r"no class 'SogCRL' in dualenc.objectives \(did you mean SogCLR\?\)"),
+    ("objective.class_path=nowhere.SogCLR", "nowhere.SogCLR is not of dualenc.*--allow-module nowhere"),
+    ("objective.class_path=dualenc.nowhere.SogCLR", "cannot import dualenc.nowhere"),
+    ("batching.class_path=BatchSelector", "'BatchSelector' is abstract"),
+    ("objective.num_left=3", "objective.num_left is filled in by the training; leave it out"),
+    ("objective.temperature=", "objective.temperature is null; it must be float"),
+    ("trainer.epochs=many", "trainer.epochs.*many"),
+    ("trainer.epochs=3.7", r"trainer.epochs.*3\.7"),
+    ("trainer.overwrite=1", "trainer.overwrite.*bool"),
+    ("trainer.mixed_precision=bf8", "trainer.mixed_precision.*bf16.*bf8"),
+    ("trainer.betas=[0.9]", "trainer.betas.*2 elements"),
+    ("objective.temperature=warm", "objective.*temperature.*warm"),
+    ("data.path.x=3", "path.*'x'"),
+    ("data=3", "data is 3; it must hold keys"),
+    ("data.init_args=3", "data.init_args is 3; it must hold the arguments"),
+    ("data=null", "section 'data' is missing"),
+    ("data={}", "data.class_path is missing"),
+    ("data.class_path=TablePairs", "data: TablePairs needs path; add data.path"),
+    ("trainer.epochs", "is no override; write section.key=value"),
+    # Of sources within a section:
+    ("data={class_path: Mixture, init_args: {sources: {faq: {class_path: BeirPairs}}}}", "data.sources.faq: BeirPairs"),
+    ("data={class_path: Mixture, init_args: {sources: {faq: x}}}", "data.sources.faq is 'x'; it must name a class"),
+    ("data={class_path: Mixture, init_args: {sources: {faq: {class_path: Beer}}}}", "no class 'Beer' in dualenc.data"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSALS)
 def test_mistakes_name_the_key_in_one_line(recipe, override, message):
     with pytest.raises(DualencError, match=message) as raised:
         read_recipe(recipe, [override])
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.slow
-def test_a_missing_file_and_unknown_keys_are_told_before_torch_is_imported(recipe, tmp_path):
-    code = """
-import sys
-from dualenc.cli import main
-for arguments in (["missing.yaml"], *([sys.argv[1], mistake] for mistake in sys.argv[2:])):
-    assert main(["train", *arguments]) == 2
-assert not {"torch", "numpy", "transformers"} & set(sys.modules)
-"""
-    mistakes = ["trainer.lr=3", "dat=3", "data.pth=x", "objective.tau=0.1", "model.nam=x"]
-    command = [sys.executable, "-c", code, str(recipe), *mistakes]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    missing, *unknown = done.stderr.splitlines()
-    assert "missing.yaml: cannot be read" in missing
-    expected = ["trainer.lr (did you mean learning_rate?)", "'dat'", "data.init_args.pth (did you mean path?)"]
-    expected += ["objective.init_args.tau", "model.init_args.nam (did you mean name?)"]
-    for line, words in zip(unknown, expected, strict=True):
-        assert words in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("section", list(SECTIONS))
-def test_arguments_read_from_sources_are_those_of_the_classes(section):
-    _, package, _, _ = SECTIONS[section]
-    base = SECTIONS[section].base
-    found = vars(importlib.import_module(package)).values() if package else [base]
-    classes = [value for value in found if isinstance(value, type) and issubclass(value, base)]
-    assert classes
-    for found in classes:
-        path = f"{package}.{found.__name__}" if package else SECTIONS[section].path
-        assert sorted(set(argument_names(path))) == sorted(argument_types(found)), path
-    assert argument_names("dualenc.nowhere.Class") is None
-    assert argument_names("os.path.Class") is None
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not valid YAML"),
+        ("[" * 20_000, "not valid YAML"),
+        ("- 1", "holds no sections"),
+        ("x: 1", "unknown section"),
+        ("data:\n  path: a\n  path: a\n", "the key path is given twice"),
+        ("model: &a {x: *a}", "aliases .* are not allowed"),
+        ("é".encode("latin-1"), "not valid YAML"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path, text, message):
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DualencError, match=message):
+        read_recipe(path)
+    with pytest.raises(DualencError, match="cannot be read"):
+        read_recipe(tmp_path / "missing.yaml")
 
 
 @pytest.fixture
@@ -295,59 +265,6 @@ def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.wieghts={}", r"unknown key data\.init_args\.wieghts \(did you mean weights\?\)"),
-        ("data.weights.third=1", "data: Mixture: weights names 'third', which is no source; there are first, second"),
-        ("data.weights.first=0", "data: Mixture: the weight of first is 0.0; it must be a number above 0"),
-        ("data.weights.first=x", "data.weights.first is 'x'; it must be float"),
-        ("data.sources={}", "data: Mixture: sources is empty; name at least one"),
-        ("data.sources=[]", r"data.sources is \[\]; it must be Mapping"),
-        (
-            "data.sources.third=x",
-            "data.sources.third is 'x'; it must name a class derived from dualenc.data.pairs.Pair",
-        ),
-        ("data.sources.first.paths=x", r"unknown key data\.sources\.first\.init_args\.paths"),
-        ("data.sources.first.init_args.pth=x", r"unknown key data\.sources\.first\.init_args\.pth \(did you mean path"),
-        ("data.sources.first.class_path=BeerPairs", r"no class 'BeerPairs' in dualenc.data \(did you mean BeirPairs"),
-        ("data.sources.first.init_args.path=nowhere", "data.sources.first: nowhere: no such folder"),
-        ("data.batches=one", "data.batches is 'one'; it must be one of 'mixed', 'one_source'"),
-        (
-            "evaluator={class_path: RetrievalEvaluator, "
-            "init_args: {pairs: {class_path: Mixture, init_args: {sources: {}}}}}",
-            r"mixture\.yaml: evaluator\.pairs: Mixture: sources is empty; name at least one",
-        ),
-    ],
-)
-def test_mistakes_in_a_mixture_are_told_in_one_line(mixture, tmp_path, override, message):
-    path = tmp_path / "mixture.yaml"
-    path.write_text(yaml.safe_dump(mixture))
-    with pytest.raises(DualencError, match=message) as raised:
-        read_recipe(path, [override]).build()
-    assert "\n" not in str(raised.value)
-
-
-def test_files_that_are_no_recipe(tmp_path):
-    for text, message in (
-        ("a: [", "not valid YAML"),
-        ("- 1", "holds no sections"),
-        ("x: 1", "unknown section"),
-        ("data: {path: a}\ndata: {path: b}", "the key data is given twice, again in line 2; remove one"),
-        ("data:\n  path: a\n  path: a\n", "the key path is given twice, again in line 3; remove one"),
-        ("1: x", "the key 1 is not text; quote it"),
-        ("data: !!timestamp 2001-13-45", "not valid YAML .*month must be in"),
-        ("data: " + "9" * 5000, "data is 9+ …; give a finite number|not valid YAML"),
-    ):
-        path = tmp_path / "broken.yaml"
-        path.write_text(text)
-        with pytest.raises(DualencError, match=message):
-            read_recipe(path)
-    with pytest.raises(DualencError, match="cannot be read"):
-        read_recipe(tmp_path / "missing.yaml")
-
-
-@pytest.mark.slow
 def test_the_command_trains_and_resumes(recipe, tmp_path, capsys):
     assert cli.main(["train", recipe, "trainer.max_steps=3", "trainer.save_every=2"]) == 0
     told = capsys.readouterr().out
@@ -361,22 +278,14 @@ def test_the_command_trains_and_resumes(recipe, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_code_2_and_one_line(recipe, capsys, tmp_path):
-    assert cli.main(["train", recipe, "trainer.epoch=3"]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "did you mean epochs?" in told
-    changes = ["objective.class_path=DCL", "trainer.max_steps=2", "model.query_prompt=### Query: "]
+def test_resume_with_another_recipe_names_the_change(recipe, capsys):
+    changes = ["objective.class_path=DCL", "trainer.max_steps=2"]
     assert cli.main(["train", recipe, *changes]) == 0
-    prompts = json.loads((tmp_path / "run" / "model" / "config_sentence_transformers.json").read_text())["prompts"]
-    assert prompts["query"] == "### Query: "
-    assert cli.main(["train", recipe, "trainer.max_steps=2", changes[-1], "--resume"]) == 2
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "another recipe" in told
-    assert "objective was 'DCL" in told
+    assert cli.main(["train", recipe, changes[1], "--resume"]) == 2
+    assert "another recipe" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("words", [["trainer.overwrite=true"], ["--resume"], []])
+@pytest.mark.parametrize("words", [["trainer.overwrite=true"], ["--resume"]])
 def test_train_leaves_a_folder_of_other_files_as_it_is(recipe, tmp_path, capsys, words):
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -404,76 +313,23 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.path=/nope", "recipe.yaml: data: /nope"),
-        ("objective.temperature=0", "recipe.yaml: objective: SogCLR: temperature is 0"),
-        ("objective.gamma=7", "recipe.yaml: objective: SogCLR: gamma is 7"),
-        ("evaluator.path=/nope", "recipe.yaml: evaluator: /nope"),
-        (
-            "evaluator={class_path: ImageTextEvaluator, init_args: {pairs: "
-            "{class_path: BeirPairs, init_args: {path: /no}}}}",
-            "recipe.yaml: evaluator.pairs: /no",
-        ),
-        ("model.tokenizer=/nope", "recipe.yaml: model: /nope"),
-        ("model.config.model_type=made-up", "recipe.yaml: model: config of the text tower"),
-        ("trainer.batch_size=0", "recipe.yaml: trainer: batch_size is 0; it must be at least 1"),
-        ("trainer.momentum=-1", r"recipe.yaml: trainer: momentum is -1.0; it must be in \[0, 1\)"),
-        ("trainer.final_fraction=-1", r"recipe.yaml: trainer: final_fraction is -1.0; it must be in \[0, 1\]"),
-        ("trainer.betas=[2, 3]", r"recipe.yaml: trainer: betas are \[2.0, 3.0\]; give two numbers in \[0, 1\)"),
-        ("trainer.learning_rate=-1", "recipe.yaml: trainer: learning_rate is -1.0; it must be above 0"),
-        ("trainer.weight_decay=-1", "recipe.yaml: trainer: weight_decay is -1.0; it must be at least 0"),
-        ("trainer.warmup=-1", "recipe.yaml: trainer: warmup is -1; give a number of steps"),
-        ("trainer.warmup=1.5", "recipe.yaml: trainer: warmup is 1.5; give a number of steps"),
-        ("trainer.max_gradient_norm=-1", "recipe.yaml: trainer: max_gradient_norm is -1.0; it must be above 0"),
-        ("trainer.epochs=1000000000", "recipe.yaml: trainer: epochs is 1000000000; it must be at most"),
-        ("trainer.seed=-1", "recipe.yaml: trainer: seed is -1"),
+        ("data.path=/nope", "BeirPairs: /nope"),
+        ("objective.gamma=7", "SogCLR: gamma is 7"),
+        ("evaluator.path=/nope", "RetrievalEvaluator: /nope"),
+        ("trainer.seed=-1", "Trainer: seed is -1"),
     ],
 )
-def test_what_a_part_refuses_is_one_line_with_its_section(recipe, override, message, capsys, tmp_path):
+def test_what_a_part_refuses_is_one_line_with_its_class(recipe, override, message, capsys, tmp_path):
     assert cli.main(["train", recipe, override]) == 2
-    told = capsys.readouterr().err
-    assert re.match(f"dualenc: error: .*{message}", told), told
-    assert told.count("\n") == 1
+    line = capsys.readouterr().err
+    assert f"recipe.yaml: {message}" in line
+    assert line.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_of_the_system_is_told_with_its_section(recipe, monkeypatch, capsys):
-    import dualenc.data.beir
-
-    def deny(*arguments, **options):
-        raise PermissionError(13, "Permission denied", "corpus.jsonl")
-
-    monkeypatch.setattr(dualenc.data.beir, "read_corpus", deny)
-    assert cli.main(["train", recipe]) == 2
-    assert "recipe.yaml: data: PermissionError: [Errno 13] Permission denied: 'corpus.jsonl'" in capsys.readouterr().err
-
-
-def test_a_bug_in_a_part_is_one_line_and_its_traceback_with_debug(recipe, monkeypatch, capsys):
-    import dualenc.data.beir
-
-    def fail(*arguments, **options):
-        raise ZeroDivisionError("ours")
-
-    monkeypatch.setattr(dualenc.data.beir, "read_corpus", fail)
-    assert cli.main(["train", recipe]) == 1
-    assert capsys.readouterr().err == (
-        "dualenc: unexpected error: ZeroDivisionError: ours; run again with --debug to see where\n"
-    )
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["train", recipe, "--debug"])
-
-
-def test_recipes_from_python_are_checked_as_strictly(settings):
-    settings["trainer"]["epochs"] = "3"
-    with pytest.raises(DualencError, match=r"recipe: trainer.epochs is '3'; it must be int or null"):
-        make_recipe(settings)
-    settings["trainer"]["epochs"] = 3
+def test_recipes_from_python_may_hold_paths(settings):
     settings["trainer"]["output"] = Path("somewhere")
     assert make_recipe(settings).settings["trainer"]["output"] == "somewhere"
-    settings["trainer"]["output"] = settings
-    with pytest.raises(DualencError, match="holds more than 10,000 values or 40 levels"):
-        make_recipe(settings)
-    with pytest.raises(DualencError, match="holds no sections"):
-        make_recipe([])  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import yaml
@@ -36,8 +37,6 @@ def recipe(name: str | None = None, *, keys: bool = False) -> None:
 
 def _keys(text: str) -> str:
     """Every key that a recipe's classes take, by section."""
-    import importlib
-
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(usage="section.key=value", add_help=False, default_env=False)
