@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +26,11 @@ def checksum(path: str | os.PathLike[str]) -> str:
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of files of a folder by name, several at a time: one core takes about 1.5 GB a second."""
+    """SHA-256 of files of a folder by name, several at a time."""
     names = list(names)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
-        return dict(zip(names, threads.map(lambda name: checksum(folder / name), names)))
+        digests = threads.map(lambda name: checksum(folder / name), names)
+        return dict(zip(names, digests, strict=True))
 
 
 def sizes(folder: Path, names: Iterable[str]) -> dict[str, int]:
@@ -38,44 +38,43 @@ def sizes(folder: Path, names: Iterable[str]) -> dict[str, int]:
     return {name: (folder / name).stat().st_size for name in names}
 
 
-def verify_files(folder: Path, names: Iterable[str], meta: Mapping[str, Any], mend: str, whole: bool) -> None:
-    """Verify that a folder's files are those that were written: all by size, and by SHA-256 as many as asked for.
+def verify_files(folder: Path, names: Iterable[str], meta: Mapping[str, Any], remedy: str, whole: bool) -> None:
+    """Verify that a folder's files are those that were written.
 
     Args:
         folder: that holds them.
         names: the files that belong to it.
-        meta: its meta.json: under `files` the SHA-256 of each of them, and of no others; under `sizes` their bytes.
-        mend: the remedy, for the error.
+        meta: its meta.json: under `files` their SHA-256, under `sizes` their bytes.
+        remedy: what to do about it, for the error.
         whole: read all files. Otherwise at most `READ_AT_OPENING` bytes, the smallest files first.
 
     Raises:
-        DualencError: a file is missing, is no regular file, has changed, or has no checksum.
+        DualencError: a file is missing or has changed, or the entries of meta.json are not those of the files.
     """
-    names = list(names)
-    recorded = meta["files"]
-    if not isinstance(recorded, dict) or sorted(recorded) != sorted(names):
-        listed = ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
-        raise DualencError(f"{folder / 'meta.json'}: its checksums are not those of {listed}; {mend}")
+    names = sorted(names)
+    if not all(isinstance(meta.get(key), dict) and sorted(meta[key]) == names for key in ("files", "sizes")):
+        raise DualencError(f"{folder / 'meta.json'}: its checksums and sizes are not those of the files; {remedy}")
     for name in names:
         if not (folder / name).is_file():
-            raise DualencError(f"{folder / name}: missing; {mend}")
-    found = sizes(folder, names)
-    _verify_sizes(folder, found, meta.get("sizes"), mend)
+            raise DualencError(f"{folder / name}: missing; {remedy}")
+    present = sizes(folder, names)
+    for name in names:
+        if present[name] != meta["sizes"][name]:
+            change = f"{present[name]} bytes instead of {meta['sizes'][name]}"
+            raise DualencError(f"{folder / name}: truncated or corrupt ({change}); {remedy}")
     if not whole:
-        names.sort(key=lambda name: found[name])
-        totals = itertools.accumulate(found[name] for name in names)
-        names = [name for name, total in zip(names, totals) if total <= READ_AT_OPENING]
+        names = _smallest(present)
     for name, digest in checksums(folder, names).items():
-        if digest != recorded[name]:
-            raise DualencError(f"{folder / name}: corrupt, its checksum is not that of meta.json; {mend}")
+        if digest != meta["files"][name]:
+            raise DualencError(f"{folder / name}: corrupt, its checksum is not that of meta.json; {remedy}")
 
 
-def _verify_sizes(folder: Path, found: Mapping[str, int], written: Any, mend: str) -> None:
-    # Older versions did not write sizes down.
-    if written is None or written == found:
-        return
-    if not isinstance(written, dict):
-        written = dict.fromkeys(found, written)
-    wrong = next((name for name in found if written.get(name) != found[name]), "")
-    remark = f"{found.get(wrong, 0)} bytes instead of {str(written.get(wrong))[:20]}"
-    raise DualencError(f"{folder / wrong}: truncated or corrupt ({remark}); {mend}")
+def _smallest(present: Mapping[str, int]) -> list[str]:
+    """The smallest files, together at most `READ_AT_OPENING` bytes."""
+    names = []
+    left = READ_AT_OPENING
+    for name in sorted(present, key=present.__getitem__):
+        left -= present[name]
+        if left >= 0:
+            names.append(name)
+    return names

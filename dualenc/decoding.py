@@ -1,4 +1,4 @@
-"""Image decoding: always upright, three channels, 8 bits; what cannot be decoded is a bad sample."""
+"""Image decoding: upright, three channels, 8 bits; what cannot be decoded is a bad sample."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ MAX_BYTES = 256 << 20
 """Larger image files are not read."""
 MAX_PIXELS = 89_478_485
 """Images with more pixels are not decoded (a quarter of a GB in memory), unless `PIL.Image.MAX_IMAGE_PIXELS` is set."""
+MAX_UPLOAD_RATIO = 64
+"""Of an upload's sides: models scale the shorter one to their size, and the longer one would take gigabytes."""
+UPLOAD_FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
+"""Formats of uploads: decoded in little more memory than the pixels need, without holding Python's lock."""
 
 _ORIENTATION = 0x0112  # EXIF tag
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-"""Formats decoded in data. Other plugins of Pillow start programs (Ghostscript, for EPS), read no images of a data set,
-or do not report the true size (an ICO file holds a PNG of any size)."""
+"""Pillow's other plugins start programs (EPS), or do not report the true size (ICO)."""
 _COMMON_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-UPLOAD_FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
-"""Formats of uploads: decoded in little more memory than the pixels need, without holding Python's lock."""
-MAX_UPLOAD_RATIO = 64
-"""Of an upload's sides: models scale the shorter one to their size, and the longer one would take gigabytes."""
 
 
 def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None) -> Image.Image:
@@ -36,26 +35,26 @@ def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None
     Args:
         data: contents of the file.
         where: names it in errors.
-        formats: what Pillow calls the formats that are allowed; by default those of `_FORMATS` that it was built with.
+        formats: Pillow's names of the allowed formats; by default all that are safe.
 
     Raises:
-        BadSample: the bytes are not a complete image of such a format, or the image has more than 89,478,485 pixels.
+        BadSample: not a complete image of such a format, or more than `MAX_PIXELS`.
     """
-    formats = _formats() if formats is None else formats
-    if len(data) > MAX_BYTES:
-        raise BadSample(f"{where}: image of {len(data):,} bytes, where {MAX_BYTES:,} are allowed; replace or remove it")
+    formats = formats or _formats()
     try:
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{len(data):,} bytes are more than {MAX_BYTES:,}")
         with warnings.catch_warnings():
-            # Counted below, without a second bound.
+            # Counted below.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image: Image.Image = Image.open(io.BytesIO(data), formats=formats)
-            max_pixels = Image.MAX_IMAGE_PIXELS or MAX_PIXELS
-            if image.width * image.height > max_pixels:
-                raise ValueError(f"{image.width} x {image.height} pixels are more than {max_pixels:,}")
-            # Most images need no copy.
-            if image.getexif().get(_ORIENTATION, 1) != 1:
-                image = ImageOps.exif_transpose(image)
-            return _to_rgb(image)
+        max_pixels = Image.MAX_IMAGE_PIXELS or MAX_PIXELS
+        if image.width * image.height > max_pixels:
+            raise ValueError(f"{image.width} x {image.height} pixels are more than {max_pixels:,}")
+        # Most images need no copy.
+        if image.getexif().get(_ORIENTATION, 1) != 1:
+            image = ImageOps.exif_transpose(image)
+        return _to_rgb(image)
     except UnidentifiedImageError:
         reason = f"it is no image of a known format: {', '.join(formats)}"
     except Exception as error:  # Pillow's plugins raise many kinds on broken files
@@ -70,8 +69,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         image = image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
     elif image.mode in ("I", "F"):
-        kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
-        raise ValueError(f"its pixels are {kind}, which have no range of brightness; save it with 8 or 16 bits")
+        raise ValueError(f"its pixels (mode {image.mode}) have no range of brightness; save it with 8 or 16 bits")
     return image.convert("RGB")
 
 
@@ -93,24 +91,21 @@ def decode_upload(data: bytes, where: str) -> Image.Image:
     """Decode an uploaded image, with bounds on its format and shape.
 
     Raises:
-        BadSample: what `decode_image` raises, or a bound is exceeded.
+        BadSample: as `decode_image`, or an image that is too narrow.
     """
     image = decode_image(data, where, UPLOAD_FORMATS)
     if max(image.size) > MAX_UPLOAD_RATIO * min(image.size):
-        raise BadSample(
-            f"{where}: image of {image.width} x {image.height} pixels is too narrow to search with; crop it"
-        )
+        shape = f"{image.width} x {image.height} pixels"
+        raise BadSample(f"{where}: image of {shape} is too narrow to search with; crop it")
     return image
 
 
 @cache
 def image_suffixes() -> tuple[str, ...]:
-    """The suffixes of the files that are decoded, as Pillow registers them: in lower case, common ones first."""
+    """The suffixes of the files that are decoded, in lower case, common ones first."""
     registered = Image.registered_extensions()
-    return (
-        *_COMMON_SUFFIXES,
-        *sorted(name for name in registered if registered[name] in _FORMATS and name not in _COMMON_SUFFIXES),
-    )
+    names = [name for name, kind in registered.items() if kind in _FORMATS and name not in _COMMON_SUFFIXES]
+    return (*_COMMON_SUFFIXES, *sorted(names))
 
 
 @cache
@@ -124,18 +119,13 @@ def open_image(path: str | os.PathLike[str]) -> Image.Image:
     """Read an image file as an upright RGB image.
 
     Raises:
-        BadSample: the file is missing, no regular file (a folder, device, pipe), above 256 MiB, or does not decode.
+        BadSample: the file is missing, no regular file, too large, or does not decode.
     """
     try:
         with open_regular(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size > MAX_BYTES:
-                raise DualencError(f"{path}: file of {size:,} bytes, where an image may have {MAX_BYTES:,}; remove it")
             data = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise BadSample(f"{path}: image cannot be read ({error.strerror or error}); check the path") from None
-    except DualencError as error:
-        raise BadSample(str(error)) from None
-    except ValueError as error:  # a name with a NUL byte
-        raise BadSample(f"{str(path)!r}: image cannot be read ({error}); check the path") from None
+    except (DualencError, ValueError) as error:
+        raise BadSample(f"{path}: image cannot be read ({error}); check the path") from None
     return decode_image(data, str(path))

@@ -1,6 +1,4 @@
-"""Communication between processes: collectives and gradient averaging.
-
-No other file imports `torch.distributed`.
+"""Communication between processes: collectives and gradient averaging. No other file imports `torch.distributed`.
 
 With one process (or before a process group exists) every function is the identity, so callers never branch.
 Tensors may have a different first dimension on each rank: the last batch of an epoch rarely divides evenly.
@@ -8,6 +6,7 @@ Tensors may have a different first dimension on each rank: the last batch of an 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,8 +23,7 @@ _is_single = False
 
 
 def is_initialized() -> bool:
-    """Whether a process group of more than one process is up, and this process takes part in it."""
-    # A group of one process needs no communication either.
+    """Whether this process takes part in a process group of more than one."""
     return not _is_single and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -33,13 +31,12 @@ def is_initialized() -> bool:
 def single_process() -> Iterator[None]:
     """Turn collectives off in this context, for work that differs by rank."""
     global _is_single
-    # Contexts may be nested.
-    before = _is_single
+    outer = _is_single
     _is_single = True
     try:
         yield
     finally:
-        _is_single = before
+        _is_single = outer
 
 
 def rank() -> int:
@@ -59,9 +56,7 @@ def is_main() -> bool:
 
 @contextmanager
 def explain_lost_process() -> Iterator[None]:
-    """Explain in one line that another process hangs or has ended; every exchange of this file runs in this.
-
-    On gloo. NCCL ends the process itself, with its own message.
+    """Explain in one line that another process hangs or has ended, on gloo; NCCL ends the process itself.
 
     Raises:
         DualencError: another process did not answer within the time limit of the process group, or is gone.
@@ -69,24 +64,21 @@ def explain_lost_process() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo has no exception classes for these; the words are those of its versions so far.
-        reason = str(error)
-        if any(words in reason for words in ("Timed out", "timed out", "imeout")):
-            raise DualencError(
-                "another process of this run did not answer in time: it hangs or is far behind; see its message, and "
-                "raise trainer.timeout_minutes if it only needs longer"
-            ) from error
-        if any(words in reason for words in ("onnection", "Socket", "Broken pipe", "remote process")):
-            raise DualencError(
-                "the connection to another process of this run is lost: it has ended or was killed; see its message, "
-                "then resume with --resume"
-            ) from error
-        raise
+        # gloo has no exception classes for these.
+        if re.search("timed out|timeout", str(error), re.IGNORECASE):
+            problem = "another process of this run did not answer in time: it hangs or is far behind"
+            remedy = "see its message, and raise trainer.timeout_minutes if it only needs longer"
+        elif re.search("connection|socket|broken pipe|remote process", str(error), re.IGNORECASE):
+            problem = "the connection to another process of this run is lost: it has ended or was killed"
+            remedy = "see its message, then resume with --resume"
+        else:
+            raise
+        raise DualencError(f"{problem}; {remedy}") from error
 
 
 @explain_lost_process()
 def barrier() -> None:
-    """Wait until every process is here."""
+    """Wait for every process."""
     if is_initialized():
         dist.barrier()
 
@@ -111,26 +103,17 @@ def broadcast_object(value: Any) -> Any:
     return values[0]
 
 
-def rank_sizes(local_size: int, device: torch.device) -> list[int]:
-    """The first dimension of every rank's tensor, in rank order."""
-    return rank_numbers([local_size], device)[0]
-
-
 @explain_lost_process()
 def rank_numbers(local_numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """For each of this rank's numbers, those of all ranks in rank order; one exchange.
-
-    Args:
-        local_numbers: as many on every rank.
-        device: that the process group communicates on.
-    """
+    """For each of this rank's numbers, equally many on every rank, those of all ranks in rank order; one exchange."""
     if not is_initialized():
         return [[number] for number in local_numbers]
     # As tensors: objects would be pickled, and take two exchanges.
     own = torch.tensor(local_numbers, device=device)
     numbers = [torch.empty_like(own) for _ in range(world_size())]
     dist.all_gather(numbers, own)
-    return [list(column) for column in zip(*(row.tolist() for row in numbers), strict=True)]
+    columns: list[list[int]] = torch.stack(numbers, dim=1).tolist()
+    return columns
 
 
 def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = None) -> slice:
@@ -148,30 +131,21 @@ def share(tensor: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def gather(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
-    """Concatenate a tensor of shape (b, ...) over ranks to (B, ...), without gradient; b may differ by rank.
-
-    Args:
-        tensor: this rank's part.
-        sizes: every rank's b if the caller knows them, which saves an exchange.
-    """
+    """Concatenate (b, ...) over ranks to (B, ...), without gradient; known sizes of all ranks save an exchange."""
     if not is_initialized():
         return tensor.detach() if tensor.requires_grad else tensor
-    return _all_gather(tensor.detach(), sizes or rank_sizes(tensor.shape[0], tensor.device))
+    return _all_gather(tensor.detach(), sizes or _sizes(tensor))
 
 
 def gather_with_grad(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
-    """Concatenate (b, ...) over ranks to (B, ...) so that gradients flow back to the rank that owns a row.
+    """`gather` whose backward pass gives each rank the sum over ranks of the gradients of its rows.
 
-    The backward pass sums every rank's gradient of a row. Together with `average_gradients`, and losses whose average
-    over ranks is the global loss, the result is the gradient of one process with the global batch.
-
-    Args:
-        tensor: this rank's part.
-        sizes: every rank's b if the caller knows them, which saves an exchange.
+    Together with `average_gradients`, and losses whose average over ranks is the global loss, the result is the
+    gradient of one process with the global batch.
     """
     if not is_initialized():
         return tensor
-    return _GatherWithGrad.apply(tensor, sizes or rank_sizes(tensor.shape[0], tensor.device))
+    return _GatherWithGrad.apply(tensor, sizes or _sizes(tensor))
 
 
 @explain_lost_process()
@@ -180,19 +154,19 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     result = tensor.detach().clone()
     if not is_initialized():
         return result
-    # Not every backend has a mean.
-    is_mean = op == "mean"
-    dist.all_reduce(result, op=dist.ReduceOp.SUM if is_mean else getattr(dist.ReduceOp, op.upper()))
-    return result / world_size() if is_mean else result
+    if op == "mean":
+        # Not every backend has a mean.
+        return all_reduce(tensor, "sum") / world_size()
+    dist.all_reduce(result, op=getattr(dist.ReduceOp, op.upper()))
+    return result
 
 
 class GradientAverage:
-    """Averages gradients over ranks; during the backward pass, if `expect` announces it.
+    """Averages gradients over ranks, in flat buckets, the last parameters first.
 
-    Gradients are sent in flat buckets, the last parameters first, in the order of a backward pass. After `expect` each
-    bucket is sent when the next backward pass has filled it and those before it are sent, so that the order is the same
-    on every rank; `finish` sends the rest, waits, and writes the averages. A missing gradient counts as zero, and a
-    parameter that no rank has used keeps none.
+    After `expect` each bucket is sent when the next backward pass has filled it and those before it are sent; `finish`
+    sends the rest, waits, and writes the averages. A missing gradient counts as zero, and a parameter that no rank has
+    used keeps none.
 
     Args:
         parameters: the same list on every rank.
@@ -208,10 +182,7 @@ class GradientAverage:
         self._sent: list[tuple[Any, Tensor]] = []
 
     def expect(self) -> None:
-        """Announce that the next backward pass is the last one before `finish`: filled buckets are sent at once.
-
-        Not for models whose layers exchange values with other ranks in the middle of their backward pass.
-        """
+        """Announce that the next backward pass is the last one before `finish`; its layers must exchange nothing."""
         if not is_initialized():
             return
         if self._group is None:
@@ -256,40 +227,44 @@ class GradientAverage:
     @explain_lost_process()
     def _send(self) -> None:
         bucket = self.buckets[len(self._sent)]
-        gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in bucket)
         # One message of many gradients: each exchange has a fixed cost.
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._sent.append((dist.all_reduce(flat, group=self._group, async_op=True), flat))
+        gradients = []
+        for parameter in bucket:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients.append(gradient.reshape(-1))
+        flat = torch.cat(gradients)
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._sent.append((work, flat))
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter], max_elements: int) -> list[list[torch.nn.Parameter]]:
-    """Consecutive parameters of one precision and device, together at most so many elements or a single one."""
+    """Consecutive parameters of one precision and device, of at most so many elements or a single one."""
     buckets: list[list[torch.nn.Parameter]] = []
     elements = 0
+    kind = None
     for parameter in parameters:
-        last = buckets[-1][-1] if buckets else None
-        fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not fits or elements + parameter.numel() > max_elements:
-            buckets.append([])
-            elements = 0
-        buckets[-1].append(parameter)
         elements += parameter.numel()
+        if elements > max_elements or kind != (parameter.dtype, parameter.device):
+            kind = (parameter.dtype, parameter.device)
+            elements = parameter.numel()
+            buckets.append([])
+        buckets[-1].append(parameter)
     return buckets
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Average gradients over ranks after the backward pass; for training loops outside of `dualenc.training`.
-
-    Args:
-        parameters: the same list on every rank.
-    """
+    """Average gradients over ranks after the backward pass, for training loops outside of `dualenc.training`."""
     GradientAverage(parameters).finish()
+
+
+def _sizes(tensor: Tensor) -> list[int]:
+    """The first dimension of every rank's tensor."""
+    return rank_numbers([tensor.shape[0]], tensor.device)[0]
 
 
 @explain_lost_process()
 def _all_gather(tensor: Tensor, sizes: list[int]) -> Tensor:
-    """Gather tensors of different lengths: pad to the longest rank, gather, cut the padding off."""
-    # gloo and NCCL want equal shapes.
+    """Gather tensors of different lengths: gloo and NCCL want equal shapes, so pad and cut the padding off."""
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     parts = [torch.empty_like(padded) for _ in sizes]

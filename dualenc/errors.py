@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class DualencError(ValueError):
-    """A mistake in data, files or arguments, reported in one line: what is wrong, where, and how to mend it.
+    """A mistake in data, files or arguments, reported in one line: what is wrong, where, and how to fix it.
 
     The command line prints the line and exits with code 2; Python callers may catch it as a `ValueError`.
     """

@@ -1,4 +1,4 @@
-"""Reading files that may be missing, damaged, or no files at all."""
+"""Reading files that may be missing, corrupted, or no files at all."""
 
 from __future__ import annotations
 
@@ -24,23 +24,15 @@ _KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading bytes; never waits for a named pipe, never touches a device.
+    """Open a regular file for reading bytes.
 
     Raises:
         DualencError: a folder, device, pipe or socket.
         OSError: missing or not readable.
     """
-    mode = os.stat(path).st_mode
-    if stat.S_ISREG(mode):
-        # The path may name something else by now: open without waiting, and look at what was opened.
-        no_wait = getattr(os, "O_NONBLOCK", 0)
-        stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | no_wait))  # noqa: SIM115
-        mode = os.fstat(stream.fileno()).st_mode
-        if stat.S_ISREG(mode):
-            return stream
-        stream.close()
-    kind = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
-    raise DualencError(f"{path}: {kind}, not a file; give a regular file")
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise DualencError(f"{path}: not a file; give a regular file")
+    return open(path, "rb")
 
 
 def glob_files(pattern: str) -> list[Path]:
@@ -69,11 +61,9 @@ def read_json(source: str | os.PathLike[str]) -> Any:
             return json.loads(stream.read().decode("utf-8-sig"))
     except FileNotFoundError:
         raise DualencError(f"{source}: no such file; is the folder complete?") from None
-    except RecursionError:
-        raise DualencError(f"{source}: not valid JSON (nested too deeply); write it again") from None
     except DualencError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DualencError(f"{source}: not valid JSON ({error}); write it again") from None
 
 
@@ -95,7 +85,8 @@ def read_json_object(source: str | os.PathLike[str], kinds: Mapping[str, Any] | 
             raise DualencError(f"{source}: lacks {name!r}; write it again")
         allowed = required if isinstance(required, tuple) else (required,)
         # Not isinstance: a bool would pass for an int.
-        if type(value[name]) not in allowed:
-            expected = " or ".join(_KINDS[kind] for kind in allowed)
-            raise DualencError(f"{source}: {name!r} is {_KINDS[type(value[name])]}, not {expected}; write it again")
+        kind = type(value[name])
+        if kind not in allowed:
+            expected = " or ".join(_KINDS[each] for each in allowed)
+            raise DualencError(f"{source}: {name!r} is {_KINDS[kind]}, not {expected}; write it again")
     return value

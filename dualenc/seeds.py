@@ -13,9 +13,7 @@ import torch
 
 
 def derive_seed(*parts: int | str, bits: int = 63) -> int:
-    """A seed that is a pure function of numbers and words; other parts give an unrelated one.
-
-    The same in every process, on every machine and in every version of Python.
+    """A seed that is a pure function of numbers and words, the same on every machine; other parts give another one.
 
     Args:
         parts: for instance ("batch", seed, epoch, index, view).

@@ -232,5 +232,5 @@ def test_judgements_that_are_no_file_are_told(tmp_path: Path) -> None:
         folder = judged(tmp_path / str(number), b"q\ta\t1\n")
         (folder / "qrels" / "test.tsv").unlink()
         make(folder / "qrels" / "test.tsv")
-        with pytest.raises(DualencError, match=r"test\.tsv: a (folder|device, pipe or socket), not a file"):
+        with pytest.raises(DualencError, match=r"test\.tsv: not a file"):
             read_beir(folder)

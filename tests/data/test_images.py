@@ -132,7 +132,7 @@ def make_not_a_file(path: Path, kind: str) -> Path:
 def test_only_regular_files_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.chdir(tmp_path)  # names of sockets must be short
     path = make_not_a_file(tmp_path / "x.png", kind)
-    with pytest.raises(BadSample, match=r"x\.png: a (folder|device, pipe or socket), not a file"):
+    with pytest.raises(BadSample, match="not a file; give a regular file"):
         open_image(path)
 
 
@@ -142,11 +142,9 @@ def test_large_files_and_large_images_are_refused_before_they_are_read(
     path = tmp_path / "x.png"
     path.write_bytes(encoded(picture(1)))
     os.truncate(path, 10 << 30)  # ten GB of nothing behind a small image
-    with pytest.raises(BadSample, match=r"x\.png: file of 10,737,418,240 bytes"):
-        open_image(path)
     monkeypatch.setattr(decoding, "MAX_BYTES", 100)
-    with pytest.raises(BadSample, match=r"table row 3: image of \d+ bytes, where 100 are allowed"):
-        decode_image(encoded(picture(1), "BMP"), "table row 3")
+    with pytest.raises(BadSample, match=r"x\.png: .*101 bytes are more than 100"):
+        open_image(path)
 
 
 @pytest.mark.parametrize("times", [1.5, 3], ids=["what Pillow warns of", "what Pillow refuses"])
