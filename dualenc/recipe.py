@@ -134,14 +134,14 @@ class Recipe:
                 raise errors[-1] from error
 
         # The trainer's mistakes are reported before data and models are read, which takes longer.
-        make(Trainer, **self.config.trainer.as_dict())
+        trainer = make(Trainer, **self.config.trainer.as_dict())
         seed_everything(self.config.trainer.seed)
         try:
             built = _parser(self.settings).instantiate(self.config, instantiators=[(make, object, True)])
         except ValueError as error:
             # In a union with None, jsonargparse replaces the error by a list of all that it tried.
             raise errors[0] if errors else error from None
-        return Parts(**{name: built[name] for name in Parts._fields})
+        return Parts(**{name: built[name] for name in Parts._fields} | {"trainer": trainer})
 
     def train(self, resume: bool = False) -> TrainingResult:
         """Make all parts and train.
@@ -150,17 +150,13 @@ class Recipe:
             resume: continue from the latest checkpoint in `trainer.output`.
         """
         from dualenc.training.checkpoint import check_run_folder
-        from dualenc.training.hold_out import default_share
-        from dualenc.training.trainer import Trainer
 
-        arguments = self.config.trainer.as_dict()
         # Reading the data may take long.
-        check_run_folder(arguments["output"], resume=resume, overwrite=arguments["overwrite"])
-        model, data, objective, batching, evaluator, trainer = self.build()
-        if arguments["held_out"] is None and evaluator is None and batching is None:
-            # So that every run ends with a number.
-            trainer = Trainer(**arguments | {"held_out": default_share(data)})
-        return trainer.fit(model, data, objective, batching, evaluator, resume, self.settings)
+        check_run_folder(self.config.trainer.output, resume=resume, overwrite=self.config.trainer.overwrite)
+        parts = self.build()
+        return parts.trainer.fit(
+            parts.model, parts.data, parts.objective, parts.batching, parts.evaluator, resume, self.settings
+        )
 
 
 def read_recipe(

@@ -63,7 +63,7 @@ SECTIONS = {
         "dualenc.batching.BatchSelector", "dualenc.batching", ("num_pairs", "batch_size", "seed"), required=False
     ),
     "evaluator": Section("dualenc.training.evaluators.Evaluator", "dualenc.training.evaluators", required=False),
-    "trainer": Section("dualenc.training.trainer.Trainer", None),
+    "trainer": Section("dualenc.training.settings.TrainerSettings", None),
 }
 
 

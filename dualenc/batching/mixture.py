@@ -49,20 +49,26 @@ class MixtureBatches(BatchSelector):
             self.batches_of = [draws // batch_size for draws in self.draws]
         else:
             self.batches_of = [sum(self.draws) // batch_size] * len(self.draws)
-        for number, (size, draws, batches) in enumerate(zip(self.sizes, self.draws, self.batches_of, strict=True)):
+        for number, weight in enumerate(weights):
             name = names[number] if names else f"source {number}"
-            drawn = f"{name} has {size} pairs, of which an epoch draws {draws} at weight {weights[number]:g}"
-            if draws < 1:
-                raise DualencError(f"{drawn}; raise its weight")
-            if batches < 1 or (one_source and size < batch_size):
-                whole = "in batches of one source" if one_source else "from all sources together"
-                raise DualencError(f"{drawn}, too few for a batch of {batch_size} {whole}; lower batch_size")
-            # The most frequent pair needs as many batches as it comes.
-            if math.ceil(draws / size) > batches:
-                raise DualencError(
-                    f"{drawn}, in {batches} batches: some pair would come twice in a batch; lower the weight or the "
-                    "batch size"
-                )
+            self._check_source(number, f"{name} has {sizes[number]} pairs, of which an epoch draws", weight)
+
+    def _check_source(self, number: int, source: str, weight: float) -> None:
+        size = self.sizes[number]
+        draws = self.draws[number]
+        batches = self.batches_of[number]
+        drawn = f"{source} {draws} at weight {weight:g}"
+        if draws < 1:
+            raise DualencError(f"{drawn}; raise its weight")
+        if batches < 1 or (self.one_source and size < self.batch_size):
+            whole = "in batches of one source" if self.one_source else "from all sources together"
+            raise DualencError(f"{drawn}, too few for a batch of {self.batch_size} {whole}; lower batch_size")
+        # The most frequent pair needs as many batches as it comes.
+        if math.ceil(draws / size) > batches:
+            raise DualencError(
+                f"{drawn}, in {batches} batches: some pair would come twice in a batch; lower the weight or the batch "
+                "size"
+            )
 
     @property
     def num_batches(self) -> int:
@@ -75,11 +81,12 @@ class MixtureBatches(BatchSelector):
         counts = [self.counts(number, epoch) for number in range(len(self.sizes))]
         if not self.one_source:
             return deal(np.concatenate(counts), self.num_batches, self.batch_size, draw)
-        starts = np.cumsum([0, *self.sizes])
-        batches = [
-            start + deal(source_counts, num_batches, self.batch_size, draw)
-            for start, source_counts, num_batches in zip(starts.tolist(), counts, self.batches_of)
-        ]
+        batches = []
+        start = 0
+        for number, size in enumerate(self.sizes):
+            dealt = deal(counts[number], self.batches_of[number], self.batch_size, draw)
+            batches.append(start + dealt)
+            start += size
         return draw.permutation(np.concatenate(batches))
 
     def counts(self, number: int, epoch: int) -> np.ndarray:
@@ -91,7 +98,8 @@ class MixtureBatches(BatchSelector):
             # A seed of its own for each order, not the epoch's generator: the order spans several epochs.
             turn, place = divmod(epoch, size // rest)
             order = np.random.default_rng([self.seed, turn, number, 1]).permutation(size)
-            counts[order[place * rest : (place + 1) * rest]] += 1
+            once_more = order[place * rest : (place + 1) * rest]
+            counts[once_more] += 1
         return counts
 
 
@@ -100,7 +108,7 @@ def deal(counts: np.ndarray, num_batches: int, batch_size: int, draw: np.random.
 
     Like cards: the pairs are put in random order, copies of one next to each other, and dealt out in rounds in which
     each batch gets one, in random order. So copies in a round go to different batches; those of the one pair that
-    spans the end of a round are kept apart. With one copy each it is a uniform partition.
+    spans the end of a round are separated afterwards. With one copy each it is a uniform partition.
 
     Args:
         counts: (N,) copies of each pair, at most `num_batches`, together at least num_batches·B.
@@ -112,16 +120,20 @@ def deal(counts: np.ndarray, num_batches: int, batch_size: int, draw: np.random.
         (num_batches, B) int64 pair indices.
     """
     order = draw.permutation(len(counts))
-    dealt = np.repeat(order, counts[order])[: num_batches * batch_size].reshape(batch_size, num_batches)
+    cards = np.repeat(order, counts[order])[: num_batches * batch_size]
+    rounds = cards.reshape(batch_size, num_batches)
     # Rounds that begin with the last pair of the round before.
-    across = np.flatnonzero(dealt[1:, 0] == dealt[:-1, -1]) + 1
-    pairs = dealt[across, 0]
-    dealt = draw.permuted(dealt, axis=1)
-    for number, pair in zip(across.tolist(), pairs.tolist(), strict=True):
-        previous = dealt[number - 1] == pair
-        current = dealt[number] == pair
+    spanning = np.flatnonzero(rounds[1:, 0] == rounds[:-1, -1]) + 1
+    pairs = rounds[spanning, 0]
+    rounds = draw.permuted(rounds, axis=1)
+    for number, pair in zip(spanning.tolist(), pairs.tolist(), strict=True):
+        previous = rounds[number - 1] == pair
+        current = rounds[number] == pair
         # A batch that has the pair from both rounds swaps one copy with a random batch that has none.
         twice = np.flatnonzero(previous & current)
-        free = draw.permutation(np.flatnonzero(~previous & ~current))[: len(twice)]
-        dealt[number, twice], dealt[number, free] = dealt[number, free], dealt[number, twice]
-    return np.ascontiguousarray(dealt.T)
+        free = np.flatnonzero(~previous & ~current)
+        partners = draw.permutation(free)[: len(twice)]
+        copies = rounds[number, twice]
+        rounds[number, twice] = rounds[number, partners]
+        rounds[number, partners] = copies
+    return np.ascontiguousarray(rounds.T)

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
-from typing import Literal
 
 import numpy as np
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, nearest
 
-Remainder = Literal["drop", "wrap"]
 MAX_COMBINATIONS = 1_000_000
-_CHECKED_ROWS = 65536  # at a time
 logger = logging.getLogger(__name__)
 
 
 class BatchSelector(ABC):
-    """Chooses the training pairs of each batch.
+    """Chooses the training pairs of each batch; N mod B random pairs are left out of an epoch.
 
     Args:
         num_pairs: N, the number of training pairs.
         batch_size: B, pairs in each (global) batch.
         seed: of all random choices; with equal embeddings, equal (seed, epoch) give equal batches.
-        remainder: when B does not divide N: "drop" leaves N mod B random pairs out of the epoch; "wrap" adds
-            one batch of them, completed with other random pairs.
 
     Raises:
         DualencError: an argument is out of its range.
@@ -37,10 +31,9 @@ class BatchSelector(ABC):
     uniform: bool = False
     """Whether all pairs are equally likely to share a batch."""
 
-    def __init__(self, num_pairs: int, batch_size: int, seed: int = 0, remainder: Remainder = "drop") -> None:
+    def __init__(self, num_pairs: int, batch_size: int, seed: int = 0) -> None:
         check_at_least(1, num_pairs=num_pairs, batch_size=batch_size)
         check_at_least(0, seed=seed)
-        check_choice("remainder", remainder, ("drop", "wrap"))
         if batch_size > num_pairs:
             raise DualencError(
                 f"batch_size {batch_size} exceeds num_pairs {num_pairs}; choose a batch_size of at most {num_pairs}"
@@ -48,18 +41,11 @@ class BatchSelector(ABC):
         self.num_pairs = num_pairs
         self.batch_size = batch_size
         self.seed = seed
-        self.remainder = remainder
 
     @property
     def num_batches(self) -> int:
         """Batches in one epoch."""
-        return self.partition_size
-
-    @property
-    def partition_size(self) -> int:
-        """Batches in a partition of the pairs."""
-        whole, rest = divmod(self.num_pairs, self.batch_size)
-        return whole + (rest > 0 and self.remainder == "wrap")
+        return self.num_pairs // self.batch_size
 
     @abstractmethod
     def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
@@ -84,14 +70,13 @@ class BatchSelector(ABC):
 
     def generator(self, epoch: int) -> np.random.Generator:
         """The random generator of one epoch."""
-        check_at_least(0, epoch=epoch)
         return np.random.default_rng([self.seed, epoch])
 
     def random_batches(self, draw: np.random.Generator) -> np.ndarray:
-        """(partition_size, B): a random partition of the pairs; with "wrap", the batch that repeats some is last."""
+        """(N // B, B): a random partition of the pairs."""
         shuffled = draw.permutation(self.num_pairs)
-        # np.resize cuts off the end ("drop"), or fills up from the beginning, whose pairs are in other batches.
-        batches = np.resize(shuffled, (self.partition_size, self.batch_size))
+        number = self.num_pairs // self.batch_size
+        batches = shuffled[: number * self.batch_size].reshape(number, self.batch_size)
         return batches.astype(np.int64, copy=False)
 
     def check_embeddings(self, left: np.ndarray, right: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -109,17 +94,13 @@ class BatchSelector(ABC):
 
     def _checked_side(self, side: str, embeddings: np.ndarray) -> np.ndarray:
         rows = np.asarray(embeddings, dtype=np.float32)
-        if rows.ndim != 2 or len(rows) != self.num_pairs or rows.shape[1] == 0:
+        if rows.ndim != 2 or len(rows) != self.num_pairs:
             expected = f"({self.num_pairs}, D), one row per training pair"
             raise DualencError(f"{side} embeddings have shape {rows.shape}; expected {expected}")
-        # In blocks: the mask of all of them would be a quarter of the embeddings' own memory.
-        for start in range(0, len(rows), _CHECKED_ROWS):
-            broken = ~np.isfinite(rows[start : start + _CHECKED_ROWS]).all(axis=1)
-            if broken.any():
-                raise DualencError(
-                    f"{side} embeddings hold a NaN or an infinity in row {start + int(broken.argmax())}; "
-                    "has the training diverged?"
-                )
+        finite = np.isfinite(rows).all(axis=1)
+        if not finite.all():
+            row = int(finite.argmin())
+            raise DualencError(f"{side} embeddings hold a NaN or an infinity in row {row}; has the training diverged?")
         return rows
 
 
@@ -130,17 +111,17 @@ def check_at_least(lowest: float, **arguments: float) -> None:
             raise DualencError(f"{name} is {value}; choose at least {lowest}")
 
 
-def check_temperature(temperature: float) -> None:
-    """Raise a `DualencError` for a τ that is not positive."""
-    if not temperature > 0:
-        raise DualencError(f"temperature is {temperature}; choose a number above 0")
+def check_above_zero(**arguments: float) -> None:
+    """Raise a `DualencError` for an argument that is not positive."""
+    for name, value in arguments.items():
+        if not value > 0:
+            raise DualencError(f"{name} is {value}; choose a number above 0")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise a `DualencError`, with the nearest valid value, for a string that is not among the choices."""
     if value not in choices:
-        nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
-        raise DualencError(f"{name} is {value!r}; did you mean {nearest!r}? Valid: {', '.join(choices)}")
+        raise DualencError(f"{name} is {value!r}{nearest(str(value), choices)}; choose one of {', '.join(choices)}")
 
 
 def batch_losses(
@@ -159,11 +140,7 @@ def batch_losses(
 
     Returns:
         (num_batches,) float64, in nats.
-
-    Raises:
-        DualencError: the temperature is not positive.
     """
-    check_temperature(temperature)
     num_batches, batch_size = batches.shape
     per_batch = 4 * batch_size * (2 * left.shape[1] + 4 * batch_size)
     step = max(1, chunk_bytes // per_batch)
@@ -176,7 +153,8 @@ def batch_losses(
         # In each direction log Σ exp(logit) − positive logit, the mean over the anchors.
         for axis in (1, 2):
             highest = logits.max(axis=axis, keepdims=True)
-            log_sums = (highest + np.log(np.exp(logits - highest).sum(axis=axis, keepdims=True))).squeeze(axis)
+            sums = np.exp(logits - highest).sum(axis=axis, keepdims=True)
+            log_sums = (highest + np.log(sums)).squeeze(axis)
             both += (log_sums - positives).mean(axis=1, dtype=np.float64)
         losses[start : start + step] = both / 2
     return losses
@@ -206,9 +184,8 @@ class OSGDBatches(BatchSelector):
     Source: Cho et al. 2023, arXiv:2307.05906, Algorithms 5 and 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
 
     Args:
-        num_pairs, batch_size, seed, remainder: as of `BatchSelector`.
-        k: batches to choose from, as in the paper; a window of fewer (the last, or all if k > N/B) gives in
-            proportion. Unused if exhaustive.
+        num_pairs, batch_size, seed: as of `BatchSelector`.
+        k: batches to choose from; a window of fewer (the last, or all if k > N/B) gives in proportion.
         q: batches to choose, at most k.
         temperature: τ of the loss.
         exhaustive: Algorithm 5 instead of 6.
@@ -228,11 +205,10 @@ class OSGDBatches(BatchSelector):
         q: int = 150,
         temperature: float = 0.1,
         exhaustive: bool = False,
-        remainder: Remainder = "drop",
     ) -> None:
-        super().__init__(num_pairs, batch_size, seed, remainder)
+        super().__init__(num_pairs, batch_size, seed)
         check_at_least(1, k=k, q=q)
-        check_temperature(temperature)
+        check_above_zero(temperature=temperature)
         if q > k and not exhaustive:
             raise DualencError(f"q is {q} but k is {k}; choose a q of at most k")
         if exhaustive and math.comb(num_pairs, batch_size) > MAX_COMBINATIONS:
@@ -249,7 +225,7 @@ class OSGDBatches(BatchSelector):
         """Batches that one call of `select` returns with embeddings."""
         if self.exhaustive:
             return min(self.q, math.comb(self.num_pairs, self.batch_size))
-        full, rest = divmod(self.partition_size, self.k)
+        full, rest = divmod(self.num_pairs // self.batch_size, self.k)
         return full * self.q + self._share_of(rest)
 
     def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
@@ -258,11 +234,12 @@ class OSGDBatches(BatchSelector):
         if left is None:
             return candidates
         left, right = self.check_embeddings(left, right)
+        window = self.k
         if self.exhaustive:
             pairs = itertools.combinations(range(self.num_pairs), self.batch_size)
             candidates = np.array(list(pairs), dtype=np.int64)
+            window = len(candidates)
         losses = batch_losses(left, right, candidates, self.temperature)
-        window = len(candidates) if self.exhaustive else self.k
         chosen = []
         for start in range(0, len(candidates), window):
             # A stable sort, so that equal losses give equal batches on every rank.

@@ -13,20 +13,20 @@ from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from scipy.spatial.distance import cdist
 
-from dualenc.batching.selector import BatchSelector, Remainder, check_at_least, check_choice, check_temperature
+from dualenc.batching.selector import BatchSelector, check_above_zero, check_at_least, check_choice
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 Method = Literal["bisection", "spectral", "bandwidth"]
-Laplacian = Literal["normalized", "unnormalized"]
 
 POWER_ITERATIONS = 6
 SIGN_ITERATIONS = 12
 CHUNK_FLOATS = 1 << 18  # a megabyte: all iterations on a stack of small nodes stay in cache
 EXACT_UP_TO = 20_000  # pairs; the neighbours of more are searched in inverted lists
 PROBES = 8
+NEIGHBORS = 8
 
 
 class SpectralBatches(BatchSelector):
@@ -42,12 +42,10 @@ class SpectralBatches(BatchSelector):
       2023, arXiv:2210.12874).
 
     Args:
-        num_pairs, batch_size, seed, remainder: as of `BatchSelector`.
+        num_pairs, batch_size, seed: as of `BatchSelector`.
         method: how to partition.
         temperature: τ of the affinity ("spectral").
         k: batches in a random group ("spectral"): the time grows with k²·B²·N.
-        laplacian: which eigenvectors ("spectral"): see `spectral.spectral_rows`.
-        neighbors: edges from each pair ("bandwidth"); by default 8, or B − 1 if that is less.
         share: of the batches that are selected, in [0, 1]; the pairs of the others are mixed at random, which
             limits how often false negatives share a batch.
 
@@ -65,23 +63,17 @@ class SpectralBatches(BatchSelector):
         method: Method = "bisection",
         temperature: float = 0.1,
         k: int = 40,
-        laplacian: Laplacian = "normalized",
-        neighbors: int | None = None,
         share: float = 1.0,
-        remainder: Remainder = "drop",
     ) -> None:
-        super().__init__(num_pairs, batch_size, seed, remainder)
+        super().__init__(num_pairs, batch_size, seed)
         check_choice("method", method, ("bisection", "spectral", "bandwidth"))
-        check_choice("laplacian", laplacian, ("normalized", "unnormalized"))
-        check_temperature(temperature)
-        check_at_least(1, k=k, neighbors=1 if neighbors is None else neighbors)
+        check_above_zero(temperature=temperature)
+        check_at_least(1, k=k)
         if not 0 <= share <= 1:
             raise DualencError(f"share is {share}; choose a number from 0 to 1")
         self.method = method
         self.temperature = temperature
         self.k = k
-        self.laplacian = laplacian
-        self.neighbors = neighbors
         self.share = share
 
     def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
@@ -91,30 +83,37 @@ class SpectralBatches(BatchSelector):
         if left is None:
             return batches
         left, right = self.check_embeddings(left, right)
-        whole = self.num_pairs // self.batch_size  # without the batch that "wrap" completes
-        rows = np.sort(batches[:whole], axis=None)  # in order of memory
+        rows = np.sort(batches, axis=None)  # in order of memory
         if self.method == "bisection":
             points = left[rows]
             points += right[rows]
             selected = rows[bisection_batches(points, self.batch_size, draw)]
         elif self.method == "bandwidth":
-            selected = rows[bandwidth_batches(left[rows], right[rows], self.batch_size, self.neighbors)]
+            selected = rows[bandwidth_batches(left[rows], right[rows], self.batch_size)]
         else:
-            groups = [batches[first : min(first + self.k, whole)].ravel() for first in range(0, whole, self.k)]
-            selected = np.concatenate([self._select_spectral(group, left, right, draw) for group in groups])
-        # A random share of the batches is kept; the pairs of the others are mixed at random.
-        order = draw.permutation(whole)
-        kept, others = np.split(selected[order], [round(self.share * whole)])
-        mixed = draw.permutation(others.ravel()).reshape(others.shape)
-        return draw.permutation(np.concatenate([kept, mixed, batches[whole:]]))
+            selected = self._select_spectral(batches, left, right, draw)
+        return self._mixed(selected, draw)
 
     def _select_spectral(
-        self, group: np.ndarray, left: np.ndarray, right: np.ndarray, draw: np.random.Generator
+        self, batches: np.ndarray, left: np.ndarray, right: np.ndarray, draw: np.random.Generator
     ) -> np.ndarray:
-        """The batches of a random group of pairs."""
-        seed = int(draw.integers(2**31))
-        chosen = spectral_batches(left[group], right[group], self.batch_size, self.temperature, seed, self.laplacian)
-        return group[chosen]
+        """Partition the pairs of each k random batches."""
+        selected = []
+        for first in range(0, len(batches), self.k):
+            group = batches[first : first + self.k].ravel()
+            seed = int(draw.integers(2**31))
+            chosen = spectral_batches(left[group], right[group], self.batch_size, self.temperature, seed)
+            selected.append(group[chosen])
+        return np.concatenate(selected)
+
+    def _mixed(self, selected: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+        """A random share of the batches as they are, and the pairs of the others at random, in random order."""
+        order = draw.permutation(len(selected))
+        count = round(self.share * len(selected))
+        unchanged = selected[order[:count]]
+        others = selected[order[count:]]
+        mixed = draw.permutation(others.ravel()).reshape(others.shape)
+        return draw.permutation(np.concatenate([unchanged, mixed]))
 
 
 def bisection_batches(points: np.ndarray, batch_size: int, draw: np.random.Generator) -> np.ndarray:
@@ -140,19 +139,21 @@ def bisection_batches(points: np.ndarray, batch_size: int, draw: np.random.Gener
         for size in np.unique(sizes[sizes > 1]):
             nodes = starts[sizes == size]
             width = size * batch_size
+            half = (size // 2) * batch_size
             # As many nodes at a time as stay in the processor's cache through all iterations.
             step = max(1, CHUNK_FLOATS // (width * points.shape[1]))
             for first in range(0, len(nodes), step):
                 places = nodes[first : first + step, None] + np.arange(width)
                 members = order[places]
-                halves = split(points[members], (size // 2) * batch_size, draw)
+                halves = split_nodes(points[members], half, draw)
                 order[places] = np.take_along_axis(members, halves, axis=1)
-        sizes = np.stack([sizes // 2, sizes - sizes // 2], axis=1).ravel()
+        lower = sizes // 2
+        sizes = np.stack([lower, sizes - lower], axis=1).ravel()
         sizes = sizes[sizes > 0]
     return order.reshape(-1, batch_size)
 
 
-def split(nodes: np.ndarray, half: int, draw: np.random.Generator) -> np.ndarray:
+def split_nodes(nodes: np.ndarray, half: int, draw: np.random.Generator) -> np.ndarray:
     """Split each node so that little affinity is cut.
 
     Halves that maximise the affinity within them maximise |Σ σ_i p_i|² over balanced signs σ. Its relaxation is the
@@ -167,19 +168,26 @@ def split(nodes: np.ndarray, half: int, draw: np.random.Generator) -> np.ndarray
     Returns:
         (P, S): a permutation of each node's points, whose first `half` are on one side.
     """
-    direction = draw.standard_normal((nodes.shape[0], nodes.shape[2]), dtype=np.float32)
+    num_nodes, size, dim = nodes.shape
+    direction = draw.standard_normal((num_nodes, dim), dtype=np.float32)
     for iteration in range(POWER_ITERATIONS + SIGN_ITERATIONS):
-        heights = np.matmul(nodes, direction[:, :, None])[:, :, 0]
+        heights = _heights(nodes, direction)
         if iteration < POWER_ITERATIONS:
             weights = heights - heights.mean(axis=1, keepdims=True)
         else:
             # The direction from the mean of a node's `half` lowest points to the mean of the others.
-            order = np.argpartition(heights, half, axis=1)
-            weights = np.full_like(heights, 1 / (heights.shape[1] - half))
-            np.put_along_axis(weights, order[:, :half], np.float32(-1 / half), axis=1)
+            lowest = np.argpartition(heights, half, axis=1)[:, :half]
+            weights = np.full_like(heights, 1 / (size - half))
+            np.put_along_axis(weights, lowest, np.float32(-1 / half), axis=1)
         direction = np.matmul(weights[:, None, :], nodes)[:, 0]
-        direction /= np.linalg.norm(direction, axis=1, keepdims=True) + np.float32(1e-30)
-    return np.argpartition(np.matmul(nodes, direction[:, :, None])[:, :, 0], half, axis=1)
+        norms = np.linalg.norm(direction, axis=1, keepdims=True)
+        direction /= norms + np.float32(1e-30)
+    return np.argpartition(_heights(nodes, direction), half, axis=1)
+
+
+def _heights(nodes: np.ndarray, direction: np.ndarray) -> np.ndarray:
+    """(P, S): each point of (P, S, D) along its node's direction (P, D)."""
+    return np.matmul(nodes, direction[:, :, None])[:, :, 0]
 
 
 def affinity(left: np.ndarray, right: np.ndarray, batch_size: int, temperature: float) -> np.ndarray:
@@ -202,37 +210,31 @@ def affinity(left: np.ndarray, right: np.ndarray, batch_size: int, temperature: 
     # With B = 1 the logarithm is −∞, and every weight log(1 + 0).
     with np.errstate(divide="ignore"):
         shift = np.log(batch_size - 1) - positives
-    weights = np.logaddexp(0, logits + shift) + np.logaddexp(0, logits.T + shift)
+    weights = np.logaddexp(0, logits + shift)
+    weights += np.logaddexp(0, logits.T + shift)
     weights += weights.T.copy()
     np.fill_diagonal(weights, 0)
     return weights
 
 
-def spectral_rows(weights: np.ndarray, num_clusters: int, laplacian: Laplacian) -> np.ndarray:
-    """Lines 2 to 5: leading eigenvectors of the graph, rows scaled to unit norm.
+def spectral_rows(weights: np.ndarray, num_clusters: int) -> np.ndarray:
+    """Lines 2 to 5: (n, k) leading eigenvectors of a graph's affinity (n, n), rows scaled to unit norm.
 
-    Args:
-        weights: (n, n) affinity.
-        num_clusters: k.
-        laplacian: "unnormalized": the k largest eigenvectors of L = D − A, to the letter of the paper; these are
-            contrasts within clusters and tell clusters apart poorly. "normalized": the k largest eigenvectors of
-            D^−½ A D^−½, as in the algorithm it cites (Ng, Jordan, Weiss 2001) and as its authors' code does.
-
-    Returns:
-        (n, k) float64.
+    Of D^−½ A D^−½, as in the algorithm that the paper cites (Ng, Jordan, Weiss 2001) and in its authors' code; the
+    largest of D − A, to its letter, are contrasts within clusters and tell clusters apart poorly.
     """
-    degrees = np.maximum(weights.sum(axis=1), np.finfo(np.float64).tiny)
-    if laplacian == "unnormalized":
-        matrix = np.diag(degrees) - weights
-    else:
-        scale = 1 / np.sqrt(degrees)
-        matrix = scale[:, None] * weights * scale
+    tiny = np.finfo(np.float64).tiny
+    degrees = np.maximum(weights.sum(axis=1), tiny)
+    scale = 1 / np.sqrt(degrees)
+    matrix = scale[:, None] * weights * scale
     size = len(weights)
     _, vectors = eigh(matrix, subset_by_index=[size - num_clusters, size - 1], check_finite=False)
     if vectors.shape[1] < num_clusters:
         # LAPACK's solver for part of the spectrum may fail where eigenvalues coincide.
-        vectors = eigh(matrix, driver="evd", overwrite_a=True, check_finite=False)[1][:, -num_clusters:]
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+        _, vectors = eigh(matrix, driver="evd", overwrite_a=True, check_finite=False)
+        vectors = vectors[:, -num_clusters:]
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.maximum(norms, tiny)
 
 
 def equal_clusters(rows: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
@@ -253,15 +255,13 @@ def equal_clusters(rows: np.ndarray, num_clusters: int, seed: int) -> np.ndarray
     with warnings.catch_warnings():
         # Raised for duplicates: fewer distinct rows than clusters.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        centers = KMeans(num_clusters, n_init=1, random_state=seed).fit(rows).cluster_centers_
-    distances = np.repeat(cdist(rows, centers), size, axis=1)
-    _, places = linear_sum_assignment(distances)
+        clusters = KMeans(num_clusters, n_init=1, random_state=seed).fit(rows)
+    distances = cdist(rows, clusters.cluster_centers_)
+    _, places = linear_sum_assignment(np.repeat(distances, size, axis=1))
     return np.argsort(places).reshape(num_clusters, size)
 
 
-def spectral_batches(
-    left: np.ndarray, right: np.ndarray, batch_size: int, temperature: float, seed: int, laplacian: Laplacian
-) -> np.ndarray:
+def spectral_batches(left: np.ndarray, right: np.ndarray, batch_size: int, temperature: float, seed: int) -> np.ndarray:
     """Partition n pairs, B divides n, into batches of large loss: Algorithm 1 of Cho et al. 2023, in O(n³).
 
     Args:
@@ -269,7 +269,6 @@ def spectral_batches(
         batch_size: B.
         temperature: τ.
         seed: of k-means.
-        laplacian: see `spectral_rows`.
 
     Returns:
         (n/B, B) rows of the embeddings.
@@ -278,10 +277,11 @@ def spectral_batches(
     if num_clusters == 1:
         return np.arange(batch_size)[None]
     weights = affinity(left, right, batch_size, temperature)
-    return equal_clusters(spectral_rows(weights, num_clusters, laplacian), num_clusters, seed)
+    rows = spectral_rows(weights, num_clusters)
+    return equal_clusters(rows, num_clusters, seed)
 
 
-def bandwidth_batches(left: np.ndarray, right: np.ndarray, batch_size: int, neighbors: int | None = None) -> np.ndarray:
+def bandwidth_batches(left: np.ndarray, right: np.ndarray, batch_size: int) -> np.ndarray:
     """Partition pairs along a reverse Cuthill–McKee order of their nearest-neighbour graph.
 
     Source: Sachidananda et al. 2023, Global Selection of Contrastive Batches via Optimization on Sample Permutations,
@@ -290,18 +290,17 @@ def bandwidth_batches(left: np.ndarray, right: np.ndarray, batch_size: int, neig
     Args:
         left, right: (N, D) float32 unit-norm embeddings, B divides N.
         batch_size: B.
-        neighbors: edges from each pair; by default 8, or B − 1 if that is less: otherwise several batches would form
-            one neighbourhood.
 
     Returns:
         (N/B, B) rows of the embeddings.
     """
     if len(left) == batch_size:
         return np.arange(batch_size)[None]
-    if neighbors is None:
-        neighbors = min(8, batch_size - 1)
-    graph = neighbor_graph(left, right, min(max(1, neighbors), len(left) - 1))
-    return reverse_cuthill_mckee(graph, symmetric_mode=True).astype(np.int64).reshape(-1, batch_size)
+    # No more than B − 1 edges from each pair: otherwise several batches would form one neighbourhood.
+    neighbors = max(1, min(NEIGHBORS, batch_size - 1))
+    graph = neighbor_graph(left, right, neighbors)
+    order = reverse_cuthill_mckee(graph, symmetric_mode=True)
+    return order.astype(np.int64).reshape(-1, batch_size)
 
 
 def neighbor_graph(left: np.ndarray, right: np.ndarray, neighbors: int) -> csr_matrix:
@@ -316,10 +315,11 @@ def neighbor_graph(left: np.ndarray, right: np.ndarray, neighbors: int) -> csr_m
         index.train(right)
     index.add(right)
     # One neighbour more, since a pair is usually its own nearest.
-    _, found = index.search(left, neighbors + 1)
+    _, nearest = index.search(left, neighbors + 1)
     sources = np.repeat(np.arange(size), neighbors + 1)
-    targets = found.ravel()
+    targets = nearest.ravel()
     valid = (targets >= 0) & (targets != sources)
     ones = np.ones(valid.sum(), dtype=np.float32)
-    graph = coo_matrix((ones, (sources[valid], targets[valid])), shape=(size, size)).tocsr()
+    edges = (sources[valid], targets[valid])
+    graph = coo_matrix((ones, edges), shape=(size, size)).tocsr()
     return graph + graph.T

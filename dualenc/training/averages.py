@@ -12,17 +12,14 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class AveragedWeights:
-    """An exponential moving average of all weights and running statistics of a model.
+    """An exponential moving average of all weights and running statistics of a model; integers are copied.
 
-    θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Polyak and Juditsky 1992; as an exponential average Tarvainen and Valpola 2017,
-    arXiv:1703.01780), where δ = min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten;
-    or δ = decay throughout.
-    Integers, such as a count of batches, are copied.
+    θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Tarvainen and Valpola 2017, arXiv:1703.01780).
 
     Args:
         model: the average starts as a copy of its weights.
         decay: δ after many steps, in [0, 1).
-        warm_up: begin with a smaller δ, as above.
+        warm_up: δ = min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten.
     """
 
     def __init__(self, model: nn.Module, decay: float, warm_up: bool = True) -> None:
@@ -41,10 +38,11 @@ class AveragedWeights:
             decay = min(decay, (1 + self.steps) / (10 + self.steps))
         current = self.model.state_dict()
         floating = [name for name, tensor in self.average.items() if tensor.is_floating_point()]
-        # All in one call, as launching many kernels takes longer than what they do. Identity towers have none.
+        # One fused call for all weights. Identity towers have none.
         if floating:
-            update = get_ema_multi_avg_fn(decay)
-            update([self.average[name] for name in floating], [current[name] for name in floating], None)
+            averages = [self.average[name] for name in floating]
+            weights = [current[name] for name in floating]
+            get_ema_multi_avg_fn(decay)(averages, weights, None)
         for name in self.average.keys() - set(floating):
             self.average[name].copy_(current[name])
 
@@ -52,16 +50,11 @@ class AveragedWeights:
     def applied(self) -> Iterator[None]:
         """In this context the model has the averaged weights."""
         weights = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
-        self._assign(self.average)
+        _assign(self.model, self.average)
         try:
             yield
         finally:
-            self._assign(weights)
-
-    @torch.no_grad()
-    def _assign(self, weights: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.model.state_dict().items():
-            tensor.copy_(weights[name])
+            _assign(self.model, weights)
 
     def state_dict(self) -> dict[str, Any]:
         """The average and the number of steps in it."""
@@ -72,3 +65,9 @@ class AveragedWeights:
         self.steps = state["steps"]
         for name, tensor in state["average"].items():
             self.average[name].copy_(tensor)
+
+
+@torch.no_grad()
+def _assign(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(weights[name])

@@ -21,7 +21,7 @@ _STATE = ("before", "best", "last", "best_step", "evaluations_without_improvemen
 
 
 class BestModel:
-    """Evaluates, and saves the best weights so far, or the last ones.
+    """Evaluates, remembers, is patient, and saves the best weights so far, or the last ones.
 
     Args:
         model: the model in training.
@@ -29,6 +29,7 @@ class BestModel:
         evaluator: None when there is nothing to measure by; then the last weights are saved.
         folder: the model folder.
         keep_best: save the weights with the best primary metric; otherwise the last.
+        patience: evaluations in a row without a better one after which `out_of_patience` is true; None: never.
         card: makes the model card's part on the training: `card(before, metrics, step)`.
         progress: show bars while the evaluator embeds.
 
@@ -36,7 +37,6 @@ class BestModel:
         before: metrics of the untrained model.
         best: metrics of the best trained one so far.
         last: those of the latest evaluation.
-        evaluations_without_improvement: evaluations since the best one.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class BestModel:
         folder: Path,
         *,
         keep_best: bool,
+        patience: int | None,
         card: Callable[[Metrics, Metrics, int], dict[str, Any]],
         progress: bool = False,
     ) -> None:
@@ -55,6 +56,7 @@ class BestModel:
         self.evaluator = evaluator
         self.folder = folder
         self.keep_best = keep_best and evaluator is not None
+        self.patience = patience
         self.card = card
         self.progress = progress
         self.before: Metrics = {}
@@ -67,6 +69,13 @@ class BestModel:
     def primary(self) -> str:
         """Name of the metric that decides; "" without an evaluator."""
         return "" if self.evaluator is None else self.evaluator.primary
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether as many evaluations as the patience allows were no better than the best one."""
+        if self.patience is None or not self.best:
+            return False
+        return self.evaluations_without_improvement >= self.patience
 
     def evaluate(self, step: int) -> Metrics:
         """Measure the model after so many steps; saves it if it is the best of the trained ones so far."""
@@ -93,7 +102,7 @@ class BestModel:
             The metrics of the saved model.
         """
         if self.best:
-            # The card is written last, in a folder that appears whole.
+            # The folder appears whole, with its card.
             if distributed.broadcast_object((self.folder / "README.md").exists()):
                 return self.best
             info(f"{self.folder} is gone, and the weights of the best step, {self.best_step}, with it: saving the last")

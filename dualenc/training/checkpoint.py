@@ -1,12 +1,9 @@
 """The folder of a run: known by its meta.json, locked by one run at a time; its checkpoints are complete or absent.
 
-    OUTPUT/checkpoints/step-00000500/
-        state.pt      everything that is the same on all ranks, readable with torch.load(weights_only=True)
-        ranks.pt      each rank's random generators
-        meta.json     step, fingerprint of the recipe, size and SHA-256 of each file
-
-`accelerate.save_state` is not used: it writes in place, in several files and with pickled parts, and knows neither the
-position in an epoch nor the state of a selection of batches.
+OUTPUT/checkpoints/step-00000500/
+    state.pt      everything that is the same on all ranks, readable with torch.load(weights_only=True)
+    ranks.pt      each rank's random generators
+    meta.json     step, fingerprint of the recipe, size and SHA-256 of each file
 """
 
 from __future__ import annotations
@@ -24,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 from torch import nn
 
 from dualenc import distributed
-from dualenc.checksums import checksums
+from dualenc.checksums import checksums, sizes, verify_files
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import is_model
 from dualenc.errors import DualencError
@@ -42,13 +39,14 @@ from dualenc.files import (
     write_json,
 )
 from dualenc.objectives.base import Objective
-from dualenc.reading import read_json
+from dualenc.reading import read_json_object
 from dualenc.seeds import random_state, seed_everything, set_random_state
 
 FORMAT = "dualenc-run"
 LOCK = ".lock"
 META = "meta.json"
 RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "checkpoints", "model", "recipe.yaml", "trackers")
+CHECKPOINT_FILES = ("state.pt", "ranks.pt")
 
 
 def fingerprint(
@@ -58,11 +56,10 @@ def fingerprint(
 
     Args:
         settings: nested settings that the result depends on.
-        model: described by its class and the names and shapes of its weights, which do not depend on the number of
-            processes as buffers may.
-        objective: likewise, and by its settings, where those of a recipe do not say it; its state is part of the run.
+        model: described by its class and the names and shapes of its weights.
+        objective: likewise, and by its settings, where those of a recipe do not say it.
         pairs: described by class, sizes, ids and contents (`PairDataset.identities`), so that changed data of equal
-            size is noticed; the main process reads them for all.
+            size is noticed.
         batching: described by its class.
     """
     # Through JSON, as meta.json gives it back: tuples become lists, paths texts.
@@ -74,15 +71,13 @@ def fingerprint(
     for path, module in objective.named_modules(prefix="objective"):
         if isinstance(module, Objective):
             described = flatten(module.settings, f"{path}.") | described
-    sizes = f"{len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
     # Reading all contents takes minutes on large data: once, not on every rank.
     contents = distributed.broadcast_object(pairs.identities() if distributed.is_main() else {})
-    return {
-        **described,
-        "data": f"{type(pairs).__name__} of {sizes}",
-        **flatten(contents, "data."),
-        "batching": type(batching).__name__,
-    }
+    kind = type(pairs).__name__
+    described["data"] = f"{kind} of {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
+    described |= flatten(contents, "data.")
+    described["batching"] = type(batching).__name__
+    return described
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -100,9 +95,8 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> Iterator[None]:
     """Lock a run's folder in this context; all ranks enter it together, the main process holds the lock.
 
-    The folder is made if it is missing. Otherwise nothing in it changes here but `meta.json`, and a folder in which
-    nothing else was written is as before at the end: a mistake that comes to light before the first step leaves no
-    trace.
+    The folder is made if it is missing. A folder in which nothing was written is as before at the end: a mistake that
+    comes to light before the first step leaves no trace.
 
     Args:
         output: the folder.
@@ -168,7 +162,8 @@ def check_run_folder(output: str | os.PathLike[str], *, resume: bool, overwrite:
         DualencError: the folder, or a file or folder in it that would be replaced, is of another origin.
     """
     check_folder_target(output, _may_be_used, "run of dualenc")
-    for name in (LOCK, *(RUN_FILES if overwrite and not resume else ("model",))):
+    replaced = RUN_FILES if overwrite and not resume else ("model",)
+    for name in (LOCK, *replaced):
         path = Path(output) / name
         if path.exists() and not _is_of_a_run(path):
             raise DualencError(
@@ -177,10 +172,7 @@ def check_run_folder(output: str | os.PathLike[str], *, resume: bool, overwrite:
 
 
 def _may_be_used(folder: Path) -> bool:
-    """Whether a folder holds a run, or nothing yet but what one that was killed before its first step has left."""
-    if all(name == LOCK or name.startswith(f".{META}.part") for name in os.listdir(folder)):
-        return True
-    return is_folder_of(folder, FORMAT)
+    return os.listdir(folder) == [LOCK] or is_folder_of(folder, FORMAT)
 
 
 def _lock(lock: FileLock) -> None:
@@ -189,36 +181,29 @@ def _lock(lock: FileLock) -> None:
     try:
         lock.acquire()
     except Timeout:
-        with suppress(OSError):
-            holder = " ".join(path.read_text(encoding="utf-8", errors="replace").split())[:200]
-            raise DualencError(
-                f"{path.parent}: a run is going on in this folder ({holder}); wait for it or stop it, or choose "
-                "another trainer.output"
-            ) from None
-        raise DualencError(f"{path.parent}: another run has just ended in this folder; start again") from None
-    # On a file system without locks, filelock keeps its own record in the file.
-    if not isinstance(lock, SoftFileLock):
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n", encoding="utf-8")
+        holder = path.read_text(encoding="utf-8", errors="replace").strip()
+        raise DualencError(
+            f"{path.parent}: a run is going on in this folder ({holder}); wait for it or stop it, or choose another "
+            "trainer.output"
+        ) from None
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n", encoding="utf-8")
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder holds a checkpoint, complete or not."""
-    return any((folder / name).exists() for name in ("state.pt", "meta.json"))
+    return any((folder / name).exists() for name in ("state.pt", META))
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether something that has a name of the files of a run was written by a training."""
-    # A user's file or folder of the same name must not be deleted; metrics.jsonl and the like are files.
+    """Whether a file or folder named like those of a run was written by a training: a user's must not be deleted."""
     if path.name == LOCK:
-        return path.is_file() and bool(re.match(r"(process )?\d+\s|$", path.read_text(errors="replace")))
-    if path.suffix:
-        return path.is_file()
+        return path.is_file() and bool(re.match(r"process \d+ on |$", path.read_text(errors="replace")))
     if path.name == "checkpoints":
         return path.is_dir() and all(is_checkpoint(step) or step.name.startswith(".") for step in path.iterdir())
     if path.name == "model":
         return is_model(path)
-    return path.is_dir()
+    return path.is_file() == bool(path.suffix)
 
 
 def clear(output: str | os.PathLike[str]) -> None:
@@ -256,36 +241,33 @@ class Checkpoints:
                 part.mkdir()
                 save_tensors(part / "state.pt", state)
                 save_tensors(part / "ranks.pt", ranks)
-                self._save_meta(part, step)
+                meta = {
+                    "step": step,
+                    "files": checksums(part, CHECKPOINT_FILES),
+                    "sizes": sizes(part, CHECKPOINT_FILES),
+                    "fingerprint": self.fingerprint,
+                }
+                write_json(part / META, meta)
             _sync_folder(self.folder)
             # Only now that a newer one is complete and on the disk.
             for _, old in self.finished()[: -self.keep]:
                 remove(old)
         distributed.barrier()
 
-    def _save_meta(self, part: Path, step: int) -> None:
-        written = [path for path in sorted(part.rglob("*")) if path.is_file()]
-        sizes = {path.relative_to(part).as_posix(): path.stat().st_size for path in written}
-        meta = {"step": step, "files": sizes, "checksums": checksums(part, sizes), "fingerprint": self.fingerprint}
-        write_json(part / "meta.json", meta)
-
     def finished(self) -> list[tuple[int, Path]]:
-        """(step, folder) of every checkpoint whose files are all there, in ascending order.
-
-        The rename that ends the writing of a folder is atomic, but disks and copies are not: sizes are compared.
-        """
-        found: list[tuple[int, Path]] = []
+        """(step, folder) of every checkpoint whose files are all there, in ascending order."""
+        checkpoints: list[tuple[int, Path]] = []
         if not self.folder.is_dir():
-            return found
+            return checkpoints
         for folder in self.folder.iterdir():
             named = re.match(r"step-(\d+)$", folder.name)
             if named is None:
                 continue
             if _is_complete(folder):
-                found.append((int(named[1]), folder))
+                checkpoints.append((int(named[1]), folder))
             else:
                 warnings.warn(f"{folder}: this checkpoint is not complete and is passed over", stacklevel=2)
-        return sorted(found)
+        return sorted(checkpoints)
 
     def load_latest(self, seed: int) -> dict[str, Any] | None:
         """The state of the latest complete checkpoint, or None; sets this rank's random generators.
@@ -302,8 +284,9 @@ class Checkpoints:
         folder = distributed.broadcast_object(complete[-1][1] if complete else None)
         if folder is None:
             return None
-        self._check_fingerprint(folder)
-        _check_files(folder)
+        meta = read_json_object(folder / META)
+        self._check_fingerprint(folder, meta["fingerprint"])
+        _check_files(folder, meta)
         state: dict[str, Any] = _load(folder / "state.pt")
         ranks = _load(folder / "ranks.pt")
         # A run may be resumed on more processes than it was saved by.
@@ -313,8 +296,7 @@ class Checkpoints:
             seed_everything(seed, distributed.rank())
         return state
 
-    def _check_fingerprint(self, folder: Path) -> None:
-        saved = read_json(folder / "meta.json")["fingerprint"]
+    def _check_fingerprint(self, folder: Path, saved: Mapping[str, Any]) -> None:
         for key in sorted(set(saved) | set(self.fingerprint)):
             was = saved.get(key)
             now = self.fingerprint.get(key)
@@ -326,42 +308,32 @@ class Checkpoints:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a checkpoint's files have the sizes in its meta.json."""
+    """Whether a checkpoint's files have the sizes in its meta.json: copies of folders are not atomic."""
     try:
-        sizes = read_json(folder / "meta.json")["files"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (DualencError, OSError, AttributeError, KeyError, TypeError):
+        return bool(read_json_object(folder / META)["sizes"] == sizes(folder, CHECKPOINT_FILES))
+    except (DualencError, OSError, KeyError):
         return False
 
 
 def _sync_folder(folder: Path) -> None:
     """Flush the rename of a finished checkpoint to the disk."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
         os.fsync(descriptor)
-    finally:
         os.close(descriptor)
 
 
-def _check_files(folder: Path) -> None:
-    """Compare every file with its checksum, on the main process; what is wrong is raised on all."""
+def _check_files(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Compare every file with its checksum, on the main process; all ranks raise what is wrong."""
     problem = None
     if distributed.is_main():
-        problem = _problem_with_files(folder)
+        try:
+            verify_files(folder, CHECKPOINT_FILES, meta, _remedy(folder), True)
+        except DualencError as error:
+            problem = str(error)
     problem = distributed.broadcast_object(problem)
     if problem:
         raise DualencError(problem)
-
-
-def _problem_with_files(folder: Path) -> str | None:
-    recorded = read_json(folder / "meta.json")["checksums"]
-    found = checksums(folder, recorded)
-    for name, expected in recorded.items():
-        if found[name] != expected:
-            return _damage(folder / name, "its SHA-256 is not the one in meta.json")
-    return None
 
 
 def _load(path: Path) -> Any:
@@ -369,8 +341,8 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise DualencError(_damage(path, " ".join(str(error).split())[:120])) from None
+        raise DualencError(f"{path}: damaged ({' '.join(str(error).split())[:120]}); {_remedy(path.parent)}") from None
 
 
-def _damage(path: Path, reason: str) -> str:
-    return f"{path}: damaged ({reason}); remove the folder {path.parent} to resume from the checkpoint before it"
+def _remedy(folder: Path) -> str:
+    return f"remove the folder {folder} to resume from the checkpoint before it"

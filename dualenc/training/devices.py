@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import get_args
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
-from torch.nn.modules.dropout import _DropoutNd
 
 from dualenc import distributed
 from dualenc.encoders.batchnorm import synchronise_statistics
@@ -31,7 +29,7 @@ def start_accelerator(
     """The accelerator of one training run; several runs may follow one another in a process.
 
     Args:
-        mixed_precision: "no", "bf16" or "fp16", or "auto": "bf16" if `has_fast_bf16`.
+        mixed_precision: as of `TrainerSettings`.
         trackers: names of accelerate's trackers, such as "tensorboard" or "wandb".
         folder: of the run; trackers that write files write them to `trackers` in it.
         timeout_minutes: how long one process waits for another; counts where the processes meet for the first time.
@@ -40,8 +38,6 @@ def start_accelerator(
         DualencError: the device has no such precision, a tracker's package is not installed, or not all processes
             have joined.
     """
-    if mixed_precision not in get_args(MixedPrecision):
-        raise DualencError(f"mixed_precision is {mixed_precision!r}; choose no, bf16, fp16 or auto")
     if mixed_precision == "auto":
         mixed_precision = "bf16" if has_fast_bf16() else "no"
     available = [str(tracker) for tracker in get_available_trackers()]
@@ -68,38 +64,21 @@ def start_accelerator(
         raise DualencError(f"mixed_precision={mixed_precision}: {error}") from error
     if mixed_precision == "fp16" and accelerator.scaler is None:
         raise DualencError(f"mixed_precision=fp16 does not work on {accelerator.device.type}; use bf16 or no")
-    _warn_of_a_single_process()
     return accelerator
 
 
 def has_fast_bf16() -> bool:
-    """Whether the device multiplies bfloat16 faster than float32."""
+    """Whether the device multiplies bfloat16 faster than float32: GPUs since Ampere, CPUs with AVX512-BF16 or AMX."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def _warn_of_a_single_process() -> None:
-    """`accelerate launch --cpu --num_processes N` starts one process unless it is given MPI."""
-    launched_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
-    if launched_on_cpu and distributed.world_size() == 1 and "RANK" not in os.environ:
-        warnings.warn(
-            "accelerate launch --cpu has started a single process; for several on CPU set ACCELERATE_USE_CPU=true "
-            "and launch with --multi_gpu --num_processes N",
-            stacklevel=3,
-        )
+def place_model(model: DualEncoder, device: torch.device, chunk_size: int | None) -> DualEncoder:
+    """Move a model to a device, with BatchNorm over all ranks and the main process's weights on each.
 
-
-def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> DualEncoder:
-    """Prepare a model for a device and all ranks: BatchNorm over the global batch, the main process's weights.
-
-    With several processes BatchNorm takes its statistics over the global batch; with gradient caching, over a chunk.
-
-    Args:
-        model: equal on all ranks but for its weights.
-        device: to compute on.
-        chunk_size: of gradient caching, if any.
+    With gradient caching BatchNorm's statistics are those of a chunk.
     """
     several = distributed.world_size() > 1
     if uses_batch_statistics(model):
@@ -109,26 +88,10 @@ def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> D
         elif several:
             synchronise_statistics(model)
     model.to(device)
-    if several and distributed.is_main() and _has_dropout(model):
-        warnings.warn(
-            "each process draws dropout for its own part of a batch: the run is not the one of another number of "
-            "processes; set dropout to 0 for that",
-            stacklevel=2,
-        )
     if several:
         for tensor in model.state_dict().values():
             tensor.copy_(distributed.broadcast_object(tensor.cpu()))
     return model
-
-
-def _has_dropout(model: DualEncoder) -> bool:
-    for module in model.modules():
-        if isinstance(module, _DropoutNd) and module.p > 0:
-            return True
-        # Stochastic depth drops whole samples; timm and transformers call its rate so.
-        if float(getattr(module, "drop_prob", None) or 0) > 0:
-            return True
-    return False
 
 
 @contextmanager

@@ -20,7 +20,7 @@ Autocast = Callable[[], AbstractContextManager[None]]
 
 COST_OF_A_FORWARD = {"cpu": 96}
 """The cost of one more forward and backward pass, in tokens of a small transformer; on an accelerator, thousands."""
-MAX_GROUPS = 4
+MAX_LENGTH_GROUPS = 4
 
 
 class PlainEncoding:
@@ -33,7 +33,7 @@ class PlainEncoding:
         device: of the towers.
         autocast: a new mixed precision context per call.
         keep_statistics: the objective will ask for out-of-batch items.
-        compiled: the setting `compile`.
+        compiled: the towers are compiled.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PlainEncoding:
             if self.model.training and not out_of_batch and waits_for_others(self.model):
                 raise DualencError(
                     "this process has no sample of a batch, and BatchNorm over all processes needs one on each; make "
-                    "batch_size larger or mend the samples that cannot be read"
+                    "batch_size larger or fix the samples that cannot be read"
                 )
             return self._no_rows()
         tower = self.model.tower(side)
@@ -81,11 +81,7 @@ class PlainEncoding:
         return encoded[torch.cat(groups).argsort().to(encoded.device)]
 
     def encode_parts(self, *parts: tuple[Side, Inputs], out_of_batch: bool = False) -> list[Tensor]:
-        """Encode several parts of a step, (n, D) each: through shared weights all at once.
-
-        That makes fewer passes, and texts of like length on both sides are encoded together. BatchNorm layers see one
-        part at a time.
-        """
+        """Encode several parts of a step, (n, D) each: through shared weights all at once, in fewer passes."""
         # BatchNorm would normalise both sides together.
         joined = None
         if self.model.shares_weights and not self.has_batch_norm:
@@ -131,11 +127,11 @@ def length_groups(inputs: Inputs, cost_of_a_forward: int) -> list[Tensor]:
     def cost(count: int) -> int:
         return sum(int(part[0]) * len(part) + cost_of_a_forward for part in lengths.chunk(count))
 
-    count = min(range(1, MAX_GROUPS + 1), key=cost)
+    count = min(range(1, MAX_LENGTH_GROUPS + 1), key=cost)
     return list(rows.chunk(count)) if count > 1 else [torch.arange(len(rows))]
 
 
-class _Recorded(NamedTuple):
+class EncodeCall(NamedTuple):
     """A call of `CachedEncoding.encode`, to be repeated with its graph.
 
     Attributes:
@@ -158,16 +154,10 @@ class _Recorded(NamedTuple):
 class CachedEncoding(PlainEncoding):
     """Gradient caching: encodes in chunks, twice, so that memory does not grow with the batch.
 
-    Args:
-        model: the two towers.
-        device: of the towers.
-        autocast: a new mixed precision context per call.
-        keep_statistics: the objective will ask for out-of-batch items.
-        compiled: the setting `compile`.
-        chunk_size: items encoded at once.
+    Other arguments as of `PlainEncoding`.
 
-    Raises:
-        DualencError: chunk_size below 1.
+    Args:
+        chunk_size: items encoded at once.
     """
 
     def __init__(
@@ -179,15 +169,13 @@ class CachedEncoding(PlainEncoding):
         compiled: bool = False,
         chunk_size: int = 32,
     ) -> None:
-        if chunk_size < 1:
-            raise DualencError(f"chunk_size is {chunk_size}; it must be at least 1, or null for no gradient caching")
         self.chunk_size = chunk_size
         super().__init__(model, device, autocast, keep_statistics, compiled)
 
     def begin(self) -> None:
         """Forget the last batch."""
         super().begin()
-        self._recorded: list[_Recorded] = []
+        self._calls: list[EncodeCall] = []
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
         """Like `PlainEncoding.encode`, but without a graph, to leaves from whose gradients `backward` continues."""
@@ -205,7 +193,7 @@ class CachedEncoding(PlainEncoding):
             embeddings = torch.empty_like(encoded).index_copy_(0, torch.cat(chunks).to(self.device), encoded)
         if torch.is_grad_enabled():
             embeddings.requires_grad_()
-            self._recorded.append(_Recorded(side, inputs, out_of_batch, chunks, random_states, embeddings))
+            self._calls.append(EncodeCall(side, inputs, out_of_batch, chunks, random_states, embeddings))
         return embeddings
 
     @distributed.explain_lost_process()
@@ -213,24 +201,24 @@ class CachedEncoding(PlainEncoding):
         """Accumulate the gradients, encoding every chunk once more with its graph."""
         # Ends at the leaves; from there on each chunk has a graph of its own.
         loss.backward()
-        recorded = self._recorded
-        self._recorded = []
+        calls = self._calls
+        self._calls = []
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda), running_statistics_kept(self.model):
-            for record in recorded:
-                if record.leaves.grad is not None:
-                    self._repeat(record, record.leaves.grad)
+            for call in calls:
+                if call.leaves.grad is not None:
+                    self._repeat(call, call.leaves.grad)
 
-    def _repeat(self, record: _Recorded, gradients: Tensor) -> None:
+    def _repeat(self, call: EncodeCall, gradients: Tensor) -> None:
         """Encode the chunks of a call once more, each with its graph, and go back through it."""
-        tower = self.model.tower(record.side)
-        for rows, (on_cpu, on_gpu) in zip(record.chunks, record.random_states, strict=True):
+        tower = self.model.tower(call.side)
+        for rows, (on_cpu, on_gpu) in zip(call.chunks, call.random_states, strict=True):
             # The same dropout as in the first pass.
             torch.set_rng_state(on_cpu)
             if on_gpu is not None:
                 torch.cuda.set_rng_state(on_gpu, self.device)
-            with self.statistics.applied(tower) if record.out_of_batch else nullcontext():
-                embeddings = self._forward(record.side, take(record.inputs, rows))
+            with self.statistics.applied(tower) if call.out_of_batch else nullcontext():
+                embeddings = self._forward(call.side, take(call.inputs, rows))
             # A tower whose weights are all frozen has no graph.
             if embeddings.requires_grad:
                 torch.autograd.backward(embeddings, gradients[rows.to(self.device)])

@@ -1,8 +1,7 @@
-"""Data loading: this rank's slice of every global batch, decoded and prepared in workers."""
+"""Data loading: this rank's slice of every global batch, read and prepared in workers; single items by id."""
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,12 +29,7 @@ def augmentation_seeds(
 ) -> list[int]:
     """One seed per item for its augmentation: of (seed, epoch, pair index, view).
 
-    Args:
-        seed: of the run.
-        epoch: of the batch; the number of the batch for stream "item".
-        ids: pair indices; ids of items for stream "item".
-        side: which view.
-        stream: "batch" for the items of a batch, "item" for those that an objective asks for by id.
+    Stream "item" is of the items that an objective asks for: of (seed, number of the batch, item id, view).
     """
     return [derive_seed(stream, seed, epoch, index, side) for index in ids]
 
@@ -75,20 +69,12 @@ class Batch(NamedTuple):
     bad: tuple[tuple[int, str], ...] = ()
 
     def arguments(self, device: torch.device, needs_teacher: bool) -> dict[str, Any]:
-        """Arguments of an objective other than embeddings and ids, on a device.
-
-        Args:
-            device: of the objective.
-            needs_teacher: whether it learns from a teacher's scores.
-        """
-
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
-
+        """Arguments of an objective other than embeddings and the pairs' ids, on its device."""
         names = ["left_positives", "right_positives", "negative_id", "weights"]
         if needs_teacher:
             names += ["teacher_scores", "teacher_rows"]
-        return {name: moved(getattr(self, name)) for name in names}
+        values = {name: getattr(self, name) for name in names}
+        return {name: None if value is None else value.to(device, non_blocking=True) for name, value in values.items()}
 
     @property
     def size(self) -> int:
@@ -106,7 +92,6 @@ class BatchLoader:
         seed: of the augmentation.
         num_workers: processes that decode and prepare; 0 does it in this process.
         on_error: "skip" leaves bad samples out of their batch and lists them, "raise" stops at the first.
-        augment: training augmentation; False for the preprocessing of evaluation.
         pin_memory: page-locked host memory, for faster copies to a GPU.
     """
 
@@ -119,7 +104,6 @@ class BatchLoader:
         seed: int = 0,
         num_workers: int = 0,
         on_error: OnError = "skip",
-        augment: bool = True,
         pin_memory: bool = False,
     ) -> None:
         # Builds its table once, before workers are forked, not in each of them.
@@ -130,7 +114,6 @@ class BatchLoader:
         self.seed = seed
         self.num_workers = num_workers
         self.on_error = on_error
-        self.augment = augment
         self.pin_memory = pin_memory
 
     def batches(self, plan: np.ndarray, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
@@ -140,12 +123,7 @@ class BatchLoader:
             plan: (num_batches, B) pair indices: the global batches in order.
             epoch: enters the seeds of the augmentation.
             start: number of batches to leave out at the beginning, as done already.
-
-        Raises:
-            DualencError: a bad sample, with on_error="raise".
         """
-        # Not accelerate's sharding of a loader, which hands each rank a batch of its own: a global batch was selected
-        # as a whole.
         rows = distributed.rank_slice(plan.shape[1])
         loader: DataLoader[Batch] = DataLoader(
             _PlannedBatches(self, plan[:, rows], epoch),
@@ -164,25 +142,16 @@ class BatchLoader:
                 raise batch
             yield batch
 
-    def for_evaluation(self) -> BatchLoader:
-        """The same with the preprocessing of evaluation; bad samples are left out."""
-        # Shares the data with this one; only the two settings differ.
-        other = copy.copy(self)
-        other.augment = False
-        other.on_error = "skip"
-        return other
-
     def build(self, indices: np.ndarray, epoch: int) -> Batch:
         """Read and prepare the pairs of (b,) indices; what a worker does. The epoch enters the augmentation's seeds."""
         pairs, bad = self._read(indices)
-        kept = [pair.index for pair in pairs]
+        numbers = [pair.index for pair in pairs]
         left_id = np.array([pair.left_id for pair in pairs], dtype=np.int64)
         right_id = np.array([pair.right_id for pair in pairs], dtype=np.int64)
-        left_seeds = augmentation_seeds(self.seed, epoch, kept, "left")
-        right_seeds = augmentation_seeds(self.seed, epoch, kept, "right")
-        teacher_scores, teacher_rows = self._teacher(pairs)
+        left_seeds = augmentation_seeds(self.seed, epoch, numbers, "left")
+        right_seeds = augmentation_seeds(self.seed, epoch, numbers, "right")
         return Batch(
-            indices=torch.tensor(kept, dtype=torch.int64),
+            indices=torch.tensor(numbers, dtype=torch.int64),
             left_id=torch.from_numpy(left_id),
             right_id=torch.from_numpy(right_id),
             left=self._prepared("left", [pair.left for pair in pairs], left_seeds),
@@ -190,10 +159,9 @@ class BatchLoader:
             left_positives=self._positives("left", left_id),
             right_positives=self._positives("right", right_id),
             weights=self._weights(pairs),
-            teacher_scores=teacher_scores,
-            teacher_rows=teacher_rows,
             bad=tuple(bad),
             **self._mined(pairs, right_seeds),
+            **self._teacher(pairs),
         )
 
     def _read(self, indices: np.ndarray) -> tuple[list[Pair], list[tuple[int, str]]]:
@@ -212,7 +180,7 @@ class BatchLoader:
     def _prepared(self, side: Side, items: list[Any], seeds: list[int]) -> Inputs:
         if not items:
             return {}
-        return dict(self.prepare[side](items, seeds if self.augment else None))
+        return dict(self.prepare[side](items, seeds))
 
     def _mined(self, pairs: list[Pair], right_seeds: list[int]) -> dict[str, Any]:
         """Inputs and ids of the pairs' mined negatives; {} without any."""
@@ -239,14 +207,14 @@ class BatchLoader:
         return torch.from_numpy(np.ascontiguousarray(listed))
 
     def _weights(self, pairs: list[Pair]) -> Tensor | None:
-        if getattr(self.pairs, "weights", None) is None:
+        if self.pairs.weights is None:
             return None
         return torch.tensor([pair.weight for pair in pairs], dtype=torch.float32)
 
-    def _teacher(self, pairs: list[Pair]) -> tuple[Tensor | None, Tensor | None]:
-        """`teacher_scores` and `teacher_rows` of a `Batch`."""
-        if getattr(self.pairs, "scores", None) is None:
-            return None, None
+    def _teacher(self, pairs: list[Pair]) -> dict[str, Any]:
+        """`teacher_scores` and `teacher_rows` of a `Batch`; {} without a teacher."""
+        if self.pairs.scores is None:
+            return {}
         longest = max((len(pair.negatives) for pair in pairs), default=0)
         scores = torch.full((len(pairs), 1 + longest), torch.nan)
         rows = torch.full((len(pairs), longest), -1, dtype=torch.int64)
@@ -259,7 +227,7 @@ class BatchLoader:
             scores[row, 1 : 1 + len(pair.negative_scores)] = torch.tensor(pair.negative_scores)
             rows[row, :count] = torch.arange(first, first + count)
             first += count
-        return scores, rows
+        return {"teacher_scores": scores, "teacher_rows": rows}
 
 
 class _PlannedBatches(Dataset[Any]):
@@ -287,11 +255,7 @@ def _unchanged(batch: Any) -> Any:
 
 @contextmanager
 def explain_killed_worker(num_workers: int) -> Iterator[None]:
-    """Explain in one line that a data worker was killed; PyTorch raises it wherever the program happens to be.
-
-    Raises:
-        DualencError: a worker was killed.
-    """
+    """Explain in one line that a data worker was killed; PyTorch raises it wherever the program happens to be."""
     try:
         yield
     except RuntimeError as error:
@@ -305,95 +269,82 @@ def explain_killed_worker(num_workers: int) -> Iterator[None]:
 
 
 class ItemEncoder:
-    """Encodes single items that an objective asks for, augmented with a seed of (seed, step, id, view).
+    """The `encode` of an objective: embeds single items by id, augmented with a seed of (seed, batch, id, view).
 
     BatchNorm normalises them as it did the batch: see `BatchStatistics`. Whether a graph is built follows
-    `torch.is_grad_enabled()`. With on_error="skip" a broken item, which cannot be left out of the result, gets a zero
-    vector, similar to nothing, and is counted in `bad`.
+    `torch.is_grad_enabled()`. With on_error="skip" an item that cannot be read gets a zero vector, similar to nothing.
 
     Args:
-        model: the two towers, which also know how to prepare items.
+        model: the two towers, which also prepare items.
         pairs: where the items are.
+        encoding: the forward passes of the batch.
         seed: of the augmentation.
         on_error: "skip" or "raise", for items that cannot be read.
 
     Attributes:
         num_encoded: how many items were encoded so far.
-        bad: reason by (side, id) of the items that could not be read.
     """
 
-    def __init__(self, model: DualEncoder, pairs: PairDataset, *, seed: int = 0, on_error: OnError = "skip") -> None:
+    def __init__(
+        self,
+        model: DualEncoder,
+        pairs: PairDataset,
+        encoding: PlainEncoding,
+        *,
+        seed: int = 0,
+        on_error: OnError = "skip",
+    ) -> None:
         self.model = model
         self.pairs = pairs
+        self.encoding = encoding
         self.seed = seed
         self.on_error = on_error
+        self.batch_number = 0
         self.num_encoded = 0
-        self.bad: dict[tuple[str, int], str] = {}
 
-    def bind(self, encoding: PlainEncoding, number: int) -> BoundEncoder:
-        """The `encode(side, ids)` of one batch, by its encoding and with seeds of its number."""
-        return BoundEncoder(self, encoding, number)
-
-    def prepare(self, side: Side, ids: list[int], number: int) -> tuple[Inputs, list[int]]:
-        """The inputs of the items of `ids` that can be read, {} for none, and the places of these in `ids`."""
-        self._check_ids(side, ids)
-        items, places = self._fetch(side, ids)
-        self.num_encoded += len(items)
-        if not items:
-            return {}, places
-        seeds = augmentation_seeds(self.seed, number, [ids[place] for place in places], side, "item")
-        return dict(self.model.tower(side).prepare(items, seeds)), places
-
-    def _check_ids(self, side: Side, ids: list[int]) -> None:
-        limit = self.pairs.num_left if side == "left" else self.pairs.num_right
-        for item_id in ids:
-            if not 0 <= item_id < limit:
-                raise DualencError(f"the objective asks for {side} item {item_id}, but ids lie in [0, {limit})")
-
-    def _fetch(self, side: Side, ids: list[int]) -> tuple[list[Any], list[int]]:
-        """The items that can be read, and the place of each among the ids."""
-        items: list[Any] = []
-        places: list[int] = []
-        for place, item_id in enumerate(ids):
-            try:
-                items.append(self.pairs.item(side, item_id))
-                places.append(place)
-            except BadSample as error:
-                if self.on_error == "raise":
-                    raise
-                self.bad[side, item_id] = str(error)
-        return items, places
-
-
-class BoundEncoder:
-    """The `encode(side, ids)` of one batch; `sides` embeds items of both sides, in one pass where weights are shared.
-
-    Args:
-        items: prepares items.
-        encoding: of the batch.
-        number: of the batch, for the seeds of the augmentation.
-    """
-
-    def __init__(self, items: ItemEncoder, encoding: PlainEncoding, number: int) -> None:
-        self.items = items
-        self.encoding = encoding
-        self.number = number
+    def begin(self, batch_number: int) -> None:
+        """Begin a batch, whose number in the run enters the seeds of the augmentation."""
+        self.batch_number = batch_number
 
     def __call__(self, side: Side, ids: Tensor) -> Tensor:
-        """(n, D) embeddings of items (n,) of a side; zeros for those that cannot be read."""
+        """(n, D) embeddings of items (n,) of a side."""
         return self.sides([(side, ids)])[0]
 
     def sides(self, parts: Sequence[tuple[Side, Tensor]]) -> list[Tensor]:
-        """(n, D) embeddings of the items (n,) of each part, a side and ids."""
-        requests = [(side, ids.reshape(-1).tolist()) for side, ids in parts]
-        prepared = [self.items.prepare(side, ids, self.number) for side, ids in requests]
-        inputs = [(side, inputs) for (side, _), (inputs, _) in zip(requests, prepared)]
+        """(n, D) embeddings of the items (n,) of each part; in one pass where both sides share their weights."""
+        inputs = []
+        places = []
+        for side, ids in parts:
+            prepared, readable = self._prepare(side, ids.reshape(-1).tolist())
+            inputs.append((side, prepared))
+            places.append(readable)
         # Even without any item: all ranks make this pass together.
         encoded = self.encoding.encode_parts(*inputs, out_of_batch=True)
-        return [
-            _at_places(embeddings, places, len(ids))
-            for embeddings, (_, places), (_, ids) in zip(encoded, prepared, requests)
-        ]
+        results = []
+        for embeddings, readable, (_, ids) in zip(encoded, places, parts, strict=True):
+            results.append(_at_places(embeddings, readable, ids.numel()))
+        return results
+
+    def _prepare(self, side: Side, ids: list[int]) -> tuple[Inputs, list[int]]:
+        """The inputs of the items that can be read, {} for none, and the places of these in `ids`."""
+        limit = self.pairs.num_left if side == "left" else self.pairs.num_right
+        items = []
+        places = []
+        for place, item_id in enumerate(ids):
+            if not 0 <= item_id < limit:
+                raise DualencError(f"the objective asks for {side} item {item_id}, but ids lie in [0, {limit})")
+            try:
+                items.append(self.pairs.item(side, item_id))
+                places.append(place)
+            except BadSample:
+                if self.on_error == "raise":
+                    raise
+        self.num_encoded += len(items)
+        if not items:
+            return {}, places
+        readable = [ids[place] for place in places]
+        seeds = augmentation_seeds(self.seed, self.batch_number, readable, side, "item")
+        return dict(self.model.tower(side).prepare(items, seeds)), places
 
 
 def _at_places(embeddings: Tensor, places: list[int], count: int) -> Tensor:

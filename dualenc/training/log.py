@@ -6,7 +6,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,10 @@ class Meter:
         # One exchange and one transfer for all values.
         scalars = torch.stack([self.sums[name] for name in names])
         everything = torch.cat([scalars, self.source_sums, self.source_counts.to(self.device)])
-        reduced = distributed.all_reduce(everything, "mean").tolist()
-        means = {name: total / self.counts[name] for name, total in zip(names, reduced)}
-        source_sums = reduced[len(names) : len(names) + len(self.by_source)]
-        source_counts = reduced[len(names) + len(self.by_source) :]
-        for name, total, count in zip(self.by_source, source_sums, source_counts, strict=True):
+        reduced = distributed.all_reduce(everything, "mean")
+        totals, source_sums, source_counts = reduced.split([len(names), len(self.by_source), len(self.by_source)])
+        means = {name: total / self.counts[name] for name, total in zip(names, totals.tolist(), strict=True)}
+        for name, total, count in zip(self.by_source, source_sums.tolist(), source_counts.tolist(), strict=True):
             if count:
                 means[name] = total / count
         self.sums = {}
@@ -128,9 +128,9 @@ class RunLog:
         self.accelerator = accelerator
         self.evaluations_path = path.with_name("evaluations.jsonl")
         self.active = distributed.is_main()
-        self._kept_to = -1
-        self._waiting: list[tuple[int, dict[str, float]]] | None = []
-        self._waiting_evaluations: list[tuple[int, dict[str, Any]]] = []
+        self._last_step = -1
+        self._is_open = False
+        self._waiting: list[Callable[[], None]] = []
         self.bar = tqdm(
             total=total_steps,
             desc="training",
@@ -140,6 +140,11 @@ class RunLog:
             mininterval=0.5 if sys.stderr.isatty() else 15.0,
             dynamic_ncols=True,
         )
+
+    def restart_at(self, step: int) -> None:
+        """Resume at a step: later lines are not of this run."""
+        self._last_step = step
+        self.bar.update(step - self.bar.n)
 
     def open(self, project: str, config: Mapping[str, Any]) -> None:
         """Begin a run in every tracker, described by flat settings, and write what has been logged so far.
@@ -152,25 +157,18 @@ class RunLog:
         if self.active:
             self._cut(self.path)
             self._cut(self.evaluations_path)
-        waiting = self._waiting or []
-        self._waiting = None
-        for step, values in waiting:
-            self.write(step, values)
-        for step, evaluation in self._waiting_evaluations:
-            self.write_evaluation(step, evaluation)
+        self._is_open = True
+        for write in self._waiting:
+            write()
+        self._waiting = []
 
     def _cut(self, path: Path) -> None:
-        lines = [line for line in read_metrics(path) if line["step"] <= self._kept_to]
+        lines = [line for line in read_metrics(path) if line["step"] <= self._last_step]
         if not lines and path == self.evaluations_path:
             path.unlink(missing_ok=True)
             return
         with atomic_path(path) as part:
             part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-    def restart_at(self, step: int) -> None:
-        """Resume at a step: later lines are not of this run."""
-        self._kept_to = step
-        self.bar.update(step - self.bar.n)
 
     def step(self) -> None:
         """One optimizer step is done."""
@@ -180,8 +178,8 @@ class RunLog:
         """Log values at a step; the main ones also next to the bar."""
         if not self.active:
             return
-        if self._waiting is not None:
-            self._waiting.append((step, values))
+        if not self._is_open:
+            self._waiting.append(partial(self.write, step, values))
             return
         # JSON has no NaN.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -202,8 +200,8 @@ class RunLog:
         """Log the scores of single queries at a step, for reports; trackers do not get them."""
         if not self.active or not evaluation:
             return
-        if self._waiting is not None:
-            self._waiting_evaluations.append((step, dict(evaluation)))
+        if not self._is_open:
+            self._waiting.append(partial(self.write_evaluation, step, dict(evaluation)))
             return
         _append(self.evaluations_path, {"step": step, **evaluation})
 
@@ -220,13 +218,8 @@ class RunLog:
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:
-    try:
-        with open(path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
-    except OSError as error:
-        raise DualencError(
-            f"{path}: could not be written ({error.strerror}); make room there, then resume with --resume"
-        ) from error
+    with open(path, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -240,18 +233,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return lines
     for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            line = json.loads(text.decode("utf-8"))
-        except json.JSONDecodeError:
+            line = json.loads(text)
+        except ValueError:
             # A kill cut the last line short.
             break
-        except (ValueError, RecursionError):  # no text, or numbers or levels without end
-            line = None
-        # A run's last line may be cut short, but not hold anything else.
         step = line.get("step") if isinstance(line, dict) else None
         if type(step) is not int or not 0 <= step < 2**53:
             raise DualencError(f"{path}: line {number} was not written by a training; restore the file or remove it")
         lines.append(line)
     return lines
+
+
+def last_loss(path: Path) -> float:
+    """The latest loss in a metrics.jsonl; NaN without any, as of objectives that do not know their loss."""
+    losses = [line["loss"] for line in read_metrics(path) if line.get("loss") is not None]
+    return float(losses[-1]) if losses else math.nan
 
 
 def training_card(
@@ -271,7 +267,7 @@ def training_card(
         objective: the loss.
         settings: of the trainer.
         recipe: the resolved recipe; empty for a run from Python.
-        evaluator: the evaluator; any callable may be one.
+        evaluator: any callable may be one.
         before: the metrics of the untrained model.
         metrics: those of the model that is saved.
         step: optimizer steps of that model.

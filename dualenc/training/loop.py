@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -20,7 +19,7 @@ from dualenc import distributed
 from dualenc.batching.selector import BatchSelector
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective, ObjectiveOutput
@@ -29,10 +28,10 @@ from dualenc.seeds import seed_everything
 from dualenc.training.best import BestModel
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
 from dualenc.training.evaluators import Evaluator
-from dualenc.training.loader import Batch, BatchLoader, ItemEncoder
+from dualenc.training.loader import Batch, BatchLoader
 from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.mining import NegativeMiner
-from dualenc.training.plan import BatchPlan, fresh_embeddings
+from dualenc.training.plan import BatchPlan
 from dualenc.training.settings import FREE_SETTINGS, TrainerSettings
 from dualenc.training.signals import StopSignals, stopped_by
 from dualenc.training.step import TrainStep
@@ -82,27 +81,27 @@ class Loop:
         self.output = Path(settings.output)
 
         # In the order in which they need one another: the plan gives the number of steps, which the schedule needs.
-        self.plan = BatchPlan(
-            batching,
-            len(pairs),
-            embeddings=settings.selection_embeddings,
-            seed=settings.seed,
-            device=self.device,
-        )
+        self.plan = BatchPlan(batching, len(pairs), settings.seed, self.device)
         self.total_steps = self._count_steps()
-        self._build_loader()
-        self.train_step = TrainStep(
-            settings,
-            accelerator,
+        self.loader = self._new_loader()
+        self.train_step = TrainStep(settings, accelerator, model, objective, self.pairs, self.total_steps, self.device)
+        self.miner = self._new_miner()
+        self.best = BestModel(
             model,
             objective,
-            self.pairs,
-            self.items,
-            self.total_steps,
-            self.device,
+            evaluator,
+            self.output / "model",
+            keep_best=settings.keep_best,
+            patience=settings.patience,
+            card=partial(training_card, self.pairs, objective, asdict(settings), recipe, evaluator),
+            progress=settings.progress,
         )
-        self.miner = self._new_miner()
-        self._build_outputs(evaluator)
+        self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
+        sources = self.pairs.sources if isinstance(self.pairs, Mixture) else {}
+        self.meter = Meter(self.device, [f"{kind}/{name}" for kind in ("loss", "batch_estimate") for name in sources])
+        # Last, as it reads all the data: a mistake in the settings is reported before that.
+        described = fingerprint(self._described(), model, objective, self.pairs, batching)
+        self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
 
         self.bad: dict[int, str] = {}
         self.steps = 0
@@ -122,23 +121,19 @@ class Loop:
         settings = self.settings
         if settings.max_steps is not None and settings.epochs is None:
             return settings.max_steps
-        batches = [self.plan.num_batches(epoch) for epoch in range(settings.epochs or 1)]
-        steps = sum(-(-count // settings.gradient_accumulation) for count in batches)
+        steps = self.plan.num_steps(settings.epochs or 1, settings.gradient_accumulation)
         return min(steps, settings.max_steps or steps)
 
-    def _build_loader(self) -> None:
-        """The loader of batches and of single items."""
-        settings = self.settings
-        for tower in (self.model.left, self.model.right):
-            tower.prepare.cache_tokens()
-        self.items = ItemEncoder(self.model, self.pairs, seed=settings.seed, on_error=settings.on_error)
-        self.loader = BatchLoader(
+    def _new_loader(self) -> BatchLoader:
+        for side in SIDES:
+            self.model.tower(side).prepare.cache_tokens()
+        return BatchLoader(
             self.pairs,
             self.model.left.prepare,
             self.model.right.prepare,
-            seed=settings.seed,
-            num_workers=settings.num_workers,
-            on_error=settings.on_error,
+            seed=self.settings.seed,
+            num_workers=self.settings.num_workers,
+            on_error=self.settings.on_error,
             pin_memory=self.device.type == "cuda",
         )
 
@@ -153,28 +148,9 @@ class Loop:
             settings.mine_every,
             self.device,
             mixed_precision=self.accelerator.mixed_precision,
-            num_workers=self.loader.num_workers,
+            num_workers=settings.num_workers,
             progress=settings.progress,
         )
-
-    def _build_outputs(self, evaluator: Evaluator | None) -> None:
-        """What the run writes: model folder, log, checkpoints."""
-        settings = self.settings
-        self.best = BestModel(
-            self.model,
-            self.objective,
-            evaluator,
-            self.output / "model",
-            keep_best=settings.keep_best,
-            card=partial(training_card, self.pairs, self.objective, asdict(settings), self.recipe, evaluator),
-            progress=settings.progress,
-        )
-        self.log = RunLog(self.output / "metrics.jsonl", self.accelerator, self.total_steps, settings.progress)
-        sources = self.pairs.sources if isinstance(self.pairs, Mixture) else {}
-        self.meter = Meter(self.device, [f"{kind}/{name}" for kind in ("loss", "batch_estimate") for name in sources])
-        # Last, as it reads all the data: a mistake in the settings is reported before that.
-        described = fingerprint(self._described(), self.model, self.objective, self.pairs, self.plan.selector)
-        self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
 
     def _described(self) -> dict[str, Any]:
         """The settings that must be the same for a resumed run to be the same run."""
@@ -214,26 +190,18 @@ class Loop:
                 self.batch = 0
         # A run that was finished before, or has no steps, has not begun yet.
         self._begin()
-        if self.out_of_patience:
+        if self.best.out_of_patience:
             self.log.info(
-                f"stopped at step {self.steps}: {self.best.evaluations_without_improvement} evaluations in a row were "
-                f"not better than that of step {self.best.best_step}"
+                f"stopped at step {self.steps}: {self.settings.patience} evaluations in a row were not better than "
+                f"that of step {self.best.best_step}"
             )
         with self.train_step.averaged():
             return self.best.finish(self.steps, self.log.info)
 
     @property
-    def out_of_patience(self) -> bool:
-        """Whether as many evaluations as the patience allows were no better than the best one."""
-        patience = self.settings.patience
-        if patience is None or not self.best.best:
-            return False
-        return self.best.evaluations_without_improvement >= patience
-
-    @property
     def is_finished(self) -> bool:
         """Whether no step follows."""
-        return self.steps >= self.total_steps or self.out_of_patience
+        return self.steps >= self.total_steps or self.best.out_of_patience
 
     def close(self) -> None:
         """Close the progress bar and the trackers."""
@@ -266,8 +234,11 @@ class Loop:
 
     def all_bad(self) -> dict[int, str]:
         """Reason by pair index of all samples left out so far, on any rank; all ranks call it together."""
+        every: dict[int, str] = {}
         # Ranks read different pairs in each epoch, so several may have met the same one.
-        return {index: why for bad in distributed.gather_objects(self.bad) for index, why in bad.items()}
+        for bad in distributed.gather_objects(self.bad):
+            every |= bad
+        return every
 
     def _begin(self) -> None:
         """Open the log and write the recipe: after the first step the folder belongs to this run."""
@@ -317,11 +288,7 @@ class Loop:
 
     def _select_batches(self) -> None:
         """Select the batches of an epoch, if its selector uses embeddings."""
-
-        def fresh() -> tuple[np.ndarray, np.ndarray]:
-            return fresh_embeddings(self.model, self.loader, self.device, self.accelerator.autocast)
-
-        report = self.plan.start_epoch(self.epoch, self.steps, fresh)
+        report = self.plan.start_epoch(self.epoch, self.steps)
         if not report:
             return
         self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})
@@ -360,15 +327,15 @@ class Loop:
             the objective's metrics (they cost a look at all similarities); gradient_norm when clipped; and for
             objectives that ask for items items_encoded, so that its mean over ranks is their sum.
         """
-        encoded_before = self.items.num_encoded
+        step = self.train_step
+        encoded_before = step.items.num_encoded
         # Read before the schedule moves on: the log shows the rate of this step.
-        self._rate = self.train_step.learning_rate
+        self._rate = step.learning_rate
         self.objective.set_progress(self.steps / self.total_steps)
         outputs = []
         for place, batch in enumerate(batches):
-            number = self.batches_done + place
             is_last = batch is batches[-1]
-            output, left, right = self.train_step.accumulate(batch, number, len(batches), is_last)
+            output, left, right = step.accumulate(batch, self.batches_done + place, len(batches), is_last)
             self.plan.observe(batch.indices, left, right, self.steps + 1)
             self._note_sources(batch, output)
             outputs.append(output)
@@ -383,8 +350,8 @@ class Loop:
         if is_logged:
             values |= {f"state/{name}": value for name, value in self.objective.diagnostics().items()}
         if self.objective.needs_encode:
-            values["items_encoded"] = float(self.items.num_encoded - encoded_before) * distributed.world_size()
-        norm = self.train_step.update()
+            values["items_encoded"] = float(step.items.num_encoded - encoded_before) * distributed.world_size()
+        norm = step.update()
         if norm is not None:
             values["gradient_norm"] = norm
         return loss, values
@@ -411,7 +378,7 @@ class Loop:
         stop = self.signals.agree(self.device)
         if self._logs_at(self.steps):
             self._write_log()
-        if is_last or _due(self.steps, settings.evaluate_every):
+        if is_last or _is_due(self.steps, settings.evaluate_every):
             self._fail_if_bad(self.meter.bad_step())
             self.evaluation_due = True
             # After a signal there is little time: the resumed run evaluates.
@@ -419,8 +386,8 @@ class Loop:
                 self._evaluate()
                 # An evaluation takes long, so a signal that came meanwhile counts now.
                 stop = self.signals.agree(self.device)
-        ends = is_last or bool(stop) or self.out_of_patience
-        if settings.save_every is not None and (ends or _due(self.steps, settings.save_every)):
+        ends = is_last or bool(stop) or self.best.out_of_patience
+        if settings.save_every is not None and (ends or _is_due(self.steps, settings.save_every)):
             self._fail_if_bad(self.meter.bad_step())
             self.checkpoints.save(self.steps, self.state_dict())
         if stop:
@@ -457,15 +424,14 @@ class Loop:
         """Raise if the loss of a step was not finite."""
         if step is None:
             return
-        rate = self.train_step.optimizer.param_groups[0]["initial_lr"]
         # Before the first step the folder may hold checkpoints of the run that this one replaces.
         finished = self.checkpoints.finished() if self.is_begun else []
         saved = f"the checkpoint {finished[-1][1]} is from before" if finished else "nothing was saved"
         raise DualencError(
-            f"step {step}: the loss is not finite; lower learning_rate (now {rate:g}), lengthen warmup, set "
-            f"max_gradient_norm, or use mixed_precision=no; {saved}"
+            f"step {step}: the loss is not finite; lower learning_rate (now {self.settings.learning_rate:g}), lengthen "
+            f"warmup, set max_gradient_norm, or use mixed_precision=no; {saved}"
         )
 
 
-def _due(step: int, interval: int | None) -> bool:
+def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0

@@ -25,7 +25,36 @@ OptimizerName = Literal[
     "mars", "nadamw", "radam", "rmsprop"
 ]  # fmt: skip
 ScheduleName = Literal["cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"]
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+
+
+def check_optimizer(
+    name: str,
+    learning_rate: float,
+    weight_decay: float,
+    momentum: float,
+    betas: tuple[float, float],
+    layer_decay: float = 1.0,
+) -> None:
+    """Refuse a name or arguments with which nothing could be learned."""
+    if name not in get_args(OptimizerName):
+        from timm.optim import list_optimizers
+
+        names = [str(listed) for listed in list_optimizers()]
+        if name not in names:
+            raise DualencError(
+                f"optimizer is {name!r}{nearest(name, names)}; choose one of {', '.join(get_args(OptimizerName))}, or "
+                "another of timm.optim.list_optimizers()"
+            )
+    if not 0 < learning_rate < math.inf:
+        raise DualencError(f"learning_rate is {learning_rate}; it must be above 0, such as 1e-4")
+    if not 0 <= weight_decay < math.inf:
+        raise DualencError(f"weight_decay is {weight_decay}; it must be at least 0")
+    if not 0 <= momentum < 1:
+        raise DualencError(f"momentum is {momentum}; it must be in [0, 1), such as 0.9")
+    if not 0 < layer_decay <= 1:
+        raise DualencError(f"layer_decay is {layer_decay}; it must be in (0, 1], such as 0.9")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise DualencError(f"betas are {list(betas)}; give two numbers in [0, 1), such as [0.9, 0.999]")
 
 
 def build_optimizer(
@@ -37,28 +66,16 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     layer_decay: float = 1.0,
 ) -> Optimizer:
-    """One of timm's optimizers over all trainable parameters of modules.
+    """One of timm's optimizers over all trainable parameters of modules; arguments as of `TrainerSettings`.
 
     Parameters with fewer than two dimensions (norms, biases, the temperature) get no weight decay, and under LARS
-    (You et al. 2017, arXiv:1708.03888) no layer-wise rate.
-
-    Args:
-        modules: the model and the objective; a shared parameter counts once.
-        name: any of `timm.optim.list_optimizers()`; "sgd" has Nesterov momentum.
-        learning_rate: peak learning rate.
-        weight_decay: of parameters with two or more dimensions.
-        momentum: of optimizers that have one, such as "sgd", "lars" and "muon".
-        betas: of optimizers that have two, such as "adamw" and "lion".
-        layer_decay: the learning rate of a layer as a share of that of the layer above it, see `layer_depths`.
+    (You et al. 2017, arXiv:1708.03888) no layer-wise rate. "sgd" has Nesterov momentum.
 
     Raises:
-        DualencError: an unknown name, an argument out of range, an optimizer whose package is missing, or nothing to
-            train.
+        DualencError: nothing to train, or an optimizer whose package is missing.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_info
 
-    check_optimizer(name, learning_rate, weight_decay, momentum, betas, layer_decay)
-    # Read twice below.
     modules = list(modules)
     groups = parameter_groups(modules, weight_decay)
     if layer_decay != 1:
@@ -84,38 +101,6 @@ def build_optimizer(
 
 def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
     return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
-
-
-def check_optimizer(
-    name: str,
-    learning_rate: float,
-    weight_decay: float,
-    momentum: float,
-    betas: tuple[float, float],
-    layer_decay: float = 1.0,
-) -> None:
-    """Refuse, as `build_optimizer` does, a name or arguments with which nothing could be learned."""
-    if name not in get_args(OptimizerName):
-        from timm.optim import get_optimizer_info, list_optimizers
-
-        names = [str(listed) for listed in list_optimizers()]
-        if name not in names:
-            raise DualencError(
-                f"optimizer is {name!r}{nearest(name, names)}; choose one of {', '.join(get_args(OptimizerName))}, or "
-                "another of timm.optim.list_optimizers()"
-            )
-        if get_optimizer_info(name).second_order:
-            raise DualencError(f"optimizer {name!r} needs second derivatives, which are not computed; choose another")
-    if not 0 < learning_rate < math.inf:
-        raise DualencError(f"learning_rate is {learning_rate}; it must be above 0, such as 1e-4")
-    if not 0 <= weight_decay < math.inf:
-        raise DualencError(f"weight_decay is {weight_decay}; it must be at least 0")
-    if not 0 <= momentum < 1:
-        raise DualencError(f"momentum is {momentum}; it must be in [0, 1), such as 0.9")
-    if not 0 < layer_decay <= 1:
-        raise DualencError(f"layer_decay is {layer_decay}; it must be in (0, 1], such as 0.9")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise DualencError(f"betas are {list(betas)}; give two numbers in [0, 1), such as [0.9, 0.999]")
 
 
 def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -145,25 +130,35 @@ def layer_depths(model: nn.Module) -> dict[int, int]:
     """
     depths: dict[int, int] = {}
     for tower in model.children():
-        block_of: dict[str, re.Match[str] | None] = {
-            name: re.match(r".*?\.\d+\.", name) for name, _ in tower.named_parameters()
-        }
-        blocks = list(dict.fromkeys(match[0] for match in block_of.values() if match))
-        # In the order of registration, which is that of the forward pass but for the exceptions below.
-        last = max((place for place, match in enumerate(block_of.values()) if match), default=-1)
-        reached = 0
-        for place, (name, parameter) in enumerate(tower.named_parameters()):
-            match = block_of[name]
-            if match:
-                reached = blocks.index(match[0]) + 1
-                depth = len(blocks) + 1 - reached
-            elif blocks and "embed" in name:  # open_clip registers its tokens' behind the blocks
-                depth = len(blocks) + 1
-            elif place > last or "proj" in name:
-                depth = 0
-            else:
-                depth = len(blocks) + 1 - reached
-            depths.setdefault(id(parameter), depth)
+        for name, depth in _depths_by_name([name for name, _ in tower.named_parameters()]).items():
+            depths.setdefault(id(tower.get_parameter(name)), depth)
+    return depths
+
+
+def _depths_by_name(names: list[str]) -> dict[str, int]:
+    """The depths of a tower's parameters, whose names are in the order of the forward pass."""
+    block_of: dict[str, str] = {}
+    for name in names:
+        match = re.match(r".*?\.\d+\.", name)
+        if match:
+            block_of[name] = match[0]
+    blocks = list(dict.fromkeys(block_of.values()))
+    top = len(blocks) + 1
+    last_in_block = max((place for place, name in enumerate(names) if name in block_of), default=-1)
+    depths = {}
+    # Of the latest block so far.
+    depth = top
+    for place, name in enumerate(names):
+        if name in block_of:
+            depth = top - 1 - blocks.index(block_of[name])
+            depths[name] = depth
+        elif blocks and "embed" in name:
+            # open_clip registers its tokens' behind the blocks.
+            depths[name] = top
+        elif place > last_in_block or "proj" in name:
+            depths[name] = 0
+        else:
+            depths[name] = depth
     return depths
 
 
@@ -175,12 +170,10 @@ def groups_by_depth(
     Layer-wise decay of learning rates: Howard and Ruder 2018, arXiv:1801.06146; as used here, Clark et al. 2020,
     arXiv:2003.10555.
     """
-    depths = {
-        key: depth
-        for module in modules
-        if isinstance(module, DualEncoder)
-        for key, depth in layer_depths(module).items()
-    }
+    depths: dict[int, int] = {}
+    for module in modules:
+        if isinstance(module, DualEncoder):
+            depths |= layer_depths(module)
     divided = []
     for group in groups:
         for depth in sorted({depths.get(id(p), 0) for p in group["params"]}):
@@ -190,20 +183,12 @@ def groups_by_depth(
     return sorted(divided, key=lambda group: -float(group["lr"]))
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the weights whose names match `fnmatch` patterns: `left.*`, `*.embeddings.*`, `*.layer.[0-5].*`.
-
-    Args:
-        model: changed in place.
-        patterns: each must match a weight.
-
-    Returns:
-        How many numbers are frozen by it.
 
     Raises:
         DualencError: a pattern matches no weight.
     """
-    frozen = 0
     named = dict(model.named_parameters())
     for pattern in patterns:
         matched = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
@@ -211,31 +196,30 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
             examples = list(named)[:: max(1, len(named) // 3)][:3]
             raise DualencError(f"freeze: {pattern!r} matches no weight; names are such as {', '.join(examples)}")
         for parameter in matched:
-            if parameter.requires_grad:
-                frozen += parameter.numel()
             parameter.requires_grad_(False)
-    return frozen
 
 
-def build_schedule(
-    optimizer: Optimizer, name: str, total_steps: int, warmup: int | float = 0, final_fraction: float = 0.0
-) -> LambdaLR:
+def check_schedule(name: str, warmup: int | float) -> None:
+    """Refuse a name or a warm-up that makes no learning rate."""
+    names = get_args(ScheduleName)
+    if name not in names:
+        raise DualencError(f"schedule is {name!r}{nearest(name, names)}; choose one of {', '.join(names)}")
+    if not 0 <= warmup < math.inf or (warmup >= 1 and warmup != int(warmup)):
+        raise DualencError(f"warmup is {warmup}; give a number of steps, or a share of all steps below 1")
+
+
+def build_schedule(optimizer: Optimizer, name: str, total_steps: int, warmup: int | float = 0) -> LambdaLR:
     """A linear warm-up, then one of transformers' schedules; one `step()` per optimizer step.
 
     Args:
         optimizer: its learning rate follows the schedule.
-        name: "cosine" or "linear" decay to `final_fraction` of the peak, "constant", "inverse_sqrt", or
-            "warmup_stable_decay", which decays over the last tenth (Hu et al. 2024, arXiv:2404.06395).
+        name: "cosine" or "linear" decay to 0, "constant", "inverse_sqrt", or "warmup_stable_decay", which decays over
+            the last tenth (Hu et al. 2024, arXiv:2404.06395).
         total_steps: optimizer steps of the whole training.
         warmup: steps of warm-up (int), or their share of total_steps (float in [0, 1)).
-        final_fraction: learning rate at the end, as a share of the peak; "inverse_sqrt" falls towards it.
-
-    Raises:
-        DualencError: an unknown name or an argument out of range.
     """
     from transformers import get_scheduler
 
-    check_schedule(name, warmup, final_fraction)
     warmup_steps = int(warmup)
     if isinstance(warmup, float) and warmup < 1:
         warmup_steps = round(warmup * total_steps)
@@ -243,23 +227,13 @@ def build_schedule(
     if name == "warmup_stable_decay":
         tenth = -(-total_steps // 10)
         special = {"num_decay_steps": min(tenth, max(0, total_steps - warmup_steps))}
-    # Only the shape is theirs: their warm-up begins with a step of rate 0, and only their cosine can end above 0.
+    # Only the shape is theirs: their warm-up begins with a step of rate 0.
     unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     shape = get_scheduler(name, unused, warmup_steps, total_steps, special).lr_lambdas[0]
 
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
-        return final_fraction + (1 - final_fraction) * float(shape(min(step, total_steps)))
+        return float(shape(min(step, total_steps)))
 
     return LambdaLR(optimizer, factor)
-
-
-def check_schedule(name: str, warmup: int | float, final_fraction: float) -> None:
-    """Refuse, as `build_schedule` does, a name or arguments that make no learning rate."""
-    if name not in SCHEDULES:
-        raise DualencError(f"schedule is {name!r}{nearest(name, SCHEDULES)}; choose one of {', '.join(SCHEDULES)}")
-    if not 0 <= final_fraction <= 1:
-        raise DualencError(f"final_fraction is {final_fraction}; it must be in [0, 1]")
-    if not 0 <= warmup < math.inf or (warmup >= 1 and warmup != int(warmup)):
-        raise DualencError(f"warmup is {warmup}; give a number of steps, or a share of all steps below 1")

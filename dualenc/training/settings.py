@@ -6,19 +6,14 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from dualenc.errors import DualencError
 from dualenc.hard_negatives import Rule
 from dualenc.training.optim import OptimizerName, ScheduleName, check_optimizer, check_schedule
-from dualenc.training.plan import EmbeddingSource
 from dualenc.types import OnError
 
 MixedPrecision = Literal["no", "bf16", "fp16", "auto"]
-
-MAX_EPOCHS = 1_000_000
-"""More would never end; their batches are counted before the training starts."""
-MAX_WORKERS = 1024
 
 FREE_SETTINGS = (
     *("output", "num_workers", "save_every", "keep_checkpoints", "log_every"),
@@ -28,9 +23,9 @@ FREE_SETTINGS = (
 
 _AT_LEAST_ONE = (
     *("batch_size", "epochs", "max_steps", "gradient_accumulation", "chunk_size", "evaluate_every"),
-    *("patience", "save_every", "keep_checkpoints", "log_every"),
-    *("mine_every", "mine_negatives", "mine_last_rank"),
+    *("patience", "save_every", "keep_checkpoints", "log_every", "mine_every", "mine_negatives"),
 )
+_AT_LEAST_ZERO = ("seed", "num_workers")
 
 
 @dataclass(kw_only=True)
@@ -45,21 +40,18 @@ class TrainerSettings:
         learning_rate: peak learning rate.
         optimizer: "adamw", "sgd", "lars", "lion", "muon" or others of timm; from Python any that timm lists.
         weight_decay: of weights with two or more dimensions.
-        momentum: of optimizers that have one: "sgd", "lars", "muon".
-        betas: of optimizers that have two: "adamw", "lion".
-        layer_decay: the learning rate of a layer as a share of that of the layer above it; 1 is one rate for all.
+        momentum: of "sgd", "lars", "muon" and others that have one.
+        betas: of "adamw", "lion" and others that have two.
+        layer_decay: multiplier of the learning rate from each layer to the one below; 1 is one rate for all.
         freeze: names of weights that are not trained, with * and [0-5] as in file names: "left.*", "*embeddings*".
-        weight_average: decay of a moving average of the weights, such as 0.999: the average is evaluated and
-            saved. null: off.
+        weight_average: decay of a moving average of the weights, such as 0.999: evaluated and saved. null: off.
         warmup: steps of linear warm-up, or their share of all steps when it is a fraction below 1.
         schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the warm-up.
-        final_fraction: learning rate at the end as a share of the peak.
         max_gradient_norm: gradients are scaled down to this norm; null leaves them.
-        mixed_precision: "no", "bf16" or "fp16"; "auto" takes bf16 where the device multiplies it faster than float32
-            (GPUs since Ampere, processors with AVX512-BF16 or AMX).
+        mixed_precision: "no", "bf16" or "fp16"; "auto" takes bf16 where the device multiplies it faster than float32.
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
         chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
-        compile: `torch.compile` both towers, for any length of text: faster after a minute or more of compiling.
+        compile: `torch.compile` both towers: faster after a minute or more of compiling.
         evaluate_every: steps between evaluations; null evaluates before and after training only.
         patience: stop after so many evaluations in a row without a better one; null trains to the end.
         keep_best: the model folder gets the weights with the best evaluation, otherwise the last ones.
@@ -71,22 +63,16 @@ class TrainerSettings:
         seed: of augmentation, dropout and batches.
         num_workers: processes per rank that decode and prepare the data.
         on_error: "skip" leaves out samples that cannot be read and counts them, "raise" stops at the first.
-        selection_embeddings: for batch selection by embeddings: "epoch" takes those of the last epoch's batches,
-            "fresh" makes an evaluation-mode pass at the start of every epoch.
-        mine_every: epochs after which the model mines hard negatives anew, which replace those of the data; the first
-            ones so many epochs after the start, when it has learned something (ANCE, Xiong et al. 2021,
-            arXiv:2007.00808). null: never. Objectives without mined negatives refuse it.
-        mine_negatives: how many for each pair, at most; each is encoded with the batch.
-        mine_last_rank: they are among so many nearest right items, known positives not counted.
+        mine_every: epochs after which the model mines new hard negatives in place of the data's, the first time after
+            this many epochs (ANCE, Xiong et al. 2021, arXiv:2007.00808). null: never.
+        mine_negatives: maximum for each pair, among the 100 nearest right items that are not known positives.
         mine_relative: maximum score of a negative as a share of the positive's (`dualenc mine --relative`); null: off.
-        mine_margin: minimum difference to the positive's score (`dualenc mine --margin`).
         tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
         project: the project's name in trackers.
-        timeout_minutes: how long a process waits for another before it reports it as hung; longer than whatever
-            one process does alone, such as the ranking in an evaluation.
-        deterministic: same seed, same run on a GPU too.
+        timeout_minutes: how long a process waits for another before it reports it as hung.
+        deterministic: deterministic algorithms on a GPU: same seed, same run.
         overwrite: start anew in a folder that holds a run; a folder of other files is refused.
-        progress: show a progress bar, and one of each evaluation that disappears at its end.
+        progress: show progress bars of training and evaluation.
 
     Raises:
         DualencError: an argument out of range.
@@ -106,7 +92,6 @@ class TrainerSettings:
     weight_average: float | None = None
     warmup: int | float = 0.1
     schedule: ScheduleName = "cosine"
-    final_fraction: float = 0.0
     max_gradient_norm: float | None = 1.0
     mixed_precision: MixedPrecision = "no"
     gradient_accumulation: int = 1
@@ -122,12 +107,9 @@ class TrainerSettings:
     seed: int = 0
     num_workers: int = 0
     on_error: OnError = "skip"
-    selection_embeddings: EmbeddingSource = "epoch"
     mine_every: int | None = None
     mine_negatives: int = 1
-    mine_last_rank: int = 100
     mine_relative: float | None = 0.95
-    mine_margin: float | None = None
     tracker: str | None = None
     project: str = "dualenc"
     timeout_minutes: float = 10.0
@@ -146,45 +128,33 @@ class TrainerSettings:
         check_optimizer(
             self.optimizer, self.learning_rate, self.weight_decay, self.momentum, self.betas, self.layer_decay
         )
-        check_schedule(self.schedule, self.warmup, self.final_fraction)
-
-    def _check_ranges(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise DualencError(f"{name} is {value}; it must be at least 1")
-        if self.epochs is not None and self.epochs > MAX_EPOCHS:
-            raise DualencError(f"epochs is {self.epochs}; it must be at most {MAX_EPOCHS:,}; set max_steps instead")
-        if self.held_out is not None and not 0 <= self.held_out < 1:
-            raise DualencError(f"held_out is {self.held_out}; give a share of the pairs from 0 to below 1, such as 0.1")
-        if not 0 <= self.seed < 2**63 or not 0 <= self.num_workers <= MAX_WORKERS:
-            raise DualencError(
-                f"seed is {self.seed} and num_workers {self.num_workers}; they must be at least 0, and num_workers at "
-                f"most {MAX_WORKERS}"
-            )
-        if not 0 < self.timeout_minutes < math.inf:
-            raise DualencError(f"timeout_minutes is {self.timeout_minutes}; it must be more than 0")
-        if self.on_error not in ("skip", "raise"):
-            raise DualencError(f"on_error is {self.on_error!r}; choose 'skip' or 'raise'")
-        if self.max_gradient_norm is not None and not 0 < self.max_gradient_norm < math.inf:
-            raise DualencError(f"max_gradient_norm is {self.max_gradient_norm}; it must be above 0; null leaves it out")
-        if self.weight_average is not None and not 0 < self.weight_average < 1:
-            raise DualencError(f"weight_average is {self.weight_average}; it must be between 0 and 1, such as 0.999")
+        check_schedule(self.schedule, self.warmup)
 
     @property
     def mining_rule(self) -> Rule:
         """Which items `mine_every` chooses."""
         try:
-            return Rule(
-                num_negatives=self.mine_negatives,
-                last_rank=self.mine_last_rank,
-                relative=self.mine_relative,
-                margin=self.mine_margin,
-                seed=self.seed,
-            )
+            return Rule(num_negatives=self.mine_negatives, relative=self.mine_relative, seed=self.seed)
         except DualencError as error:
             # It begins with the name of an argument.
             raise DualencError(f"mine_{error}") from None
+
+    def _check_ranges(self) -> None:
+        limits = dict.fromkeys(_AT_LEAST_ONE, 1) | dict.fromkeys(_AT_LEAST_ZERO, 0)
+        for name, lowest in limits.items():
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise DualencError(f"{name} is {value}; it must be at least {lowest}")
+        if self.held_out is not None and not 0 <= self.held_out < 1:
+            raise DualencError(f"held_out is {self.held_out}; give a share of the pairs from 0 to below 1, such as 0.1")
+        if not 0 < self.timeout_minutes < math.inf:
+            raise DualencError(f"timeout_minutes is {self.timeout_minutes}; it must be more than 0")
+        if self.on_error not in get_args(OnError):
+            raise DualencError(f"on_error is {self.on_error!r}; choose one of {', '.join(get_args(OnError))}")
+        if self.max_gradient_norm is not None and not 0 < self.max_gradient_norm < math.inf:
+            raise DualencError(f"max_gradient_norm is {self.max_gradient_norm}; it must be above 0; null leaves it out")
+        if self.weight_average is not None and not 0 < self.weight_average < 1:
+            raise DualencError(f"weight_average is {self.weight_average}; it must be between 0 and 1, such as 0.999")
 
     def _check_combinations(self) -> None:
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):

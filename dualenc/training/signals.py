@@ -13,6 +13,11 @@ import torch
 
 from dualenc import distributed
 
+SAME_PRESS = 0.5
+"""Seconds in which a second SIGINT is the same Ctrl-C: a terminal sends it to all processes, a launcher once more."""
+
+_STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
 
 class Stopped(SystemExit):
     """A signal has stopped the training after a step; a SystemExit, so that a script does not continue without a model.
@@ -34,16 +39,12 @@ def stopped_by(number: int) -> BaseException:
     return Interrupted() if number == signal.SIGINT else Stopped(number)
 
 
-SAME_PRESS = 0.5
-"""Seconds in which a second SIGINT is the same Ctrl-C: a terminal sends it to all processes, a launcher once more."""
-
-
 class StopSignals:
     """Signal handlers of a run: in this context SIGTERM, SIGUSR1 and a first Ctrl-C are only noted.
 
     A second Ctrl-C does what the first would have done before. A signal that came too late to stop the training is sent
-    again at the end. An ignored signal stays ignored, and outside the main thread, where Python has no handlers,
-    nothing changes.
+    again at the end. Ignored signals stay ignored; outside the main thread, where Python has no handlers, nothing
+    changes.
 
     Args:
         saves: whether stopping saves anything; if not, a first Ctrl-C is not noted either.
@@ -76,36 +77,29 @@ class StopSignals:
             signal.raise_signal(self.noted)
 
     def agree(self, device: torch.device) -> int:
-        """The signal that any rank has received, or 0; all ranks call it together.
-
-        A scheduler does not reach all ranks at once, but all must stop at the same step.
-        """
+        """The signal that any rank has received, or 0; all ranks call it together, to stop at the same step."""
         return int(distributed.all_reduce(torch.tensor(self.noted, device=device), "max"))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # Ctrl-C reaches this process several times where a launcher passes it on.
         if number == signal.SIGINT:
-            now = time.monotonic()
-            if self._pressed_at is None:
-                self._pressed_at = now
-                if distributed.is_main():
-                    # Not by print: a handler may come in the middle of one.
-                    os.write(2, b"\nfinishing this step; press Ctrl-C again to stop at once\n")
-            elif now - self._pressed_at > SAME_PRESS:
-                before = self._before[number]
-                handler = before if callable(before) else signal.default_int_handler
-                handler(number, frame)
+            self._note_ctrl_c(frame)
         self.noted = number
 
-
-_STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    def _note_ctrl_c(self, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._pressed_at is None:
+            self._pressed_at = now
+            if distributed.is_main():
+                # Not by print: a handler may come in the middle of one.
+                os.write(2, b"\nfinishing this step; press Ctrl-C again to stop at once\n")
+        elif now - self._pressed_at > SAME_PRESS:
+            before = self._before[signal.SIGINT]
+            handler = before if callable(before) else signal.default_int_handler
+            handler(signal.SIGINT, frame)
 
 
 def forgive_one_sigterm(_: int = 0) -> None:
-    """Signal handlers of a worker process: the first SIGTERM was meant for the run, which ends its workers itself.
-
-    Schedulers and terminals send to every process of a job. A second SIGTERM does what it always does.
-    """
+    """Signal handlers of a worker process: the first SIGTERM was meant for the run, which ends its workers itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if hasattr(signal, "SIGUSR1"):

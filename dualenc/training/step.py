@@ -31,8 +31,7 @@ class TrainStep:
         accelerator: mixed precision.
         model: placed on its device.
         objective: the loss.
-        pairs: the training pairs, which may bring mined negatives.
-        items: encodes items outside the batch.
+        pairs: the training pairs, from which an objective may ask for items.
         total_steps: of the schedule.
         device: to compute on.
     """
@@ -44,16 +43,13 @@ class TrainStep:
         model: DualEncoder,
         objective: Objective,
         pairs: PairDataset,
-        items: ItemEncoder,
         total_steps: int,
         device: torch.device,
     ) -> None:
         self.settings = settings
-        self.accelerator = accelerator
+        self.scaler = accelerator.scaler
         self.model = model
         self.objective = objective
-        self.pairs = pairs
-        self.items = items
         self.device = device
         modules = [model, objective]
         self.parameters = trainable_parameters(modules)
@@ -70,22 +66,19 @@ class TrainStep:
             settings.betas,
             settings.layer_decay,
         )
-        self.schedule = build_schedule(
-            self.optimizer, settings.schedule, total_steps, settings.warmup, settings.final_fraction
-        )
-        self.averages: AveragedWeights | None = None
+        self.schedule = build_schedule(self.optimizer, settings.schedule, total_steps, settings.warmup)
+        # The average that is evaluated and saved, and the momentum encoder, by their names in a checkpoint.
+        self.averages: dict[str, AveragedWeights] = {}
         if settings.weight_average is not None:
-            self.averages = AveragedWeights(model, settings.weight_average)
-        self.momentum_encoder: AveragedWeights | None = None
+            self.averages["averages"] = AveragedWeights(model, settings.weight_average)
         if objective.momentum is not None:
-            self.momentum_encoder = AveragedWeights(model, objective.momentum, warm_up=False)
-        self.encoding = self._new_encoding()
-
-    def _new_encoding(self) -> PlainEncoding:
-        common = (self.model, self.device, self.accelerator.autocast, self.objective.needs_encode)
-        if self.settings.chunk_size is None:
-            return PlainEncoding(*common, self.settings.compile)
-        return CachedEncoding(*common, bool(self.settings.compile), self.settings.chunk_size)
+            self.averages["momentum_encoder"] = AveragedWeights(model, objective.momentum, warm_up=False)
+        common = (model, device, accelerator.autocast, objective.needs_encode, settings.compile)
+        if settings.chunk_size is None:
+            self.encoding = PlainEncoding(*common)
+        else:
+            self.encoding = CachedEncoding(*common, settings.chunk_size)
+        self.items = ItemEncoder(model, pairs, self.encoding, seed=settings.seed, on_error=settings.on_error)
 
     @property
     def learning_rate(self) -> float:
@@ -93,8 +86,8 @@ class TrainStep:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def averaged(self) -> AbstractContextManager[None]:
-        """A context in which the model has its averaged weights, if they are kept."""
-        return nullcontext() if self.averages is None else self.averages.applied()
+        """A context in which the model has its averaged weights, if the settings ask for them."""
+        return self.averages["averages"].applied() if "averages" in self.averages else nullcontext()
 
     def accumulate(
         self, batch: Batch, number: int, group_size: int, is_last: bool
@@ -108,12 +101,13 @@ class TrainStep:
             is_last: whether none of them follows.
 
         Returns:
-            What the objective gave, and the embeddings (b, D) of both sides.
+            The output of the objective, and the embeddings (b, D) of both sides.
         """
         # First, as it exchanges the weights, which a graph must find unchanged.
         keys = self._encode_keys(batch)
         encoding = self.encoding
         encoding.begin()
+        self.items.begin(number)
         parts: list[tuple[Side, Inputs]] = [("left", batch.left), ("right", batch.right)]
         if batch.negatives is not None:
             parts.append(("right", batch.negatives))
@@ -123,8 +117,8 @@ class TrainStep:
             right,
             batch.left_id.to(self.device),
             batch.right_id.to(self.device),
-            self.items.bind(encoding, number),
-            negatives=None if batch.negatives is None else mined[0],
+            self.items,
+            negatives=mined[0] if mined else None,
             **batch.arguments(self.device, self.objective.needs_teacher),
             **keys,
         )
@@ -133,25 +127,22 @@ class TrainStep:
             self.gradients.expect()
         # Each batch has a share of the mean; the loss that is logged is not divided.
         loss = output.loss / group_size
-        scaler = self.accelerator.scaler
-        encoding.backward(loss if scaler is None else scaler.scale(loss))
+        encoding.backward(loss if self.scaler is None else self.scaler.scale(loss))
         return output, left, right
 
     def _encode_keys(self, batch: Batch) -> dict[str, Tensor]:
-        """The momentum encoder's embeddings of the batch, as arguments of the objective; none without such an encoder.
-
-        Running statistics of BatchNorm, which the pass would change, are exchanged with the weights.
-        """
-        if self.momentum_encoder is None:
+        """The momentum encoder's embeddings of the batch, as arguments of the objective; {} without such an encoder."""
+        if "momentum_encoder" not in self.averages:
             return {}
         self.encoding.begin()
-        with torch.no_grad(), self.momentum_encoder.applied():
+        # Running statistics of BatchNorm, which the pass would change, are exchanged with the weights.
+        with torch.no_grad(), self.averages["momentum_encoder"].applied():
             left, right = self.encoding.encode_parts(("left", batch.left), ("right", batch.right))
         return {"keys_left": left, "keys_right": right}
 
     def update(self) -> Tensor | None:
         """Average, clip and apply the gradients; returns their norm if they are clipped."""
-        scaler = self.accelerator.scaler
+        scaler = self.scaler
         norm = None
         # Averaged before unscaling: an overflow on one rank is then an overflow on all, and all skip the step.
         self.gradients.finish()
@@ -169,35 +160,19 @@ class TrainStep:
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
             self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.averages is not None:
-            self.averages.update()
-        if self.momentum_encoder is not None:
-            self.momentum_encoder.update()
+        for average in self.averages.values():
+            average.update()
         return norm
+
+    def _stateful(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, **self.averages}
+        return parts if self.scaler is None else {**parts, "scaler": self.scaler}
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer, schedule and averages; all ranks call it together."""
-        state: dict[str, Any] = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-        }
-        if self.averages is not None:
-            state["averages"] = self.averages.state_dict()
-        if self.momentum_encoder is not None:
-            state["momentum_encoder"] = self.momentum_encoder.state_dict()
-        scaler = self.accelerator.scaler
-        state["scaler"] = None if scaler is None else scaler.state_dict()
-        return state
+        return {name: part.state_dict() for name, part in self._stateful().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`, whatever the number of processes was then."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.averages is not None:
-            self.averages.load_state_dict(state["averages"])
-        self.schedule.load_state_dict(state["schedule"])
-        if self.momentum_encoder is not None:
-            self.momentum_encoder.load_state_dict(state["momentum_encoder"])
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
+        for name, part in self._stateful().items():
+            part.load_state_dict(state[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,18 +20,21 @@ from dualenc.encoders.text import TextEncoder
 from dualenc.errors import DualencError, nearest
 from dualenc.objectives.base import Objective
 from dualenc.training.checkpoint import locked_run
-from dualenc.training.devices import deterministic_algorithms, place, start_accelerator
-from dualenc.training.evaluators import Evaluator
-from dualenc.training.hold_out import hold_out
+from dualenc.training.devices import deterministic_algorithms, place_model, start_accelerator
+from dualenc.training.evaluators import Evaluator, ImageTextEvaluator, RetrievalEvaluator
 from dualenc.training.loader import explain_killed_worker
-from dualenc.training.log import read_metrics
+from dualenc.training.log import last_loss
 from dualenc.training.loop import Loop
 from dualenc.training.mining import check_minable
 from dualenc.training.optim import freeze
 from dualenc.training.settings import TrainerSettings
 from dualenc.training.signals import StopSignals
 
-__all__ = ["Trainer", "TrainingResult", "place", "start_accelerator"]
+MAX_HELD_OUT = 1000
+"""More pairs would make evaluation slow and not much more precise."""
+MIN_PAIRS = 100
+"""Of fewer pairs a recipe holds none out: too few would be left for training and for a meaningful number."""
+DEFAULT_SHARE = 0.1
 
 
 class TrainingResult(NamedTuple):
@@ -56,8 +59,8 @@ class TrainingResult(NamedTuple):
     skipped: int
 
 
-class Trainer(TrainerSettings):
-    """Trains any dual encoder with any objective, on one process or many; its arguments are those of `TrainerSettings`.
+class Trainer:
+    """Trains any dual encoder with any objective, on one process or many.
 
         Trainer(output="run", epochs=3).fit(model, pairs, objective)
 
@@ -70,7 +73,16 @@ class Trainer(TrainerSettings):
     SIGTERM and SIGUSR1 (what schedulers send) and Ctrl-C end the run after the current step or evaluation, with a
     checkpoint; resuming gives the model of an uninterrupted run, bit for bit. A second Ctrl-C, and the first where
     save_every is None, ends it at once.
+
+    Args:
+        settings: the fields of `TrainerSettings` by name.
     """
+
+    # Shown by help() and completed by notebooks.
+    __signature__ = inspect.signature(TrainerSettings)
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = TrainerSettings(**settings)
 
     def fit(
         self,
@@ -93,8 +105,6 @@ class Trainer(TrainerSettings):
             resume: continue, exactly, from the latest checkpoint in `output`; from the start if there is none.
             recipe: the resolved recipe, for the model card and to recognise checkpoints of other recipes.
 
-        Until the first step is done nothing is written, and a run that is to be overwritten stays.
-
         Raises:
             DualencError: the folder holds a run already or another run is using it, the checkpoint is of another
                 recipe or damaged, the loss is not finite, another process or a data worker is gone, or the arguments
@@ -103,40 +113,66 @@ class Trainer(TrainerSettings):
             Interrupted: a KeyboardInterrupt, after Ctrl-C.
         """
         start = time.perf_counter()
-        if self.held_out and evaluator is None:
-            if batching is not None:
-                raise DualencError("batching is for all pairs, and held_out leaves some out; name an evaluator instead")
-            pairs, evaluator = hold_out(pairs, self.held_out, self.seed)
+        settings = self.settings
+        output = Path(settings.output)
+        if evaluator is None:
+            pairs, evaluator = self._hold_out(pairs, batching, is_recipe=recipe is not None)
         batching = self._batching(pairs, batching)
         self._check_parts(model, pairs, objective, batching, evaluator)
-        trackers = [name.strip() for name in (self.tracker or "").split(",") if name.strip()]
-        accelerator = start_accelerator(self.mixed_precision, trackers, Path(self.output), self.timeout_minutes)
+        trackers = [name.strip() for name in (settings.tracker or "").split(",") if name.strip()]
+        accelerator = start_accelerator(settings.mixed_precision, trackers, output, settings.timeout_minutes)
         with (
-            StopSignals(saves=self.save_every is not None) as signals,
-            locked_run(self.output, resume=resume, overwrite=self.overwrite),
-            deterministic_algorithms(self.deterministic, accelerator.device),
-            explain_killed_worker(self.num_workers),
+            StopSignals(saves=settings.save_every is not None) as signals,
+            locked_run(output, resume=resume, overwrite=settings.overwrite),
+            deterministic_algorithms(settings.deterministic, accelerator.device),
+            explain_killed_worker(settings.num_workers),
         ):
             model = self._prepare_model(model, pairs, accelerator.device)
             counts = [torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES]
             objective.to(accelerator.device).set_counts(*counts)
-            loop = Loop(self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {})
+            loop = Loop(settings, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {})
             try:
                 metrics = loop.run(resume)
             finally:
                 loop.close()
-        loss = _last_loss(Path(self.output) / "metrics.jsonl")
-        seconds = time.perf_counter() - start
         return TrainingResult(
-            loop.best.folder, loop.steps, loss, loop.best.before, metrics, seconds, skipped=len(loop.all_bad())
+            model_folder=loop.best.folder,
+            steps=loop.steps,
+            loss=last_loss(output / "metrics.jsonl"),
+            before=loop.best.before,
+            metrics=metrics,
+            seconds=time.perf_counter() - start,
+            skipped=len(loop.all_bad()),
         )
+
+    def _hold_out(
+        self, pairs: PairDataset, batching: BatchSelector | None, is_recipe: bool
+    ) -> tuple[PairDataset, Evaluator | None]:
+        """The pairs to train on, with the same items and ids, and an evaluator of those that are held out, if any."""
+        share = self.settings.held_out
+        can_split = not pairs.views and not isinstance(pairs, Mixture)
+        if share is None:
+            # A recipe's run ends with a number.
+            by_default = is_recipe and batching is None and can_split and len(pairs) >= MIN_PAIRS
+            share = DEFAULT_SHARE if by_default else 0.0
+        if share == 0:
+            return pairs, None
+        if batching is not None:
+            raise DualencError("batching is for all pairs, and held_out leaves some out; name an evaluator instead")
+        if not can_split:
+            raise DualencError("held_out does not apply to views of images or a mixture; name an evaluator instead")
+        rest, held_out = pairs.split(min(share, MAX_HELD_OUT / len(pairs)), self.settings.seed)
+        if pairs.left_modality == "image" and pairs.right_modality == "text":
+            return rest, ImageTextEvaluator(held_out)
+        return rest, RetrievalEvaluator(pairs=held_out)
 
     def _batching(self, pairs: PairDataset, batching: BatchSelector | None) -> BatchSelector:
         """The batch selector: the given one, or the default for the data."""
-        if self.batch_size > len(pairs):
-            raise DualencError(f"batch_size is {self.batch_size} but there are {len(pairs)} pairs; make it smaller")
+        settings = self.settings
+        if settings.batch_size > len(pairs):
+            raise DualencError(f"batch_size is {settings.batch_size} but there are {len(pairs)} pairs; make it smaller")
         if not isinstance(pairs, Mixture) or pairs.is_plain:
-            return batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
+            return batching or RandomBatches(len(pairs), settings.batch_size, seed=settings.seed)
         if batching is not None and not isinstance(batching, MixtureBatches):
             raise DualencError(
                 f"data.weights and data.batches say what a batch is made of, which {type(batching).__name__} does not "
@@ -145,24 +181,25 @@ class Trainer(TrainerSettings):
         return batching or MixtureBatches(
             pairs.sizes,
             list(pairs.source_weights.values()),
-            self.batch_size,
-            self.seed,
+            settings.batch_size,
+            settings.seed,
             one_source=pairs.batches == "one_source",
             names=list(pairs.sources),
         )
 
     def _prepare_model(self, model: DualEncoder, pairs: PairDataset, device: torch.device) -> DualEncoder:
         """Freeze, place and compile a model."""
-        freeze(model, self.freeze)
+        settings = self.settings
+        freeze(model, settings.freeze)
         if isinstance(pairs, Mixture) and isinstance(model, TextEncoder):
             model.name_prompts(pairs.prompts)
-        model = place(model, device, self.chunk_size)
-        if self.compile:
+        model = place_model(model, device, settings.chunk_size)
+        if settings.compile:
             # A set, as both sides may be one tower.
             for tower in {model.left, model.right}:
                 tower.compile(dynamic=True)
-        has_mined = pairs.negatives is not None or self.mine_every is not None
-        if has_mined and self.chunk_size is None and waits_for_others(model):
+        has_mined = pairs.negatives is not None or settings.mine_every is not None
+        if has_mined and settings.chunk_size is None and waits_for_others(model):
             raise DualencError(
                 "mined negatives do not go with BatchNorm on several processes, some of which may have none of "
                 "them; use one process, or set chunk_size"
@@ -178,72 +215,58 @@ class Trainer(TrainerSettings):
         evaluator: Evaluator | None,
     ) -> None:
         """Refuse parts that do not fit one another, before any work."""
-        self._check_evaluator(evaluator)
-        self._check_batching(pairs, objective, batching)
-        _check_modalities(model, pairs, evaluator)
-        if objective.needs_teacher and getattr(pairs, "scores", None) is None:
-            raise DualencError(
-                f"{objective.name} learns from a teacher, but the data holds no scores; give it mined negatives with "
-                "scores (MinedPairs with scores: true), or leave Distilled out"
-            )
-        if self.mine_every is not None:
-            check_minable(pairs, objective)
-
-    def _check_evaluator(self, evaluator: Evaluator | None) -> None:
-        if evaluator is None:
-            if self.patience is not None:
-                raise DualencError("patience counts evaluations, and there is no evaluator; give one, or leave it out")
-            return
+        settings = self.settings
+        if settings.patience is not None and evaluator is None:
+            raise DualencError("patience counts evaluations, and there is no evaluator; give one, or leave it out")
         # Any callable with a `primary` may be an evaluator.
         names = getattr(evaluator, "metric_names", ())
-        if names and evaluator.primary not in names:
+        if evaluator is not None and names and evaluator.primary not in names:
             raise DualencError(
                 f"evaluator.primary is {evaluator.primary!r}{nearest(evaluator.primary, names)}; choose one of "
                 f"{', '.join(names)}"
             )
+        if (batching.batch_size, batching.num_pairs) != (settings.batch_size, len(pairs)):
+            raise DualencError(
+                f"batching is for batches of {batching.batch_size} of {batching.num_pairs} pairs, but batch_size is "
+                f"{settings.batch_size} and the data has {len(pairs)} pairs; give both the same"
+            )
+        _check_uniform(objective, batching)
+        _check_modalities(model, pairs, evaluator)
+        if objective.needs_teacher and pairs.scores is None:
+            raise DualencError(
+                f"{objective.name} learns from a teacher, but the data holds no scores; give it mined negatives with "
+                "scores (MinedPairs with scores: true), or leave Distilled out"
+            )
+        if settings.mine_every is not None:
+            check_minable(pairs, objective)
 
-    def _check_batching(self, pairs: PairDataset, objective: Objective, batching: BatchSelector) -> None:
-        if self.batch_size != batching.batch_size:
-            raise DualencError(
-                f"batch_size is {self.batch_size} for the trainer but {batching.batch_size} for batching; give both "
-                "the same"
-            )
-        if len(pairs) != batching.num_pairs:
-            raise DualencError(
-                f"num_pairs is {len(pairs)} for the data but {batching.num_pairs} for batching; give both the same"
-            )
-        remedy = objective.needs_uniform_batches
-        if remedy and not batching.uniform:
-            chooser = type(batching).__name__
-            alternative = "leave batching out"
-            if isinstance(batching, MixtureBatches):
-                chooser = "the mixture"
-                alternative = "weigh all sources 1 in mixed batches"
-            raise DualencError(
-                f"{chooser} chooses the batches, but {objective.name} as set assumes random ones; give it "
-                f"{remedy}, or {alternative}"
-            )
+
+def _check_uniform(objective: Objective, batching: BatchSelector) -> None:
+    """Refuse selected batches for an objective whose estimate assumes random ones."""
+    remedy = objective.needs_uniform_batches
+    if not remedy or batching.uniform:
+        return
+    chooser = type(batching).__name__
+    alternative = "leave batching out"
+    if isinstance(batching, MixtureBatches):
+        chooser = "the mixture"
+        alternative = "weigh all sources 1 in mixed batches"
+    raise DualencError(
+        f"{chooser} chooses the batches, but {objective.name} as set assumes random ones; give it {remedy}, or "
+        f"{alternative}"
+    )
 
 
 def _check_modalities(model: DualEncoder, pairs: PairDataset, evaluator: Evaluator | None) -> None:
     """Refuse images for a tower that encodes text, and the like."""
     of_pairs = {"left": pairs.left_modality, "right": pairs.right_modality}
     of_evaluator = getattr(evaluator, "modalities", {})
-    for owner, modalities in (("the pairs", of_pairs), ("the evaluator", of_evaluator)):
+    for source, modalities in (("the pairs", of_pairs), ("the evaluator", of_evaluator)):
         for side in SIDES:
-            given = modalities.get(side)
+            modality = modalities.get(side)
             encoded = model.tower(side).modality
-            if given is not None and given != encoded:
+            if modality is not None and modality != encoded:
                 raise DualencError(
-                    f"the {side} side of {owner} is {given}, but that of the model encodes {encoded}; choose a model "
-                    f"for {given} or other data"
+                    f"the {side} side of {source} is {modality}, but that of the model encodes {encoded}; choose a "
+                    f"model for {modality} or other data"
                 )
-
-
-def _last_loss(log: Path) -> float:
-    """The loss in the last line of a log that has one; NaN without any."""
-    # Objectives that do not know their loss log none, and evaluations have lines of their own.
-    for line in reversed(read_metrics(log)):
-        if line.get("loss") is not None:
-            return float(line["loss"])
-    return math.nan

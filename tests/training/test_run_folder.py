@@ -67,7 +67,7 @@ def test_a_killed_process_holds_no_lock_before_its_parent_notices(tmp_path):
     assert not (tmp_path / ".lock").exists()
 
 
-@pytest.mark.parametrize("content", ["", "123\nelsewhere\n", "process 1 on elsewhere"])
+@pytest.mark.parametrize("content", ["", "process 1 on elsewhere"])
 def test_a_lock_file_that_nobody_holds_is_no_obstacle(tmp_path, content):
     (tmp_path / ".lock").write_text(content)
     with run_folder.locked_run(tmp_path, resume=True, overwrite=False):
@@ -77,7 +77,6 @@ def test_a_lock_file_that_nobody_holds_is_no_obstacle(tmp_path, content):
 
 def test_what_a_run_killed_at_its_beginning_leaves_is_no_obstacle(tmp_path):
     (tmp_path / ".lock").touch()
-    (tmp_path / ".meta.json.part").mkdir()
     with run_folder.locked_run(tmp_path, resume=False, overwrite=False):
         assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json"]
     assert os.listdir(tmp_path) == []

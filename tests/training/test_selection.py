@@ -11,7 +11,7 @@ from dualenc.batching import OSGDBatches, RandomBatches, SpectralBatches, batch_
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, NegativeCache
 from dualenc.training.plan import BatchPlan, EmbeddingTable, select_batches
-from tests.training.fakes import TinyEncoder, same, weights
+from tests.training.fakes import same, weights
 from tests.training.runs import run_and_die, train, train_and_die
 
 
@@ -19,10 +19,6 @@ def embeddings(num_pairs=24, seed=0):
     rows = np.random.default_rng(seed).normal(size=(2, num_pairs, 4)).astype(np.float32)
     left, right = rows / np.linalg.norm(rows, axis=2, keepdims=True)
     return left, right
-
-
-def never():
-    raise AssertionError("no fresh pass is wanted here")
 
 
 def observe(plan, left, right, step):
@@ -35,10 +31,10 @@ def test_embeddings_of_an_epoch_select_the_next_ones_batches():
     selector = SpectralBatches(24, 6, seed=1)
     plan = BatchPlan(selector, 24)
     left, right = embeddings()
-    assert plan.start_epoch(0, 0, never) == {}
+    assert plan.start_epoch(0, 0) == {}
     assert np.array_equal(plan.batches(0), selector.select(0))
     observe(plan, left, right, step=4)
-    report = plan.start_epoch(1, 8, never)
+    report = plan.start_epoch(1, 8)
     expected = selector.select(1, left.astype(np.float16), right.astype(np.float16))
     assert np.array_equal(plan.batches(1), expected)
     losses = batch_losses(*(side.astype(np.float16).astype(np.float32) for side in (left, right)), expected, 0.1)
@@ -48,26 +44,20 @@ def test_embeddings_of_an_epoch_select_the_next_ones_batches():
     restored = BatchPlan(selector, 24)
     restored.load_state_dict(plan.state_dict())
     assert np.array_equal(restored.batches(1), expected)
-    assert restored.start_epoch(2, 12, never)["loss"] == plan.start_epoch(2, 12, never)["loss"]
-
-
-def test_a_fresh_pass_is_made_at_every_epoch():
-    selector = SpectralBatches(24, 6, seed=1)
-    plan = BatchPlan(selector, 24, embeddings="fresh")
-    assert plan.start_epoch(0, 4, embeddings)["staleness"] == 0
-    assert np.array_equal(plan.batches(0), selector.select(0, *embeddings()))
+    assert restored.start_epoch(2, 12)["loss"] == plan.start_epoch(2, 12)["loss"]
 
 
 def test_the_number_of_batches_is_known_beforehand():
     plan = BatchPlan(OSGDBatches(24, 6, k=4, q=1), 24)
-    assert [plan.num_batches(epoch) for epoch in range(3)] == [4, 1, 1]
-    assert BatchPlan(RandomBatches(24, 5), 24).num_batches(3) == 4
+    assert plan.num_steps(epochs=3) == 4 + 1 + 1
+    assert plan.num_steps(epochs=3, gradient_accumulation=3) == 2 + 1 + 1
+    assert BatchPlan(RandomBatches(24, 5), 24).num_steps(epochs=3) == 12
 
 
 def test_a_selector_without_embeddings_needs_no_table():
     plan = BatchPlan(RandomBatches(24, 6), 24)
     observe(plan, *embeddings(), step=1)
-    assert plan.start_epoch(1, 4, never) == {}
+    assert plan.start_epoch(1, 4) == {}
     assert plan.state_dict() == {}
 
 
@@ -93,9 +83,10 @@ def test_hard_batches_are_reported_as_harder_than_random_ones():
 def test_a_failing_selection_names_its_epoch():
     left, right = embeddings()
     left[3] = np.nan
-    plan = BatchPlan(SpectralBatches(24, 6), 24, embeddings="fresh")
+    plan = BatchPlan(SpectralBatches(24, 6), 24)
+    observe(plan, left, right, step=4)
     with pytest.raises(DualencError, match=r"epoch 2 failed: .*row 3"):
-        plan.start_epoch(2, 4, lambda: (left, right))
+        plan.start_epoch(2, 4)
 
 
 def die_with_selection(output: Path, at_batch: int) -> None:
@@ -110,21 +101,6 @@ def test_a_run_killed_around_a_selection_ends_the_same(tmp_path, killed_at):
     assert run_and_die(die_with_selection, tmp_path / "broken", killed_at) == -signal.SIGKILL
     train(tmp_path / "broken", batching=SpectralBatches(24, 6, seed=3), resume=True)
     assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
-
-
-class AskingBatches(RandomBatches):
-    """Random batches that claim to need embeddings."""
-
-    needs_embeddings = True
-
-
-@pytest.mark.slow
-def test_a_fresh_pass_leaves_the_training_as_it_is(tmp_path):
-    """The batches do not depend on it, so nothing may: not dropout, not BatchNorm's statistics."""
-    for name, selector in (("asking", AskingBatches(24, 6)), ("random", RandomBatches(24, 6))):
-        model = TinyEncoder(dropout=0.2, batchnorm=True)
-        train(tmp_path / name, model=model, batching=selector, selection_embeddings="fresh")
-    assert same(weights(tmp_path / "asking"), weights(tmp_path / "random"))
 
 
 @pytest.mark.slow

@@ -210,16 +210,13 @@ def test_a_lost_or_hung_rank_is_explained_in_one_line_and_ends_the_others(tmp_pa
     code, errors = ranks[0].end()
     assert time.monotonic() - began < 40
     ranks[1].process.kill()
-    _, other = ranks[1].end()
+    ranks[1].end()
     assert code == 2, errors
     reports = [line for line in errors.splitlines() if line.startswith("dualenc: error:")]
     assert len(reports) == 1
     assert ("is lost: it has ended or was killed" if how == "killed" else "did not answer in time") in reports[0]
     assert "Traceback" not in errors
     assert not (run / ".lock").exists()
-    # dropout is drawn per process, which is said once
-    assert errors.count("each process draws dropout") == 1
-    assert "each process draws dropout" not in other
 
 
 def fail_after(number: int) -> None:

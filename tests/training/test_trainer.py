@@ -11,8 +11,9 @@ from accelerate.state import AcceleratorState
 from dualenc.batching import RandomBatches
 from dualenc.errors import DualencError
 from dualenc.objectives import ISIR, InfoNCE, SogCLR, base
+from dualenc.training.devices import place_model, start_accelerator
 from dualenc.training.log import read_metrics
-from dualenc.training.trainer import Trainer, place, start_accelerator
+from dualenc.training.trainer import Trainer
 from tests.training.fakes import (
     TinyEncoder,
     kill_this_process,
@@ -241,21 +242,18 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path):
     [
         ({"batch_size": 25}, "batch_size is 25 but there are 24 pairs"),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
-        ({"epochs": 10**9}, "epochs is 1000000000; it must be at most 1,000,000"),
         ({"max_gradient_norm": 0.0}, "max_gradient_norm is 0.0; it must be above 0; null leaves it out"),
         ({"max_gradient_norm": float("nan")}, "max_gradient_norm is nan; it must be above 0"),
         ({"seed": -1}, "seed is -1"),
         ({"momentum": -1.0}, "momentum is -1.0"),
         ({"betas": (2.0, 3.0)}, "betas are"),
         ({"warmup": -0.1}, "warmup is -0.1"),
-        ({"final_fraction": -1.0}, "final_fraction is -1.0"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0"),
         ({"weight_decay": float("inf")}, "weight_decay is inf"),
         ({"mixed_precision": "fp16"}, "fp16 does not work on cpu; use bf16 or no"),
-        ({"mixed_precision": "half"}, "choose no, bf16, fp16 or auto"),
+        ({"mixed_precision": "half"}, "mixed_precision=half"),
         ({"tracker": "tensorbord"}, "tracker 'tensorbord' is not installed or unknown"),
-        ({"on_error": "stop"}, "choose 'skip' or 'raise'"),
-        ({"selection_embeddings": "now"}, "selection_embeddings is 'now'; choose 'epoch' or 'fresh'"),
+        ({"on_error": "stop"}, "on_error is 'stop'"),
     ],
 )
 def test_mistakes_are_explained_in_one_line(tmp_path, changes, message):
@@ -268,9 +266,9 @@ def test_mistakes_are_explained_in_one_line(tmp_path, changes, message):
 
 
 def test_batching_and_trainer_must_agree(tmp_path):
-    with pytest.raises(DualencError, match="batch_size is 6 for the trainer but 8 for batching"):
+    with pytest.raises(DualencError, match="batches of 8 of 24 pairs, but batch_size is 6"):
         train(tmp_path, batching=RandomBatches(24, 8))
-    with pytest.raises(DualencError, match="num_pairs is 24 for the data but 30 for batching"):
+    with pytest.raises(DualencError, match="batches of 6 of 30 pairs"):
         train(tmp_path, batching=RandomBatches(30, 6))
 
 
@@ -362,14 +360,6 @@ def test_runs_of_different_precision_may_follow_one_another(tmp_path):
         assert product.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-def test_launching_on_cpu_without_mpi_warns_that_there_is_one_process(monkeypatch, tmp_path):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.warns(UserWarning, match="has started a single process; .* --multi_gpu --num_processes N"):
-        start_accelerator("no", [], tmp_path)
-
-
 def test_an_unknown_tracker_is_refused(tmp_path):
     with pytest.raises(DualencError, match="tracker 'wanndb' is not installed or unknown"):
         start_accelerator("no", ["wanndb"], tmp_path)
@@ -378,7 +368,7 @@ def test_an_unknown_tracker_is_refused(tmp_path):
 def test_placing_keeps_the_weights_on_one_process():
     model = TinyEncoder(batchnorm=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    placed = place(model, torch.device("cpu"), chunk_size=None)
+    placed = place_model(model, torch.device("cpu"), chunk_size=None)
     assert all(torch.equal(before[name], tensor) for name, tensor in placed.state_dict().items())
 
 
