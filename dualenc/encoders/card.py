@@ -15,18 +15,6 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 
 
-class Code(NamedTuple):
-    """A text shown unchanged, in a fenced block that nothing in it can end.
-
-    Attributes:
-        language: of the text, such as "yaml".
-        text: any text.
-    """
-
-    language: str
-    text: str
-
-
 class Results(NamedTuple):
     """Metrics of a model on one data set, for the `model-index` of the front matter.
 
@@ -34,7 +22,7 @@ class Results(NamedTuple):
         task: one of `TASKS`.
         data: name of the data set.
         split: of it, if it has splits.
-        metrics: numbers by name, such as "ndcg@10"; those that are not finite are left out.
+        metrics: numbers by name, such as "ndcg@10".
     """
 
     task: str
@@ -74,23 +62,22 @@ def render_card(
     *,
     model_format: str,
     usage: str,
-    items: str | None = None,
+    items: str,
     on_hub: bool = False,
 ) -> str:
     """The text of a model folder's README.md.
 
-    Prompts and names in it are shown as they are: none can become markup, a link or front matter. Of absolute paths
-    only the last part is shown: the rest means nothing on another machine.
+    Names and prompts are escaped, and of absolute paths only the last part is shown.
 
     Args:
-        name: of the folder or the hub's repository; stands for it in the examples.
+        name: of the folder or the hub's repository.
         facts: rows of a table, "Kind" among them.
-        card: what the model itself cannot know: `task` and `data` as text, `recipe` as `Code` or mapping, `metrics` as
+        card: what the model itself cannot know: `task` and `data` as text, `recipe` as YAML or mapping, `metrics` as
             {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language`, `license` and
             `results` (a list of `Results`) for the front matter. Further keys become sections of their own.
         model_format: one of `LIBRARIES`.
-        usage: which example of the template shows how that library loads the folder.
-        items: what `dualenc.encoders.load_model` encodes in its example; None: it does not load the folder.
+        usage: the example of the template that shows how that library loads the folder.
+        items: what `dualenc.encoders.load_model` encodes in its example.
         on_hub: the name is that of a repository.
     """
     library, pipeline, tags = LIBRARIES[model_format]
@@ -114,7 +101,6 @@ def render_card(
         sections=_sections(card),
         usage=usage,
         items=items,
-        loads_here=items is not None,
         on_hub=on_hub,
         # Jinja's own escaping is for HTML, which leaves Markdown's links, tables and code as they are.
         inline=_inline,
@@ -124,35 +110,43 @@ def render_card(
 
 
 def eval_results(results: Iterable[Results]) -> list[EvalResult]:
-    """The entries of a model-index, one for each metric, rounded to five places as MTEB does."""
-    return [
-        EvalResult(
-            task_type=TASKS[each.task][0],
-            task_name=TASKS[each.task][1],
-            dataset_type=re.sub(r"\W+", "-", each.data).strip("-").lower() or "unknown",
-            dataset_name=each.data,
-            dataset_split=each.split,
-            metric_type=METRIC_TYPES.get(name, name.replace("@", "_at_")),
-            metric_name=name,
-            metric_value=round(float(value), 5),
-        )
-        for each in results
-        for name, value in each.metrics.items()
-        if math.isfinite(value)
-    ]
+    """The entries of a model-index, one for each finite metric, rounded to five places as MTEB does."""
+    entries = []
+    for each in results:
+        task_type, task_name = TASKS[each.task]
+        for name, value in each.metrics.items():
+            if math.isfinite(value):
+                entry = EvalResult(
+                    task_type=task_type,
+                    task_name=task_name,
+                    dataset_type=re.sub(r"\W+", "-", each.data).strip("-").lower() or "unknown",
+                    dataset_name=each.data,
+                    dataset_split=each.split,
+                    metric_type=METRIC_TYPES.get(name, name.replace("@", "_at_")),
+                    metric_name=name,
+                    metric_value=round(float(value), 5),
+                )
+                entries.append(entry)
+    return entries
 
 
 def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Title and Markdown of each section, in the order of `SECTIONS`."""
-    keys = dict.fromkeys([*SECTIONS, *card])
     sections = []
-    for key in keys:
+    for key in dict.fromkeys([*SECTIONS, *card]):
         value = card.get(key)
         if value is None or key in METADATA or key == "results":
             continue
         title = SECTIONS.get(key, _inline(str(key).replace("_", " ").capitalize()))
-        is_table = key == "metrics" and isinstance(value, Mapping)
-        sections.append((title, _metrics(value) if is_table else _text(value)))
+        if key == "metrics":
+            body = _metrics(value)
+        elif key == "recipe" and isinstance(value, str):
+            body = _fenced("yaml", value)
+        elif isinstance(value, str):
+            body = _inline(_without_folders(value.strip()))
+        else:
+            body = _fenced("json", json.dumps(value, indent=2, ensure_ascii=False, default=str))
+        sections.append((title, body))
     return sections
 
 
@@ -176,29 +170,18 @@ def _table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        lines = (_inline(_without_folders(line.rstrip())) for line in value.strip().splitlines())
-        # A backslash before what begins a heading, a fence or a rule
-        return "\n".join(re.sub(r"^\s*(?=#|~~~|--|==)", r"\\", line) for line in lines)
-    if not isinstance(value, Code):
-        value = Code("json", json.dumps(value, indent=2, ensure_ascii=False, default=str))
-    longest = max(map(len, re.findall("`+", value.text)), default=0)
+def _fenced(language: str, text: str) -> str:
+    """A code block that nothing in the text can end."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    lines = (_visible(_without_folders(line)) for line in value.text.rstrip().split("\n"))
-    return "\n".join([f"{fence}{value.language}", *lines, fence])
+    return f"{fence}{language}\n{_without_folders(text.rstrip())}\n{fence}"
 
 
-def _without_folders(line: str) -> str:
-    """A line in which only the last part of absolute paths is left; URLs stay."""
-    line = re.sub(r"""\b[A-Za-z]:\\[^\s"']*\\(?=[^\s"'\\])""", "", line)
-    return re.sub(r"""(?<![\w:/.<])(?:file://|~)?(?:/[^\s"'/:,<>()\]}]+)*/(?=[^\s"'/:,<>()\]}])""", "", line)
+def _without_folders(text: str) -> str:
+    """A text in which only the last part of absolute paths is left; URLs stay."""
+    return re.sub(r"""(?<![\w:/.<])(?:file://|~)?(?:/[^\s"'/:,<>()\]}]+)*/(?=[^\s"'/:,<>()\]}])""", "", text)
 
 
 def _inline(text: str) -> str:
-    """One line of plain text in Markdown: no tag, link, code or table cell begins in it, and nothing is invisible."""
-    return re.sub(r"([\\`\[\]|])", r"\\\1", html.escape(_visible(text), quote=False))
-
-
-def _visible(line: str) -> str:
-    return "".join(character if character.isprintable() else " " for character in line)
+    """Plain text in Markdown: no tag, link, code or table cell begins in it."""
+    return re.sub(r"([\\`\[\]|])", r"\\\1", html.escape(text, quote=False))

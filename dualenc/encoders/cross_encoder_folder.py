@@ -1,7 +1,6 @@
 """The folder of a cross-encoder, checked before sentence-transformers reads it: what could lead to code is refused.
 
-sentence-transformers imports and calls whatever `torch.…` name a folder gives as its activation, imports modules by
-name, and passes a folder's arguments on to transformers.
+sentence-transformers calls whatever `torch.…` name a folder gives, imports modules by name, and passes on arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from dualenc.encoders.hub import model_folder
+from dualenc.encoders.hub import check_safetensors, model_folder
 from dualenc.encoders.sentence_folder import list_modules
 from dualenc.errors import DualencError
 from dualenc.reading import read_json
@@ -30,21 +29,14 @@ ARGUMENT_KEYS = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwar
 
 
 def cross_encoder_folder(name: str) -> Path:
-    """The local folder of a cross-encoder, in which nothing leads to code.
-
-    Args:
-        name: a folder, or a name on the hub.
-
-    Raises:
-        DualencError: there is none, or something in it could lead to code.
-    """
+    """The local folder of a cross-encoder, by its path or hub name; one that could lead to code is refused."""
     folder = model_folder(name, "*.jinja")  # the chat templates of language models, which are rendered in a sandbox
     if (folder / "adapter_config.json").is_file():
         raise DualencError(f"{folder}: holds adapters of another model; merge them into it and save that")
     if (folder / "modules.json").is_file():
         for kind, place in list_modules(folder, SUPPORTED):
-            if kind == "Dense" and not (place / "model.safetensors").is_file():
-                raise DualencError(f"{place}: no model.safetensors; convert its weights to safetensors first")
+            if kind == "Dense":
+                check_safetensors(place, "model.safetensors")
     # All of them, wherever they lie: a config.json may itself name another one to read in its place.
     for path in sorted(folder.rglob("*config*.json")):
         for key, value in _entries(read_json(path)):

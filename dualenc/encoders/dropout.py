@@ -1,4 +1,4 @@
-"""Dropout that a CPU computes in half of the time: 16 random bits decide about an element, not a number each."""
+"""Dropout at half the cost on a CPU: 16 random bits decide about an element, not a number each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ LEVELS = 2**16
 
 
 class Dropout(nn.Dropout):
-    """`torch.nn.Dropout`; eagerly on a CPU with a probability that is rounded to 2⁻¹⁶, and a quarter of the random
-    numbers."""
+    """`torch.nn.Dropout`; eagerly on a CPU, its probability is rounded to 2⁻¹⁶."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Any shape; drops elements in training only."""
+        """Drop elements in training."""
         is_drawn_here = input.device.type == "cpu" and not torch.compiler.is_compiling()
         if not (self.training and is_drawn_here and 0 < self.p < 1):
             return super().forward(input)
-        return input * kept_elements(input, self.p).div_(1 - self.p)
+        return input * dropout_mask(input, self.p).div_(1 - self.p)
 
 
 def convert_dropout(module: nn.Module) -> None:
@@ -28,8 +27,8 @@ def convert_dropout(module: nn.Module) -> None:
                 setattr(parent, name, Dropout(child.p).train(child.training))
 
 
-def kept_elements(values: Tensor, dropout: float) -> Tensor:
-    """0 with probability `dropout`, rounded to 2⁻¹⁶, else 1, like values (…): each random number decides about four."""
+def dropout_mask(values: Tensor, dropout: float) -> Tensor:
+    """0 with probability `dropout`, else 1, in the shape of values: each random number decides about four."""
     count = values.numel()
     numbers = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
     uniform = numbers.view(torch.int16)[:count].view(values.shape)

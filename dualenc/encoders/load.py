@@ -14,7 +14,7 @@ from dualenc.encoders.hub import looks_like_path, model_folder
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import VectorEncoder
 from dualenc.encoders.vision_text import MODEL_TYPES, VisionTextEncoder, two_towers_in
-from dualenc.errors import DualencError, first_line
+from dualenc.errors import DualencError, explain
 from dualenc.files import recover
 from dualenc.reading import read_json_object
 
@@ -33,14 +33,17 @@ def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device 
 
     Raises:
         DualencError: no model is there, or its files are incomplete or corrupt.
+
+    Example:
+        >>> load_model("runs/mine/model").encode_query(["a question"]).shape  # doctest: +SKIP
+        (1, 384)
     """
     name = os.fspath(path_or_name)
     recover(Path(name.removeprefix("local-dir:")).expanduser())
     model = _load_registered(name) or _load_folder(model_folder(name))
-    try:
-        return model.to(device).eval()
-    except (RuntimeError, AssertionError) as error:
-        raise DualencError(f"device {device}: {first_line(error)}; choose another device") from error
+    with explain(f"device {device}: not usable", "choose another device"):
+        model.to(device)
+    return model.eval()
 
 
 def _load_registered(name: str) -> DualEncoder | None:
@@ -71,11 +74,7 @@ def _load_folder(folder: Path) -> DualEncoder:
 
 
 def folder_kind(folder: Path) -> Kind:
-    """Which kind of model a folder holds, by its files.
-
-    Raises:
-        DualencError: none that is known.
-    """
+    """The kind of model in a folder, by its files."""
     if (folder / DUALENC_FILE).is_file():
         kind = read_json_object(folder / DUALENC_FILE).get("kind")
         if kind not in get_args(Kind):

@@ -1,4 +1,4 @@
-"""Adapters of low rank in the linear and attention layers of any tower, and their merging into its weights."""
+"""LoRA for any tower: adapters of low rank in its linear and attention layers, and their merging into the weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from torch.nn.utils import parametrize
 
 from dualenc.errors import DualencError
 
+WEIGHT_NAMES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "weight")
+"""Matrices of linear and attention layers."""
+
 
 class LowRank(nn.Module):
-    """W ↦ W + (alpha / rank)·BA, where A is drawn as in a linear layer and B begins at zero.
-
-    Args:
-        rows, columns: of W.
-        rank: of BA.
-        alpha: its scale.
-    """
+    """W ↦ W + (alpha / rank)·BA of a matrix (rows, columns); A is drawn as in a linear layer and B begins at zero."""
 
     def __init__(self, rows: int, columns: int, rank: int, alpha: float) -> None:
         super().__init__()
@@ -36,38 +33,33 @@ class LowRank(nn.Module):
 def adapt(module: nn.Module, rank: int, alpha: float | None = None, targets: Sequence[str] | None = None) -> None:
     """Freeze a module and add trainable adapters W + (alpha / rank)·BA to its linear and attention layers, in place.
 
-    LoRA (Hu et al. 2021, arXiv 2106.09685). The adapters are part of the weights wherever a layer reads them: torch's
-    attention layers, whose projections nobody calls, have them like any other. (peft adds and takes away the adapters
-    of those in each call, by which frozen weights drift.)
+    LoRA (Hu et al. 2021, arXiv 2106.09685). Unlike peft's, the adapters are part of the weights wherever a layer reads
+    them, as torch's attention layers do with projections that nobody calls.
 
     Args:
         module: a tower's network.
         rank: of the adapters.
         alpha: their scale; 2·rank if None.
         targets: endings of the names of the layers to adapt; None: all.
-
-    Raises:
-        DualencError: the rank is not positive, or no layer has such a name.
     """
     if rank < 1:
         raise DualencError(f"lora_rank is {rank}; give 1 or more, such as 8, or 0 for none")
-    layers = {
-        name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear | nn.MultiheadAttention)
-    }
-    chosen = {name: layer for name, layer in layers.items() if targets is None or name.endswith(tuple(targets))}
+    layers = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear | nn.MultiheadAttention):
+            layers[name] = layer
+    chosen = [layer for name, layer in layers.items() if targets is None or name.endswith(tuple(targets))]
     if not chosen:
         raise DualencError(
             f"LoRA: no layer's name ends in {list(targets or [])}; names are such as {', '.join(list(layers)[:3])}"
         )
     module.requires_grad_(False)
-    for layer in chosen.values():
-        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "weight")
-        for name in names:
+    for layer in chosen:
+        for name in WEIGHT_NAMES:
             weight = getattr(layer, name, None)
             if isinstance(weight, nn.Parameter):
-                rows, columns = weight.shape
-                low_rank = LowRank(rows, columns, rank, 2 * rank if alpha is None else alpha).to(weight.device)
-                parametrize.register_parametrization(layer, name, low_rank)
+                low_rank = LowRank(*weight.shape, rank, 2 * rank if alpha is None else alpha)
+                parametrize.register_parametrization(layer, name, low_rank.to(weight.device))
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""Texts one behind the other in a row, so that no layer of a transformer computes for padding.
+"""Sequence packing: several short texts share a row, so that no compute is spent on padding.
 
-Short texts share a few rows, and a mask says which tokens attend to which. Long texts on a CPU stand in a single row,
-and attention goes through them one by one: scores of one text stay in the processor's cache, and there is no mask.
+Short texts share rows under a mask. Long texts on a CPU stand in a single row, and attention goes through them one by
+one, so that the scores of a text stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dualenc.encoders.dropout import kept_elements
+from dualenc.encoders.dropout import dropout_mask
 from dualenc.types import Inputs
 
 COUNT_FROM_ZERO = ("bert", "electra")
 COUNT_FROM_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
-"""How architectures number the positions of a text, of those that take positions and a mask of who attends to whom."""
-WORTH_IT = 0.9
-"""Texts stay as they are where more of their tokens and padding would be left."""
-NOT_OF_THE_ROWS = ("place", "texts", "lengths", "attention_mask")
+"""Architectures that take positions and a mask per pair of tokens, by how they number positions."""
+MAX_SHARE = 0.9
+"""Texts stay as they are where packing would leave a larger share of tokens and padding."""
+NOT_MODEL_INPUTS = ("place", "texts", "lengths", "attention_mask")
 LONG = 48
 """Mean number of tokens from which attention goes through the texts one by one on a CPU."""
 ONE_BY_ONE = "dualenc_one_by_one"
@@ -41,52 +41,56 @@ def first_position(config: Any) -> int | None:
 
 
 def pack(inputs: Inputs, first: int, one_by_one: bool = False) -> Inputs:
-    """Texts (n, T) in fewer rows.
+    """Texts (n, T) in fewer rows; the inputs themselves where packing would save little.
 
     Args:
         inputs: tokenized texts on the CPU: "attention_mask" and others (n, T), padded on either side.
-        first: position of a text's first token; the padding token of architectures that begin behind it is one less.
+        first: position of a text's first token, see `first_position`.
         one_by_one: attention may go through long texts one by one.
 
     Returns:
-        The inputs (R, L) of R rows with L tokens, and their "position_ids"; "place" (n, T), where each token stands
-        among the R·L, any place for padding; "attention_mask" (n, T) as it was; and either "texts" (R, L), which text a
-        token is of, -1 for padding, or, of a single row, "lengths" (n,) of its texts. The inputs themselves where
-        packing would save little.
+        The inputs (R, L) of R rows with L tokens, and their "position_ids"; "place" (n, T), each token's index among
+        the R·L; "attention_mask" (n, T) as it was; and either "texts" (R, L), the text of each token, -1 for padding,
+        or, of a single row, "lengths" (n,) of its texts.
     """
     mask = inputs["attention_mask"].bool()
     lengths: list[int] = mask.sum(dim=1).tolist()
-    one_by_one = one_by_one and sum(lengths) >= LONG * len(lengths)
-    width = sum(lengths) if one_by_one else max(1, *lengths)
-    rows = [list(range(len(lengths)))] if one_by_one else fill_rows(lengths, width)
-    if not one_by_one and len(rows) * width > WORTH_IT * mask.numel():
-        return inputs
+    if one_by_one and sum(lengths) >= LONG * len(lengths):
+        width = sum(lengths)
+        rows = [list(range(len(lengths)))]
+    else:
+        one_by_one = False
+        width = max(1, *lengths)
+        rows = fill_rows(lengths, width)
+        if len(rows) * width > MAX_SHARE * mask.numel():
+            return inputs
     start = torch.zeros(len(mask), 1, dtype=torch.long)
     for number, row in enumerate(rows):
-        start[row, 0] = number * width + torch.tensor([0, *accumulate(lengths[text] for text in row[:-1])])
+        starts = [0, *accumulate(lengths[text] for text in row[:-1])]
+        start[row, 0] = number * width + torch.tensor(starts)
     position = (mask.cumsum(dim=1) - 1).clamp(min=0)
     # A text without a token would stand behind the end.
     place = (start + position).clamp(max=len(rows) * width - 1)
 
-    def packed(values: Tensor, padding: int = 0) -> Tensor:
+    def in_rows(values: Tensor, padding: int = 0) -> Tensor:
         flat = values.new_full((len(rows) * width,), padding)
         flat[place[mask]] = values[mask]
         return flat.view(len(rows), width)
 
-    found = {name: packed(values) for name, values in inputs.items() if name != "attention_mask"}
-    found["position_ids"] = packed(token_positions(inputs, first))
+    packed = {name: in_rows(values) for name, values in inputs.items() if name != "attention_mask"}
+    packed["position_ids"] = in_rows(token_positions(inputs, first))
     if one_by_one:
-        found["lengths"] = torch.tensor(lengths)
+        packed["lengths"] = torch.tensor(lengths)
     else:
-        found["texts"] = packed(torch.arange(len(mask))[:, None].expand_as(mask), -1)
-    return found | {"place": place, "attention_mask": inputs["attention_mask"]}
+        numbers = torch.arange(len(mask))[:, None]
+        packed["texts"] = in_rows(numbers.expand_as(mask), -1)
+    return packed | {"place": place, "attention_mask": inputs["attention_mask"]}
 
 
 def token_positions(inputs: Inputs, first: int) -> Tensor:
     """The position (n, T) of each token, as the architecture itself counts them.
 
-    RoBERTa and its kin leave out padding tokens wherever they stand, those that a text itself holds too, and give them
-    the position before the first.
+    RoBERTa and its kin give padding tokens the position before the first, also those that a text itself holds.
     """
     counted = inputs["attention_mask"].bool()
     if first > 0:
@@ -96,30 +100,30 @@ def token_positions(inputs: Inputs, first: int) -> Tensor:
 
 
 def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which texts share a row of `room` tokens: always the longest that still fits into it."""
+    """The texts of each row of `room` tokens: always the longest that still fits into it."""
     waiting = sorted(range(len(lengths)), key=lengths.__getitem__)
-    their_lengths = [lengths[text] for text in waiting]
+    waiting_lengths = [lengths[text] for text in waiting]
     rows = []
     while waiting:
         row = []
         left = room
-        while number := bisect_right(their_lengths, left):
+        while number := bisect_right(waiting_lengths, left):
             row.append(waiting.pop(number - 1))
-            left -= their_lengths.pop(number - 1)
+            left -= waiting_lengths.pop(number - 1)
         rows.append(row)
     return rows
 
 
 def run_packed(backbone: Any, inputs: Inputs) -> Tensor:
-    """(n, T, H) last hidden states of packed texts, each of whose tokens attend to those of their own text."""
-    tokens = {name: of_rows for name, of_rows in inputs.items() if name not in NOT_OF_THE_ROWS}
+    """(n, T, H) last hidden states of packed texts; tokens attend to those of their own text."""
+    tokens = {name: values for name, values in inputs.items() if name not in NOT_MODEL_INPUTS}
     if "lengths" in inputs:
         with one_by_one_attention(backbone.config):
             hidden = backbone(**tokens, text_lengths=inputs["lengths"].tolist()).last_hidden_state
     else:
         texts = inputs["texts"]
-        same_text = (texts[:, :, None] == texts[:, None])[:, None]
-        hidden = backbone(**tokens, attention_mask=same_text).last_hidden_state
+        same_text = texts[:, :, None] == texts[:, None]
+        hidden = backbone(**tokens, attention_mask=same_text[:, None]).last_hidden_state
     return hidden.flatten(0, 1)[inputs["place"]]
 
 
@@ -130,12 +134,12 @@ def one_by_one_attention(config: Any) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ONE_BY_ONE, attend_one_by_one)
-    usual = config._attn_implementation
+    before = config._attn_implementation
     config._attn_implementation = ONE_BY_ONE
     try:
         yield
     finally:
-        config._attn_implementation = usual
+        config._attn_implementation = before
 
 
 def attend_one_by_one(
@@ -150,20 +154,9 @@ def attend_one_by_one(
     text_lengths: list[int],
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of texts that stand one behind the other in one row.
+    """Attention of texts of `text_lengths` tokens, one behind the other in one row, as transformers calls it.
 
-    Args:
-        module: the layer; transformers passes it, the mask, and others.
-        query: (1, heads, L, D) with L tokens of all texts.
-        key: likewise.
-        value: likewise.
-        attention_mask: None.
-        dropout: share of the attention weights that is dropped.
-        scaling: of the scores.
-        text_lengths: tokens of each text; their sum is L.
-
-    Returns:
-        (1, L, heads, D), and no weights.
+    Query, key and value are (1, heads, L, D); the result is (1, L, heads, D), without weights.
     """
     parts = [tensor.split(text_lengths, dim=2) for tensor in (query, key, value)]
     attended = [attend(q, k, v, dropout, scaling) for q, k, v in zip(*parts)]
@@ -171,9 +164,9 @@ def attend_one_by_one(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:
-    """Scaled dot product attention, with a dropout that a CPU draws in a third of the time."""
+    """Scaled dot product attention, with a dropout that is cheap on a CPU."""
     if dropout == 0:
         return scaled_dot_product_attention(query, key, value, scale=scaling)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     weights = (query * scaling @ key.mT).softmax(dim=-1)
-    return weights * kept_elements(weights, dropout) @ (value / (1 - dropout))
+    return weights * dropout_mask(weights, dropout) @ (value / (1 - dropout))

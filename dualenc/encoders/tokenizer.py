@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dualenc.encoders.dual import check_item
-from dualenc.errors import BadSample, DualencError, first_line
+from dualenc.errors import BadSample, DualencError, explain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,15 +39,15 @@ MAX_CHARACTERS = 1 << 20
 """Of a longer text only so much is tokenized, far more than any model takes."""
 
 Tokens = dict[str, np.ndarray]
-"""What a tokenizer makes of one text: "input_ids" and others, (T,) int32 each."""
+"""The tokens of one text: "input_ids" and others, (T,) int32 each."""
 MAX_CACHED_TOKENS = 2**24
 
 
 class TokenCache:
-    """Tokens of texts that were tokenised before: training sees each text in every epoch, and more often as a negative.
+    """Tokens of texts that were tokenized before: training sees each text in every epoch.
 
     Args:
-        max_tokens: how many are kept, 4 bytes each; later texts are tokenised whenever they come.
+        max_tokens: capacity, 4 bytes each; later texts are tokenized whenever they come.
     """
 
     def __init__(self, max_tokens: int = MAX_CACHED_TOKENS) -> None:
@@ -56,7 +56,7 @@ class TokenCache:
 
     def tokenize(self, texts: list[str], tokenize: Callable[[list[str]], list[Tokens]]) -> list[Tokens]:
         """The tokens of each text, those of new texts by `tokenize`."""
-        # Digests in place of the texts, which take more memory than their tokens.
+        # Texts would take more memory than their digests and tokens.
         keys = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
         new = {key: text for key, text in zip(keys, texts) if key not in self._tokens}
         made = dict(zip(new, tokenize(list(new.values())))) if new else {}
@@ -69,11 +69,7 @@ class TokenCache:
 
 
 def check_texts(texts: Sequence[str], truncation_side: str = "right") -> list[str]:
-    """The texts, all of them valid Unicode; tokenizers would raise a TypeError that does not say so, or panic.
-
-    Raises:
-        BadSample: one is no string, or holds half a surrogate pair, as a word of the command line that is not UTF-8.
-    """
+    """The texts, cut to what a model may read; one that is no string or not valid Unicode is a bad sample."""
     for text in texts:
         check_item(text, "text")
         try:
@@ -94,16 +90,10 @@ def train_tokenizer(
     the same tokens behind a space and behind a dot. No text has unknown tokens.
 
     Args:
-        texts: what to learn from; read once. Equal texts in equal order give an equal tokenizer.
+        texts: read once; equal texts in equal order give an equal tokenizer.
         vocab_size: largest number of tokens, the special ones and the 256 bytes included.
         max_length: longest input in tokens that the tokenizer recommends.
         min_frequency: how often a pair of tokens must occur to be merged.
-
-    Returns:
-        A tokenizer whose `save_pretrained(folder)` loads in transformers and sentence-transformers.
-
-    Raises:
-        DualencError: there is no text, or `vocab_size` leaves no room for the special tokens and the bytes.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -113,9 +103,7 @@ def train_tokenizer(
             f"{MIN_VOCABULARY}; ask for more"
         )
     inner = _untrained_bpe()
-    # The trainer breaks ties by the tokens' numbers. It sorts the alphabet before numbering it, and merges number
-    # themselves in turn, so training gives the same tokenizer in every process and with any number of threads. (Not
-    # so with `continuing_subword_prefix`, as WordPiece has it: such pieces are numbered in a hash table's order.)
+    # Deterministic with any number of threads; with `continuing_subword_prefix` it would not be.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
@@ -150,16 +138,12 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """A tokenizer of our own to configure: loaded from a folder or hub name, or a copy of the one given.
 
-    A tokenizer without padding token pads with its end token, as is usual for decoder-only models. Padding comes behind
-    the text: in front of it, it would move the positions of BERT, CLIP and others by as much as the longest text of the
-    batch is longer, while behind it a text has the vector that it has alone.
+    A tokenizer without padding token pads with its end token. Padding comes behind the text, so that it moves no
+    positions, and a text has the vector that it has alone.
 
     Args:
-        source: where it is.
+        source: a folder, a hub name or a tokenizer.
         stored_side: pad on the side that is stored with the tokenizer, for models whose texts all have one length.
-
-    Raises:
-        DualencError: there is no tokenizer at the source, or it cannot pad.
     """
     tokenizer = _read_tokenizer(source) if isinstance(source, (str, os.PathLike)) else copy.deepcopy(source)
     if tokenizer.pad_token is None:
@@ -186,10 +170,9 @@ def _read_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             f"{source}: its tokenizer is a SentencePiece model, for which a package is missing: "
             "pip install 'dualenc[sentencepiece]'"
         )
-    try:
-        return AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
-    except Exception as error:
-        raise DualencError(f"{source}: no tokenizer loads from there ({first_line(error)}); {advice}") from error
+    with explain(f"{source}: no tokenizer loads from there", advice):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+    return tokenizer
 
 
 def lower_casing(tokenizer: PreTrainedTokenizerBase) -> None:

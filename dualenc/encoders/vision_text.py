@@ -41,7 +41,7 @@ class VisionTextEncoder(DualEncoder):
     Args:
         name: a transformers folder (`local-dir:` before it is optional), one of sentence-transformers with such a model
             as its only module (clip-ViT-B-32), or a hub name.
-        max_length: longest text in tokens; None: as the model says.
+        max_length: longest text in tokens; None: the model's default.
         crop_scale: smallest and largest share of an image's area that training crops to.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
@@ -104,13 +104,13 @@ class VisionTextEncoder(DualEncoder):
         return math.exp(-float(self.right.logit_scale))
 
     def set_temperature(self, temperature: float) -> None:
-        """Record the temperature that training ended with, for those who want the model's logits."""
+        """Store the temperature that training ended with, for the model's logits."""
         with torch.no_grad():
             self.right.logit_scale.fill_(-math.log(temperature))
 
     @property
     def transformers_configs(self) -> list[Any]:
-        """That of the two-tower model."""
+        """The configuration of the two-tower model."""
         return [self.config]
 
     def write(self, folder: Path) -> None:
@@ -122,7 +122,7 @@ class VisionTextEncoder(DualEncoder):
         save_weights(merged_state(self.left) | merged_state(self.right), folder / WEIGHTS_FILE)
 
     def describe(self) -> dict[str, str]:
-        """What the model is, as rows of a table."""
+        """The model's facts, as rows of a table."""
         return {
             "Transformer": self.config.model_type,
             "Longest text": f"{self.right.prepare.max_length} tokens",

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from dualenc import distributed
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders.card import Code, Results
+from dualenc.encoders.card import Results
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective
@@ -294,5 +294,5 @@ def training_card(
         "training": f"{objective.name}, {step} steps with batches of {settings['batch_size']}.",
         "metrics": rows or None,
         "results": results,
-        "recipe": Code("yaml", dump_recipe(plain)),
+        "recipe": dump_recipe(plain),
     }

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from dualenc.encoders.dropout import Dropout, convert_dropout, kept_elements
+from dualenc.encoders.dropout import Dropout, convert_dropout, dropout_mask
 
 
 def test_dropout_drops_its_share_independently() -> None:
     torch.manual_seed(0)
-    kept = kept_elements(torch.zeros(3, 7, 50_001), 0.1)
+    kept = dropout_mask(torch.zeros(3, 7, 50_001), 0.1)
     assert kept.unique().tolist() == [0, 1]
     assert kept.mean().item() == pytest.approx(0.9, abs=0.001)
     # Four elements of one random number are independent.
