@@ -304,8 +304,8 @@ def removed_if_refused(folder: str | os.PathLike[str], finished: str | None = No
         raise
     finally:
         # Inner folders first, up to one that holds something.
-        with suppress(OSError):
-            for path in made:
+        for path in made:
+            with suppress(OSError):
                 path.rmdir()
 
 

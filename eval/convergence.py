@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dualenc.commands.evaluate_objectives import PairSet, open_set
+from dualenc.commands.labelled_images import random_rows
+from dualenc.commands.options import ColumnOptions
 from dualenc.encoders import DualEncoder, load_model
 from dualenc.encoders.dual import SIDES
 from dualenc.evaluation.geometry import effective_rank, uniformity
-from dualenc.evaluation.images import random_rows
 from dualenc.evaluation.objectives import FrozenPairs
-from dualenc.evaluation.options import ColumnOptions
-from dualenc.evaluation.pair_sets import PairSet, open_set
 from dualenc.evaluation.probe import unit_rows
 from dualenc.evaluation.report import Table, print_table
 from dualenc.training.checkpoint import Checkpoints

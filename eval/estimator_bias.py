@@ -39,7 +39,7 @@ from dualenc.evaluation.objectives import (
     ESTIMATORS,
     FrozenPairs,
     Measured,
-    Run,
+    ObjectiveTrial,
     bias_of,
     epochs,
 )
@@ -104,13 +104,13 @@ def measure_stretches(
     """Measure an objective in one long run, whose stretches are independent unless they are neighbours.
 
     Args:
-        frozen, kind, temperature, batch_size, warm_up, seed: see `dualenc.evaluation.objectives.measure`.
+        frozen, kind, temperature, batch_size, warm_up, seed: see `dualenc.evaluation.objectives.measure_objective`.
         stretch: epochs of each of eight stretches.
     """
     found = Measured()
     oracle = frozen.build(ExactGlobal, temperature)
     exact, _ = frozen.exact(temperature)
-    run = Run(frozen, frozen.build(kind, temperature, seed=seed), oracle, batch_size, seed, found)
+    run = ObjectiveTrial(frozen, frozen.build(kind, temperature, seed=seed), oracle, batch_size, seed, found)
     run.warm_up(warm_up)
     sums = torch.zeros(STRETCHES, *exact.shape).to(exact)
     for number, total in enumerate(sums, start=1):

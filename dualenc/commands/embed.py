@@ -39,10 +39,10 @@ def embed(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
+    from dualenc.commands.output import start_processes
     from dualenc.data.sources import open_corpus
     from dualenc.data.urls import display_name
     from dualenc.encoders import load_model
-    from dualenc.evaluation.output import start_processes
     from dualenc.search.embed import embed as embed_corpus
     from dualenc.search.embeddings import check_embeddings_target
 

@@ -1,27 +1,44 @@
-"""`dualenc evaluate …`: what models are worth. Each command checks its numbers and calls a task of the evaluation."""
+"""`dualenc evaluate …`: options and range checks of each task; the files `evaluate_*.py` do the work."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, MAX_WORKERS, check_range
+from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
 from dualenc.errors import DualencError
-from dualenc.evaluation.options import (
-    ColumnOptions,
-    CompareOptions,
-    CorruptionOptions,
-    EngineOptions,
-    ImageOptions,
-    ObjectivesOptions,
-    OutputOptions,
-    ProbeOptions,
-    RankingOptions,
-    RetrievalOptions,
-    ZeroShotOptions,
-)
 
 MAX_SAMPLES = 10_000_000
 MAX_EPOCHS = 1 << 20
+
+
+@dataclass(frozen=True)
+class RetrievalOptions:
+    """Retrieval by a query-document model, and what to compare it with.
+
+    Args:
+        split: which judgements of a BEIR folder, or which split of a folder of tables or a hub name, by default test;
+            of one table a slice such as train[90%:], by default all.
+        bm25: evaluate BM25 as well as the model; --hybrid does so, too.
+        where: search only documents that meet this: year>=2020, lang=en,de, lang!=en, author="Doe, Jane"; may be
+            repeated. Judgements of others, and queries without a relevant document among them, are left out. The
+            columns are fields of corpus.jsonl or those that embeddings keep (`--columns`).
+        depth: documents to retrieve for each query.
+        titles: put a document's title in front of its text.
+        keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed as its copy.
+        batch_size: texts encoded at once.
+    """
+
+    split: str | None = None
+    bm25: bool = False
+    where: Sequence[str] | None = None
+    depth: int = 100
+    titles: bool = True
+    keep_self_matches: bool = False
+    batch_size: int = 32
 
 
 def retrieval(
@@ -31,16 +48,15 @@ def retrieval(
     options: RetrievalOptions,
     columns: ColumnOptions,
     ranking: RankingOptions,
-    engine: EngineOptions,
     output: OutputOptions,
 ) -> None:
     """Evaluate a query-document model, or an adapter of vectors, on BEIR folders or pairs of texts.
 
     Of pairs, left texts are the queries and all right texts the corpus; equal texts count once.
 
-    Writes metrics.json, report.html and, for each data set, run.trec and per_query.ndjson. Embeddings are kept
-    below OUT, so that an interrupted evaluation resumes where it stopped. With --rerank, the hybrid ranking is reranked
-    if there is one, else the engine's, else the model's.
+    Writes metrics.json, report.html and, for each data set, run.trec, per_query.ndjson and the embeddings, which the
+    next evaluation of the same model uses. With --rerank, the hybrid ranking is reranked if there is one, else the
+    model's.
 
     Args:
         model: model folder or name.
@@ -50,9 +66,9 @@ def retrieval(
     """
     check_range(1, MAX_ITEMS, depth=options.depth, batch_size=options.batch_size, rerank_top=ranking.rerank_top)
     check_range(0, 1, weight=ranking.weight)
-    from dualenc.evaluation.tasks.retrieval import evaluate
+    from dualenc.commands.evaluate_retrieval import evaluate_retrieval
 
-    evaluate(model, [data, *more], options, columns, ranking, engine, output)
+    evaluate_retrieval(model, [data, *more], options, columns, ranking, output)
 
 
 def image_text(
@@ -66,8 +82,7 @@ def image_text(
 ) -> None:
     """Evaluate image-text retrieval both ways: recall@1, @5 and @10, with any number of captions per image.
 
-    Writes metrics.json, report.html and a per-query log for each direction. Embeddings are kept below OUT, so that an
-    interrupted evaluation resumes where it stopped.
+    Writes metrics.json, report.html, a per-query log for each direction, and the embeddings.
 
     Args:
         model: model folder or name.
@@ -77,43 +92,138 @@ def image_text(
         batch_size: items encoded at once.
     """
     check_range(1, MAX_ITEMS, batch_size=batch_size)
-    from dualenc.evaluation.tasks.image_text import evaluate
+    from dualenc.commands.evaluate_image_text import evaluate_image_text
 
-    evaluate(model, data, split, columns, batch_size, output)
+    evaluate_image_text(model, data, split, columns, batch_size, output)
+
+
+@dataclass(frozen=True)
+class ZeroShotOptions:
+    """The classes of images, and their prompts.
+
+    Args:
+        split: of a folder of tables or a hub name, by default test; of a file a slice such as train[90%:], by default
+            all.
+        label_column: of a table, class numbers or names; by default `label`.
+        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
+        class_names: text file with the name of each class on a line; by default the names in the data.
+        templates: text file with prompt templates, one on a line, {} for the class; by default a set of eight.
+        batch_size: items encoded at once.
+    """
+
+    split: str | None = None
+    label_column: str | None = None
+    quotes: bool | None = None
+    class_names: str | None = None
+    templates: str | None = None
+    batch_size: int = 64
 
 
 def zero_shot(model: str, data: str, *, options: ZeroShotOptions, output: OutputOptions) -> None:
     """Evaluate zero-shot classification: each image gets the class whose prompts are nearest.
 
-    Writes metrics.json, report.html and a per-query log. Embeddings are kept below OUT, so that an interrupted
-    evaluation resumes where it stopped.
+    Writes metrics.json, report.html, a per-query log, and the embeddings.
 
     Args:
         model: model folder or name.
         data: labelled images: a table (parquet, a folder of them, a hub name), or a folder with one folder per class.
     """
     check_range(1, MAX_ITEMS, batch_size=options.batch_size)
-    from dualenc.evaluation.tasks.zero_shot import evaluate
+    from dualenc.commands.evaluate_zero_shot import evaluate_zero_shot
 
-    evaluate(model, data, options, output)
+    evaluate_zero_shot(model, data, options, output)
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Labelled images to test, and to train probes on.
+
+    Args:
+        split: which split is tested, by default test; of a file a slice such as train[90%:], by default all.
+        train: images to train a probe on; by default (`probe`) another split of the same data, or (`corrupted`) none.
+        train_split: which split is trained on.
+        label_column: of a table; by default `label`.
+        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
+        limit: test so many images, chosen at random.
+        train_limit: train on so many images, chosen at random.
+        seed: of everything random.
+        num_workers: processes that decode, corrupt and augment images.
+    """
+
+    split: str | None = None
+    train: str | None = None
+    train_split: str = "train"
+    label_column: str | None = None
+    quotes: bool | None = None
+    limit: int | None = None
+    train_limit: int | None = None
+    seed: int = 0
+    num_workers: int = 2
+
+    def check(self) -> None:
+        """Refuse numbers outside their ranges."""
+        check_range(1, math.inf, limit=self.limit, train_limit=self.train_limit)
+        check_range(0, MAX_WORKERS, num_workers=self.num_workers)
+        check_range(0, MAX_SEED, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """The probes of image features.
+
+    Args:
+        l2: penalties to try in the linear probe, chosen on a tenth of the training images; by default 1e-6 to 0.1.
+        shots: images of each class in the few-shot probes; by default 1, 5 and 10, where every class has so many.
+        sgd: also train a linear probe by SGD (lr 0.3, momentum 0.9, cosine to zero): on features computed once, or
+            on images cropped and flipped anew in every epoch, as papers do.
+        sgd_epochs: epochs of it.
+        batch_size: images encoded at once.
+    """
+
+    l2: list[float] | None = None
+    shots: list[int] | None = None
+    sgd: Literal["no", "features", "images"] = "no"
+    sgd_epochs: int = 100
+    batch_size: int = 256
 
 
 def probe(model: str, data: str, *, images: ImageOptions, options: ProbeOptions, output: OutputOptions) -> None:
     """Probe the frozen image features of a model: linear, nearest neighbours, few-shot.
 
-    Writes metrics.json and report.html. Features are kept below OUT: an interrupted evaluation resumes with them.
+    Writes metrics.json, report.html, and the features.
 
     Args:
         model: model folder or name, of kind image or image-text.
         data: images with labels: parquet or other table, hub name, or a folder of class folders.
     """
     check_range(1, MAX_ITEMS, batch_size=options.batch_size, sgd_epochs=options.sgd_epochs)
-    _check_images(images)
+    images.check()
     for value in options.l2 or ():
         check_range(1e-30, 1e30, l2=value)
-    from dualenc.evaluation.tasks.probe import evaluate
+    from dualenc.commands.evaluate_probe import evaluate_probe
 
-    evaluate(model, data, images, options, output)
+    evaluate_probe(model, data, images, options, output)
+
+
+@dataclass(frozen=True)
+class CorruptionOptions:
+    """Corruptions of images, and what is measured under them.
+
+    Args:
+        clean: with a CIFAR-C or Tiny-ImageNet-C folder: the images without corruption.
+        corruptions: their names; by default all 19, or all that the folder has.
+        severity: of the corruptions in retrieval, 1 to 5.
+        severities: of the corruptions in the robustness table; by default 1 to 5.
+        baseline: metrics.json of another model's evaluation, to divide the corruption errors by.
+        augmentation: SimCLR's, or the training augmentation that the model folder knows.
+    """
+
+    clean: str | None = None
+    corruptions: list[str] | None = None
+    severity: int = 1
+    severities: list[int] | None = None
+    baseline: str | None = None
+    augmentation: Literal["simclr", "model"] = "simclr"
 
 
 def corrupted(
@@ -122,24 +232,43 @@ def corrupted(
     """Find the other view of an image among its own corrupted versions, and among all images.
 
     With --train, also the accuracy of a linear probe under every corruption. Writes metrics.json and report.html.
-    Finished images are kept below OUT: an interrupted evaluation resumes there.
 
     Args:
         model: model folder or name, of kind image or image-text.
         data: clean images, corrupted on the fly; or a CIFAR-C or Tiny-ImageNet-C folder.
     """
-    _check_images(images)
+    images.check()
     for value in (options.severity, *(options.severities or ())):
         check_range(1, 5, severity=value)
-    from dualenc.evaluation.tasks.corrupted import evaluate
+    from dualenc.commands.evaluate_corrupted import evaluate_corrupted
 
-    evaluate(model, data, images, options, output)
+    evaluate_corrupted(model, data, images, options, output)
 
 
-def _check_images(images: ImageOptions) -> None:
-    check_range(1, math.inf, limit=images.limit, train_limit=images.train_limit)
-    check_range(0, MAX_WORKERS, num_workers=images.num_workers)
-    check_range(0, MAX_SEED, seed=images.seed)
+@dataclass(frozen=True)
+class ObjectivesOptions:
+    """The objectives to measure, and how long.
+
+    Args:
+        split: of the data.
+        batch_size: B, pairs in a batch.
+        temperature: τ; by default the one of the model's training, if it or its run's checkpoints record it, or 0.07.
+        objectives: some of InfoNCE, DCL, SogCLR, SogCLR-0.1 (γ = 0.1), ISogCLR, GlobalCache, NegativeCache, EMC2, ISIR,
+            HCL, SACLR, SigLIP; by default all.
+        pairs: the most pairs that are embedded, chosen at random and always the same; a multiple of the batch size.
+        warm_up: epochs of each run before anything counts, in which averages and chains settle.
+        max_epochs: the most epochs of a run after that.
+        seed: of the order of the pairs, of the objectives' draws, and of augmentations.
+    """
+
+    split: str = "train"
+    batch_size: int = 32
+    temperature: float | None = None
+    objectives: list[str] | None = None
+    pairs: int = 2000
+    warm_up: int = 10
+    max_epochs: int = 64
+    seed: int = 0
 
 
 def objectives(
@@ -150,8 +279,7 @@ def objectives(
     Writes metrics.json and report.html. Pairs are embedded once and do not change; gradients are those with respect
     to the embeddings, and the pairs that are embedded are the whole corpus. Each objective makes six independent runs,
     until the standard error of its bias is below 0.02, or to the limit of epochs. Under `accelerate launch` the
-    processes share the objectives. Interrupted, or with further objectives, it measures only those that it has not
-    measured yet.
+    processes share the objectives.
 
     Args:
         model: model folder or name.
@@ -163,9 +291,30 @@ def objectives(
     check_range(0, MAX_EPOCHS, warm_up=options.warm_up)
     check_range(1, MAX_EPOCHS, max_epochs=options.max_epochs)
     check_range(0, MAX_SEED, seed=options.seed)
-    from dualenc.evaluation.tasks.objectives import evaluate
+    from dualenc.commands.evaluate_objectives import evaluate_objectives
 
-    evaluate(model, data, options, columns, output)
+    evaluate_objectives(model, data, options, columns, output)
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """The comparison of two runs.
+
+    Args:
+        qrels: judgements of TREC run files, in BEIR's or TREC's format.
+        metrics: names separated by commas; by default the usual ones among those that both runs have.
+        samples: number of bootstrap resamples.
+        confidence: share of the resamples inside the interval.
+        seed: of the resampling.
+        out: folder for comparison.json and report.html; by default the table is only printed.
+    """
+
+    qrels: str | None = None
+    metrics: str | None = None
+    samples: int = 10_000
+    confidence: float = 0.95
+    seed: int = 0
+    out: str | None = None
 
 
 def compare(run_a: str, run_b: str, *, options: CompareOptions) -> None:
@@ -179,6 +328,6 @@ def compare(run_a: str, run_b: str, *, options: CompareOptions) -> None:
     check_range(0, MAX_SEED, seed=options.seed)
     if not 0 < options.confidence < 1:
         raise DualencError(f"--confidence is {options.confidence}; it must lie between 0 and 1")
-    from dualenc.evaluation.tasks.compare import compare_folders
+    from dualenc.commands.evaluate_compare import evaluate_compare
 
-    compare_folders(run_a, run_b, options)
+    evaluate_compare(run_a, run_b, options)

@@ -67,7 +67,7 @@ def index(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.evaluation.output import start_processes, writing
+    from dualenc.commands.output import start_processes, writing
     from dualenc.search import is_index
     from dualenc.search.qdrant import is_pushed
 

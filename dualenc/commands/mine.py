@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_range
+from dualenc.commands.options import ColumnOptions
 from dualenc.errors import DualencError
-from dualenc.evaluation.options import ColumnOptions
 from dualenc.files import check_file_target, check_folder_target, check_writable
 from dualenc.hard_negatives import Rule
 from dualenc.terminal import printable
@@ -60,10 +60,9 @@ def mine(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
+    from dualenc.commands.output import embed_into, open_model, start_processes, writing
     from dualenc.data.corpus import corpora
     from dualenc.data.sources import open_pairs
-    from dualenc.evaluation.embedding import embed_into
-    from dualenc.evaluation.output import open_model, start_processes, writing
     from dualenc.search.mining import mine as mine_negatives
     from dualenc.search.rerank import open_cross_encoder
 

@@ -100,6 +100,57 @@ class SearchOptions:
     device: str = "cpu"
 
 
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where an evaluation computes and writes.
+
+    Args:
+        out: folder to write; by default evaluations/TASK/MODEL-DATA-HASH.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """
+
+    out: str | None = None
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class ColumnOptions:
+    """The columns of a table of pairs.
+
+    Args:
+        left_column: of a table of pairs, with queries or images, where it has no usual name.
+        right_column: of a table of pairs, with documents or captions (one, or a list in each row), where it has no
+            usual name.
+        left_modality: of the left column; by default as its values look.
+        right_modality: of the right column; by default as its values look.
+        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
+    """
+
+    left_column: str | None = None
+    right_column: str | None = None
+    left_modality: Literal["text", "image", "vector"] | None = None
+    right_modality: Literal["text", "image", "vector"] | None = None
+    quotes: bool | None = None
+
+
+@dataclass(frozen=True)
+class RankingOptions:
+    """What decides the order of results beyond the vectors.
+
+    Args:
+        hybrid: fuse with BM25: by reciprocal ranks (rrf) or weighted scores (weighted).
+        weight: with hybrid, of the vectors, from 0 to 1; BM25 has the rest.
+        rerank: folder or name of a sentence-transformers CrossEncoder that scores the best results again, by their
+            texts; its scores then count.
+        rerank_top: how many of the best it scores; the others are left out.
+    """
+
+    hybrid: Literal["rrf", "weighted"] | None = None
+    weight: float = 0.5
+    rerank: str | None = None
+    rerank_top: int = 100
+
+
 # Frozen, and thus fit to be default arguments.
 SOURCE = SourceOptions()
 BUILD = BuildOptions()

@@ -23,8 +23,7 @@ def push(
     """Send embeddings to a collection of Qdrant.
 
     The same command resumes an interrupted push, and sends only what is missing. OUT remembers where the
-    vectors are, for `dualenc search OUT …` and `dualenc evaluate retrieval … --engine OUT`. The key of a server
-    comes from the environment variable QDRANT_API_KEY.
+    vectors are, for `dualenc search OUT …`. The key of a server comes from the environment variable QDRANT_API_KEY.
 
     Args:
         embeddings: folder that `dualenc embed` wrote.

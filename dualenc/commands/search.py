@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualenc.commands.checks import check_range
-from dualenc.commands.options import SEARCH, SearchOptions
+from dualenc.commands.options import SEARCH, RankingOptions, SearchOptions
 from dualenc.errors import DualencError
-from dualenc.evaluation.options import RankingOptions
 from dualenc.terminal import printable
 
 RANKING = RankingOptions()
@@ -87,7 +86,7 @@ def _print_results(query: str, results: list[dict[str, Any]], columns: list[str]
 
 def _open(index: str, query: str, k: int, ranking: RankingOptions, options: SearchOptions) -> Searcher:
     """Open an index with the models that the query needs, after checking the options."""
-    from dualenc.evaluation.output import start_processes
+    from dualenc.commands.output import start_processes
     from dualenc.search.build import MAX_PARAMETER
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher

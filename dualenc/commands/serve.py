@@ -41,7 +41,7 @@ def serve(
             raise DualencError(f"serve needs the package {package}: pip install 'dualenc[serve]'")
     import uvicorn
 
-    from dualenc.evaluation.output import start_processes
+    from dualenc.commands.output import start_processes
     from dualenc.search.build import MAX_PARAMETER
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher

@@ -5,20 +5,25 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import faiss
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from dualenc.data.views import SimCLR
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.corruptions import CorruptedImages
 from dualenc.evaluation.probe import unit_rows
 from dualenc.reading import read_json_object
 from dualenc.seeds import derive_seed
-from dualenc.types import Inputs, Vectors
+from dualenc.types import Inputs, Output, Vectors
+
+if TYPE_CHECKING:
+    from dualenc.encoders import Tower
 
 PrepareImages = Callable[..., Inputs]
 EncodeInputs = Callable[[Inputs], npt.NDArray[np.floating]]
@@ -26,18 +31,60 @@ Condition = tuple[str, int]
 """A corruption and its severity."""
 
 CLEAN: Condition = ("clean", 1)
-_VERSIONS_PER_FORWARD = 256
+VERSIONS_PER_FORWARD = 256
+
+
+class AugmentedPrepare:
+    """Augmentation before a tower's evaluation preprocessing; picklable.
+
+    `augment` takes an image and a seed to pixels (3, H, W) in [0, 1] or to an image.
+    """
+
+    def __init__(self, prepare: PrepareImages, augment: Callable[[Image.Image, int], Any]) -> None:
+        self.prepare = prepare
+        self.augment = augment
+
+    def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> Inputs:
+        if seeds is None:
+            return self.prepare(items)
+        views = []
+        for item, seed in zip(items, seeds, strict=True):
+            view = self.augment(item, seed)
+            if isinstance(view, torch.Tensor):
+                pixels = (view.permute(1, 2, 0) * 255).round().clamp(0, 255).to(torch.uint8)
+                view = Image.fromarray(pixels.numpy())
+            views.append(view)
+        return self.prepare(views)
+
+
+def simclr_prepare(prepare: PrepareImages) -> AugmentedPrepare:
+    """SimCLR's augmentation at the size of the tower's input, before the tower's preprocessing."""
+    side = prepare([Image.new("RGB", (64, 64))])["image"].shape[-1]
+    return AugmentedPrepare(prepare, SimCLR(size=side))
+
+
+def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
+    """A function from inputs of the tower to (B, D) float32 embeddings, or to the features that probes use."""
+    device = next(tower.parameters()).device
+    forward = tower.features if output == "features" else tower
+
+    @torch.inference_mode()
+    def encode(inputs: Inputs) -> np.ndarray:
+        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+        return forward(on_device).float().cpu().numpy()
+
+    return encode
 
 
 class ImageVersions(Dataset[Any]):
     """Row i is image i under every condition, prepared for a tower; in `views` augmentations each.
 
     Args:
-        source: The images.
+        source: the images.
         conditions: C pairs of corruption and severity.
-        prepare: The tower's; called with seeds (training augmentation) if `views` is above 0.
-        views: Number V of augmented views of each version; 0 for the preprocessing of evaluation.
-        seed: Of the augmentation, which is a function of seed, image, condition and view.
+        prepare: the tower's; called with seeds (training augmentation) if `views` is above 0.
+        views: number V of augmented views of each version; 0 for the preprocessing of evaluation.
+        seed: of the augmentation, which is a function of seed, image, condition and view.
     """
 
     def __init__(
@@ -100,10 +147,10 @@ def encode_versions(
     """Encode all versions of each image, a few images at a time, in order; the same for any number of workers.
 
     Args:
-        versions: What to encode.
-        encode: Inputs with first dimension B to (B, D).
-        indices: Numbers of the images to do; all by default.
-        num_workers: Processes that corrupt and augment; 0 does it in this process.
+        versions: what to encode.
+        encode: inputs with first dimension B to (B, D).
+        indices: numbers of the images; all by default.
+        num_workers: processes that corrupt and augment; 0 does it in this process.
         batch_size: n; by default about 256 versions are encoded together.
 
     Raises:
@@ -111,41 +158,30 @@ def encode_versions(
     """
     num_views = max(versions.views, 1)
     num_conditions = len(versions.conditions)
-    per_image = num_views * num_conditions
     loader = DataLoader(
         versions,
-        batch_size=batch_size or max(1, _VERSIONS_PER_FORWARD // per_image),
+        batch_size=batch_size or max(1, VERSIONS_PER_FORWARD // (num_views * num_conditions)),
         sampler=list(range(len(versions)) if indices is None else indices),
         num_workers=num_workers,
-        collate_fn=_collate,
+        collate_fn=list,
         worker_init_fn=_one_thread,
     )
-    for numbers, inputs, bad, mistake in loader:
-        if mistake is not None:
-            raise mistake
-        features = np.asarray(encode(inputs)) if numbers else np.zeros((0, 0))
-        yield Encoded(numbers, features.reshape(len(numbers), num_views, num_conditions, features.shape[1]), bad)
-
-
-def _collate(
-    rows: list[tuple[int, Inputs | DualencError]],
-) -> tuple[list[int], Inputs, list[tuple[int, str]], DualencError | None]:
-    """Batch of a worker: numbers and inputs of the good images, reasons for the bad ones, and a user's mistake."""
-    indices: list[int] = []
-    parts: list[Inputs] = []
-    bad: list[tuple[int, str]] = []
-    mistake = None
-    for index, row in rows:
-        if not isinstance(row, DualencError):
-            indices.append(index)
-            parts.append(row)
-            continue
-        bad.append((index, str(row)))
-        # A bad image is skipped; any other error is a wrong argument, and ends the evaluation.
-        if mistake is None and not isinstance(row, BadSample):
-            mistake = row
-    inputs = {name: torch.cat([part[name] for part in parts]) for name in (parts or [{}])[0]}
-    return indices, inputs, bad, mistake
+    for rows in loader:
+        bad: list[tuple[int, str]] = []
+        good: dict[int, Inputs] = {}
+        for index, row in rows:
+            if not isinstance(row, DualencError):
+                good[index] = row
+            elif isinstance(row, BadSample):
+                bad.append((index, str(row)))
+            else:
+                raise row
+        features: npt.NDArray[np.floating] = np.zeros((0, num_views, num_conditions, 0))
+        if good:
+            parts = list(good.values())
+            encoded = np.asarray(encode({name: torch.cat([part[name] for part in parts]) for name in parts[0]}))
+            features = encoded.reshape(len(good), num_views, num_conditions, encoded.shape[1])
+        yield Encoded(list(good), features, bad)
 
 
 def _one_thread(worker: int) -> None:
@@ -154,11 +190,11 @@ def _one_thread(worker: int) -> None:
         importlib.import_module("cv2").setNumThreads(0)
 
 
-Found = npt.NDArray[np.int64]
+Nearest = npt.NDArray[np.int64]
 TIE = -1
 
 
-def nearest_versions(features: Vectors) -> Found:
+def nearest_versions(features: Vectors) -> Nearest:
     """Which version each view finds among the views of the other kind of its image, by cosine.
 
     Args:
@@ -172,17 +208,16 @@ def nearest_versions(features: Vectors) -> Found:
         DualencError: an embedding is not finite.
     """
     rows = unit_rows(features.reshape(-1, features.shape[-1]), "embeddings").reshape(features.shape)
-    # K candidates per query: a product of small matrices; an index for each image would only add to it.
     similarities = rows[:, 0] @ rows[:, 1].swapaxes(1, 2)
-    found = []
+    nearest = []
     for scores in (similarities, similarities.swapaxes(1, 2)):
         # An encoder that maps everything to one point must not win by argmax's choice of the first.
         tied = (scores == scores.max(axis=2, keepdims=True)).sum(axis=2) > 1
-        found.append(np.where(tied, TIE, scores.argmax(axis=2)))
-    return np.stack(found, axis=1)
+        nearest.append(np.where(tied, TIE, scores.argmax(axis=2)))
+    return np.stack(nearest, axis=1)
 
 
-def nearest_images(features: Vectors) -> Found:
+def nearest_images(features: Vectors) -> Nearest:
     """Which image each view finds among the views of the other kind of all images, by cosine; exact search by FAISS.
 
     Args:
@@ -196,22 +231,24 @@ def nearest_images(features: Vectors) -> Found:
     """
     if len(features) < 2:
         raise DualencError("one image cannot be found among others; give two or more")
-    first, second = (unit_rows(features[:, view], "embeddings") for view in (0, 1))
-    found = []
+    first = unit_rows(features[:, 0], "embeddings")
+    second = unit_rows(features[:, 1], "embeddings")
+    nearest = []
     for queries, items in ((first, second), (second, first)):
-        scores, nearest = faiss.knn(queries, items, 2, faiss.METRIC_INNER_PRODUCT)
-        found.append(np.where(scores[:, 0] > scores[:, 1], nearest[:, 0], TIE))
-    return np.stack(found, axis=1)
+        scores, rows = faiss.knn(queries, items, 2, faiss.METRIC_INNER_PRODUCT)
+        nearest.append(np.where(scores[:, 0] > scores[:, 1], rows[:, 0], TIE))
+    return np.stack(nearest, axis=1)
 
 
-def summarise(found: Found, versions: Sequence[str] = ()) -> dict[str, float]:
+def summarise(nearest: Nearest, versions: Sequence[str] = ()) -> dict[str, float]:
     """Top-1 accuracies: "top1", "top1_first_to_second", "top1_second_to_first", and "top1/NAME" of each version.
 
     Args:
-        found: (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions`.
+        nearest: (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions`.
         versions: K names, for the latter.
     """
-    hits = is_right(found)
+    own = np.arange(nearest.shape[2]) if nearest.ndim == 3 else np.arange(len(nearest))[:, None]
+    hits = nearest == own
     means = {
         "top1": float(hits.mean()),
         "top1_first_to_second": float(hits[:, 0].mean()),
@@ -220,19 +257,12 @@ def summarise(found: Found, versions: Sequence[str] = ()) -> dict[str, float]:
     return means | {f"top1/{name}": float(hits[:, :, k].mean()) for k, name in enumerate(versions)}
 
 
-def is_right(found: Found) -> npt.NDArray[np.bool_]:
-    """Whether each view found its own pair, in the shape of `found`: (N, 2) or (N, 2, K)."""
-    if found.ndim == 3:
-        return found == np.arange(found.shape[2])
-    return found == np.arange(len(found))[:, None]
-
-
-def confusions(found: Found) -> npt.NDArray[np.float64]:
+def confusions(nearest: Nearest) -> npt.NDArray[np.float64]:
     """(K, K) how often a view of version k (row) finds version j (column), by (N, 2, K) of `nearest_versions`; rows sum
     to 1 less the ties."""
-    num_versions = found.shape[2]
-    counts = (found[..., None] == np.arange(num_versions)).sum(axis=(0, 1))
-    return counts / (2 * len(found))
+    numbers = np.arange(nearest.shape[2])
+    counts = (nearest[..., None] == numbers).sum(axis=(0, 1))
+    return counts / (2 * len(nearest))
 
 
 Errors = npt.NDArray[np.floating]
@@ -243,7 +273,7 @@ def mean_corruption_error(errors: Errors, baseline: Errors | None = None) -> flo
 
     Args:
         errors: (K, S) error rates of K corruptions at S severities.
-        baseline: (K, S) of the classifier to compare with. Given, the errors of a corruption are summed over
+        baseline: (K, S) of the classifier to compare with. With it, the errors of a corruption are summed over
             severities and divided by the baseline's sum, and the K quotients averaged. Without, the plain mean of
             all errors, as papers on CIFAR-C report it.
     """
@@ -257,7 +287,8 @@ def robustness_rows(
 ) -> list[dict[str, str | float]]:
     """Table rows from (K, S) error rates: accuracies of each corruption and their mean, and a last row of means."""
     rows: list[dict[str, str | float]] = []
-    for name, row in zip([*corruptions, "mean"], [*(1 - errors), (1 - errors).mean(axis=0)]):
+    accuracies = np.concatenate([1 - errors, (1 - errors).mean(axis=0, keepdims=True)])
+    for name, row in zip([*corruptions, "mean"], accuracies):
         cells = {f"severity {severity}": float(value) for severity, value in zip(severities, row)}
         rows.append({"corruption": name, **cells, "mean": float(row.mean())})
     return rows

@@ -50,7 +50,7 @@ class Images(Protocol):
 
 
 class CorruptedImages:
-    """Corrupted versions of the same N images, made or read one at a time; (N,) labels and class names where known."""
+    """Corrupted versions of the same N images; (N,) labels and class names where known."""
 
     corruptions: tuple[str, ...]
     labels: npt.NDArray[np.int64] | None = None
@@ -87,9 +87,9 @@ class GeneratedCorruptions(CleanImages):
     """Corruptions generated on the fly from clean images; picklable if `images` is.
 
     Args:
-        images: The N clean images, RGB, each at least 32 × 32.
-        corruptions: Names from `ALL`; all 19 by default.
-        seed: Of the noise.
+        images: N RGB images, each at least 32 × 32.
+        corruptions: names from `ALL`; all 19 by default.
+        seed: of the noise.
         labels, class_names: (N,) class numbers, and the name of each, where there are any.
 
     Raises:
@@ -123,15 +123,14 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
     """One corrupted version of an image, (H, W, 3) uint8: a pure function of the arguments.
 
     The package `imagecorruptions-imaug` (extra `corruptions`) draws from numpy's global generator, from fresh ones of
-    scikit-image and numpy, and from numba's own. All are seeded here and the global one put back afterwards, so order,
-    worker count and other users of randomness make no difference. (Numba's, which nothing else uses, stays seeded.)
+    scikit-image and numpy, and from numba's own. All are seeded here, and the global one restored afterwards.
 
     Args:
         image: (H, W, 3) uint8 RGB pixels; both sides at least 32.
-        corruption: A name from `ALL`.
+        corruption: a name from `ALL`.
         severity: 1 (weak) to 5.
-        image_id: Stable id of the image: different images get different noise.
-        seed: Of the whole evaluation.
+        image_id: stable id of the image; different images get different noise.
+        seed: of the whole evaluation.
 
     Raises:
         DualencError: unknown corruption, an image too small, or `imagecorruptions-imaug` is not installed.
@@ -175,15 +174,7 @@ def is_corrupted_folder(path: str | Path) -> bool:
 
 
 def read_corrupted(path: str | Path, corruptions: Sequence[str] = ()) -> CorruptedImages:
-    """Open a CIFAR-C or Tiny-ImageNet-C folder, whichever it is.
-
-    Args:
-        path: The folder that holds `<corruption>.npy` files, or `<corruption>/<severity>/<class>/` folders.
-        corruptions: Names to read; all that are there by default.
-
-    Raises:
-        DualencError: what `CifarC` and `TinyImageNetC` raise.
-    """
+    """Open a CIFAR-C or Tiny-ImageNet-C folder; `corruptions` are names to read, by default all in the folder."""
     return (CifarC if _available(Path(path), ".npy") else TinyImageNetC)(path, corruptions)
 
 
@@ -193,8 +184,8 @@ class CifarC(CorruptedImages):
     Pixels are memory-mapped; the object pickles to its paths.
 
     Args:
-        path: The folder with `labels.npy` and the corruption files.
-        corruptions: Names to read; all that are there by default.
+        path: folder with `labels.npy` and the corruption files.
+        corruptions: names to read; by default all in the folder.
 
     Raises:
         DualencError: a file is missing or damaged, or lengths differ.
@@ -205,7 +196,6 @@ class CifarC(CorruptedImages):
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
         self.corruptions = _choose(self.path, ".npy", corruptions)
-        self.files = ["labels.npy", *(f"{name}.npy" for name in self.corruptions)]
         labels = _read_npy(self.path / "labels.npy")
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
             raise DualencError(f"{self.path}/labels.npy: {labels.dtype} of shape {labels.shape}; whole numbers belong")
@@ -231,12 +221,11 @@ class CifarC(CorruptedImages):
 class TinyImageNetC(CorruptedImages):
     """Tiny-ImageNet-C (and ImageNet-C): `<corruption>/<severity>/<class>/<name>.JPEG`.
 
-    An image is known by `<class>/<name>` and must be in every corruption and severity; ids are positions in the
-    sorted list of those.
+    An image is known by `<class>/<name>` and must be in every corruption and severity.
 
     Args:
-        path: The folder of the corruption folders.
-        corruptions: Names to read; all that are there by default.
+        path: folder of the corruption folders.
+        corruptions: names to read; by default all in the folder.
 
     Raises:
         DualencError: a folder is missing or empty, or two folders do not hold the same images.
@@ -252,7 +241,6 @@ class TinyImageNetC(CorruptedImages):
                 if different:
                     problem = f"{min(different)} is in one of it and {self.corruptions[0]}/1 only"
                     raise DualencError(f"{self.path}/{corruption}/{severity}: {problem}; download the folder again")
-        self.files = [f"{c}/{s}/{name}" for c in self.corruptions for s in SEVERITIES for name in self.names]
         self.class_names = sorted({name.split("/")[0] for name in self.names})
         number = {wnid: position for position, wnid in enumerate(self.class_names)}
         self.labels = np.array([number[name.split("/")[0]] for name in self.names])

@@ -1,4 +1,4 @@
-"""Geometry of embeddings: uniformity, effective rank, and the similarities of positive and negative pairs."""
+"""Geometry of embeddings: uniformity, effective rank, and cosines of positive and negative pairs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.probe import unit_rows
 from dualenc.types import Integers, Vectors
 
-_BLOCK = 1024
-_EDGES: npt.NDArray[np.float64] = np.linspace(-1, 1, 101)
+BLOCK_ROWS = 1024
+EDGES: npt.NDArray[np.float64] = np.linspace(-1, 1, 101)
 
 
 def uniformity(embeddings: Vectors, temperature: float = 2) -> float:
@@ -39,10 +39,9 @@ def uniformity(embeddings: Vectors, temperature: float = 2) -> float:
 
 
 def effective_rank(embeddings: Vectors) -> float:
-    """exp of the entropy of the normalised singular values (RankMe: Garrido et al. 2023, Eq. 1–2); D at most.
+    """exp of the entropy of the normalised singular values of (N, D) embeddings (RankMe: Garrido et al. 2023, Eq. 1–2).
 
-    Args:
-        embeddings: (N, D), as they are: neither centred nor scaled.
+    They are neither centred nor scaled here; the rank is at most D.
     """
     rows = np.asarray(embeddings, dtype=np.float64)
     # The triangular factor of a tall matrix has the same singular values.
@@ -56,30 +55,17 @@ def effective_rank(embeddings: Vectors) -> float:
 
 
 class Similarities(NamedTuple):
-    """Cosines of positive and of negative pairs.
+    """Mean cosines of positive and of negative pairs, and the common area of their histograms: 0 apart, 1 equal."""
 
-    Attributes:
-        positives, negatives: (100,) number of pairs in each of 100 equal bins on [−1, 1].
-        positive_mean, negative_mean: mean cosines.
-    """
-
-    positives: npt.NDArray[np.int64]
-    negatives: npt.NDArray[np.int64]
     positive_mean: float
     negative_mean: float
-
-    @property
-    def overlap(self) -> float:
-        """Common area of the two histograms, each scaled to area 1: 0 if disjoint, 1 if equal."""
-        positives = self.positives / self.positives.sum()
-        negatives = self.negatives / self.negatives.sum()
-        return float(np.minimum(positives, negatives).sum())
+    overlap: float
 
 
 def label_similarities(embeddings: Vectors, labels: Integers) -> Similarities:
     """Cosines of all pairs of different images, of equal label (positives) and of different label (negatives).
 
-    These are the histograms of Robinson et al. 2021 (arXiv:2010.04592), Figures 3 and 4.
+    The histograms have 100 equal bins on [−1, 1] (Robinson et al. 2021, arXiv:2010.04592, Figures 3 and 4).
 
     Args:
         embeddings: (N, D); scaled to unit norm here.
@@ -89,7 +75,7 @@ def label_similarities(embeddings: Vectors, labels: Integers) -> Similarities:
         DualencError: there is no pair of one kind.
     """
     rows = unit_rows(embeddings, "embeddings")
-    counts = np.zeros((2, len(_EDGES) - 1), np.int64)
+    counts = np.zeros((2, len(EDGES) - 1), np.int64)
     sums = np.zeros(2)
     for start, similarities in _similarity_blocks(rows):
         numbers = np.arange(start, start + len(similarities))
@@ -99,17 +85,18 @@ def label_similarities(embeddings: Vectors, labels: Integers) -> Similarities:
         for place, mask in enumerate((later & same, later & ~same)):
             # Rounding takes a cosine beyond ±1, out of the last bin.
             cosines = np.clip(similarities[mask], -1, 1)
-            counts[place] += np.histogram(cosines, _EDGES)[0]
+            counts[place] += np.histogram(cosines, EDGES)[0]
             sums[place] += similarities[mask].sum(dtype=np.float64)
     totals = counts.sum(axis=1)
     if totals.min() == 0:
         kind = "positive" if totals[0] == 0 else "negative"
         raise DualencError(f"there is no {kind} pair among these embeddings; give more images or classes")
+    shares = counts / totals[:, None]
     means = sums / totals
-    return Similarities(counts[0], counts[1], float(means[0]), float(means[1]))
+    return Similarities(float(means[0]), float(means[1]), float(shares.min(axis=0).sum()))
 
 
 def _similarity_blocks(rows: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
     """(n, N) cosines of consecutive unit rows with all of them, with the number of the first."""
-    for start in range(0, len(rows), _BLOCK):
-        yield start, rows[start : start + _BLOCK] @ rows.T
+    for start in range(0, len(rows), BLOCK_ROWS):
+        yield start, rows[start : start + BLOCK_ROWS] @ rows.T

@@ -20,7 +20,7 @@ class Matched(NamedTuple):
     Attributes:
         image_rows: (I,) rows of the image embeddings that have a text.
         text_rows: (T,) rows of the text embeddings that have an image.
-        captions: For each of the I images its texts, counted among the T.
+        captions: for each of the I images its texts, counted among the T.
         text_of_pair: (M,) for each pair its text, counted among the T; a duplicate caption is a query twice.
     """
 
@@ -47,12 +47,13 @@ def match_captions(
     """
     image_row = {number: row for row, number in enumerate(image_ids)}
     text_row = {number: row for row, number in enumerate(text_ids)}
-    pairs = zip(left_id.tolist(), right_id.tolist(), strict=True)
-    rows = np.array([(image_row.get(left, -1), text_row.get(right, -1)) for left, right in pairs]).reshape(-1, 2)
-    # A side without an embedding is −1.
-    rows = rows[rows.min(axis=1, initial=0) >= 0].astype(np.int64)
-    if len(rows) == 0:
+    embedded = []
+    for image_id, text_id in zip(left_id.tolist(), right_id.tolist(), strict=True):
+        if image_id in image_row and text_id in text_row:
+            embedded.append((image_row[image_id], text_row[text_id]))
+    if not embedded:
         raise DualencError("no image is left that has a caption; check the columns of the data")
+    rows = np.array(embedded, np.int64)
     image_rows, image_of_pair = np.unique(rows[:, 0], return_inverse=True)
     text_rows, text_of_pair = np.unique(rows[:, 1], return_inverse=True)
     captions: list[list[int]] = [[] for _ in image_rows]
@@ -68,28 +69,23 @@ def both_ways_ranks(
     """Rank of the best right answer of every image among the texts, and of every text among the images.
 
     Args:
-        images: (I, D) embeddings.
-        texts: (T, D) embeddings.
-        captions: For each image its texts, as rows of `texts`; negative numbers are padding. A text may
+        images, texts: (I, D) and (T, D) embeddings.
+        captions: for each image its texts, as rows of `texts`; negative numbers are padding. A text may
             describe several images.
 
     Returns:
         "image_to_text": (I,) and "text_to_image": (T,) ranks from 1; ties count against the model.
     """
-    texts_of = [[text for text in own if text >= 0] for own in captions]
+    texts_of: list[list[int]] = []
+    images_of: list[list[int]] = [[] for _ in texts]
+    for image, own in enumerate(captions):
+        texts_of.append([text for text in own if text >= 0])
+        for text in texts_of[-1]:
+            images_of[text].append(image)
     return {
         "image_to_text": _shared_ranks(images, texts, texts_of),
-        "text_to_image": _shared_ranks(texts, images, owners_of(texts_of, len(texts))),
+        "text_to_image": _shared_ranks(texts, images, images_of),
     }
-
-
-def owners_of(captions: Sequence[Sequence[int]], num_texts: int) -> list[list[int]]:
-    """For each text its images, from the texts of each image."""
-    owners: list[list[int]] = [[] for _ in range(num_texts)]
-    for image, own in enumerate(captions):
-        for text in own:
-            owners[text].append(image)
-    return owners
 
 
 def both_ways_recall(ranks: dict[str, npt.NDArray[np.int64]], cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:
@@ -98,11 +94,10 @@ def both_ways_recall(ranks: dict[str, npt.NDArray[np.int64]], cutoffs: Sequence[
     Image to text, any one of the image's captions among the first k counts, as in the literature on Flickr30k and
     COCO (Karpathy and Fei-Fei 2015). `ranks` are those of `both_ways_ranks`.
     """
-    scores = {
-        f"{direction}_{name}": value
-        for direction, query_ranks in ranks.items()
-        for name, value in recall_at(query_ranks, cutoffs).items()
-    }
+    scores: Scores = {}
+    for direction, query_ranks in ranks.items():
+        for name, value in recall_at(query_ranks, cutoffs).items():
+            scores[f"{direction}_{name}"] = value
     return {**scores, "mean_recall": float(np.mean(list(scores.values())))}
 
 

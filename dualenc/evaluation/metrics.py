@@ -2,9 +2,9 @@
 
 Runs and judgements follow trec_eval (`pytrec_eval-terrier` computes every number): a document is relevant
 when its grade is 1 or more, nDCG gains are linear in the grade, MAP@k divides by all relevant documents,
-equal scores (compared as float32, as trec_eval stores them) are ordered by descending document id. Two
-points differ on purpose: a query of the judgements that the run lacks counts as 0, and a document whose id
-equals the query's is removed unless it is judged: some collections hold a copy of each query.
+equal scores (compared as float32) are ordered by descending document id. Two points differ on purpose: a query of the
+judgements that the run lacks counts as 0, and a document whose id equals the query's is removed unless it is judged:
+some collections hold a copy of each query.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def score_queries(
     """Every metric of every judged query, such as "ndcg@10" or "mrr@10"; all 0 for a query that the run lacks.
 
     Args:
-        qrels: Grade of each judged document by query id; grades below 1 are not relevant.
-        run: Score of each retrieved document by query id; queries without judgements are ignored.
-        cutoffs: The k of nDCG@k, recall@k, MRR@k, MAP@k, precision@k and hit@k.
-        keep_self_matches: Keep an unjudged document whose id is the query's; by default it is removed.
+        qrels: grade of each judged document by query id; grades below 1 are not relevant.
+        run: score of each retrieved document by query id; queries without judgements are ignored.
+        cutoffs: the k of nDCG@k, recall@k, MRR@k, MAP@k, precision@k and hit@k.
+        keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed.
 
     Raises:
         DualencError: no query is judged, or a score is not a number.
@@ -76,10 +76,11 @@ def mean_scores(per_query: Mapping[str, Mapping[str, float]]) -> Scores:
 
 def remove_self_matches(run: Run, qrels: Qrels) -> dict[str, dict[str, float]]:
     """The run without the documents whose id is the query's, except those that are judged for it."""
-    return {
-        query: {doc: score for doc, score in docs.items() if doc != query or doc in qrels.get(query, {})}
-        for query, docs in run.items()
-    }
+    left: dict[str, dict[str, float]] = {}
+    for query, documents in run.items():
+        judged = qrels.get(query, {})
+        left[query] = {name: score for name, score in documents.items() if name != query or name in judged}
+    return left
 
 
 def best_positive_ranks(
@@ -89,13 +90,12 @@ def best_positive_ranks(
 ) -> npt.NDArray[np.int64]:
     """Rank, from 1, of the best-scored positive of each query among all candidates, by inner product.
 
-    A tie is counted against the model: a candidate that is not positive and scores the same as the best
-    positive goes before it, so that a collapsed encoder gets no credit.
+    A tie counts against the model: a candidate that is not positive and scores the same as the best positive goes
+    before it, so that a collapsed encoder gets no credit.
 
     Args:
         queries, candidates: (A, D) and (N, D) embeddings.
-        positives: For each query the candidates that are right answers, as columns 0…N−1; several captions
-            of one image are several positives. Negative numbers are padding.
+        positives: for each query the right candidates, as columns 0…N−1; negative numbers are padding.
 
     Returns:
         (A,) ranks; N + 1 for a query without a positive.
@@ -162,19 +162,34 @@ def paired_bootstrap(
 
     The interval holds the percentiles of the resampled mean difference. The p-value counts the resamples whose
     difference, shifted so that their mean is zero, is at least as far from zero as the observed one (Efron and
-    Tibshirani 1993, §16.4); it is never 0, the observed sample being one of those possible.
+    Tibshirani 1993, §16.4); it is never 0.
 
     Args:
         a, b: (Q,) scores of both runs on the same queries.
-        samples: Number of resamples.
-        confidence: Share of the resamples inside the interval.
-        seed: Of the resampling; the same seed gives the same numbers.
+        samples: number of resamples.
+        confidence: share of the resamples inside the interval.
+        seed: of the resampling.
     """
     a = np.asarray(a, float)
     b = np.asarray(b, float)
     differences = b - a
     observed = float(differences.mean())
-    means, low, high = _resampled_means(differences, samples, confidence, seed)
+    means = np.full(samples, observed)
+    low = high = observed
+    # scipy requires two observations; the mean of one never varies.
+    if len(differences) > 1:
+        resampled = scipy.stats.bootstrap(
+            (differences,),
+            np.mean,
+            n_resamples=samples,
+            # So that memory does not grow with queries x samples.
+            batch=max(1, 2**20 // len(differences)),
+            confidence_level=confidence,
+            method="percentile",
+            random_state=np.random.default_rng(seed),
+        )
+        means = resampled.bootstrap_distribution
+        low, high = resampled.confidence_interval
     # A little below the observed difference, so that equal ones are not lost to rounding.
     at_least = np.abs(means - observed) >= abs(observed) - 1e-12
     return Comparison(
@@ -182,34 +197,12 @@ def paired_bootstrap(
         mean_a=float(a.mean()),
         mean_b=float(b.mean()),
         difference=observed,
-        low=low,
-        high=high,
+        low=float(low),
+        high=float(high),
         p_value=float((1 + at_least.sum()) / (1 + samples)),
         better=int((differences > 0).sum()),
         worse=int((differences < 0).sum()),
     )
-
-
-def _resampled_means(
-    differences: npt.NDArray[np.floating], samples: int, confidence: float, seed: int
-) -> tuple[npt.NDArray[np.floating], float, float]:
-    """Bootstrap distribution of the mean, and its confidence interval."""
-    if len(differences) == 1:
-        # scipy requires two observations; the mean of one never varies.
-        observed = float(differences[0])
-        return np.full(samples, observed), observed, observed
-    resampled = scipy.stats.bootstrap(
-        (differences,),
-        np.mean,
-        n_resamples=samples,
-        # So that memory does not grow with queries x samples.
-        batch=max(1, 2**20 // len(differences)),
-        confidence_level=confidence,
-        method="percentile",
-        random_state=np.random.default_rng(seed),
-    )
-    low, high = resampled.confidence_interval
-    return resampled.bootstrap_distribution, float(low), float(high)
 
 
 def compare_runs(
@@ -223,7 +216,9 @@ def compare_runs(
     if a.keys() != b.keys():
         only = len(a.keys() ^ b.keys())
         raise DualencError(f"{only} queries are in one run only; compare runs on the same data and split")
-    return {
-        metric: paired_bootstrap([a[query][metric] for query in a], [b[query][metric] for query in a], **options)
-        for metric in metrics
-    }
+    comparisons = {}
+    for metric in metrics:
+        scores_a = [a[query][metric] for query in a]
+        scores_b = [b[query][metric] for query in a]
+        comparisons[metric] = paired_bootstrap(scores_a, scores_b, **options)
+    return comparisons

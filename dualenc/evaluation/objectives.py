@@ -55,7 +55,7 @@ OTHER_LOSSES = ("HCL", "SACLR", "SigLIP")
 """Objectives that do not estimate the global loss: their bias is the distance between the two losses."""
 
 MAX_COMPARED_STEPS = 64
-MOST = 0.5
+MIN_FOUND_FIRST = 0.5
 """A model that finds a larger share of the positives first has been trained for the task."""
 
 
@@ -91,7 +91,7 @@ class FrozenPairs:
 
     @classmethod
     def one_to_one(cls, left: Tensor, right: Tensor, *, views: bool = False) -> FrozenPairs:
-        """Row i of `left` (M, D) belongs to row i of `right` (M, D), and every item to one pair."""
+        """Pairs of row i of `left` (M, D) and row i of `right` (M, D)."""
         ids = torch.arange(len(left))
         return cls(left, right, ids, ids, views=views)
 
@@ -199,8 +199,8 @@ def bias_of(stretches: Tensor, exact: Tensor, *, gap: int = 0) -> Bias:
     apart = numbers[None, :] - numbers[:, None] > gap
 
     def mean(without: int) -> float:
-        kept = apart & (numbers != without)[:, None] & (numbers != without)[None, :]
-        return float(products[kept].mean())
+        used = numbers != without
+        return float(products[apart & used[:, None] & used[None, :]].mean())
 
     estimates = [mean(without) for without in range(len(stretches))]
     standard_error = math.sqrt((len(estimates) - 1) * statistics.pvariance(estimates))
@@ -243,26 +243,24 @@ class Measured:
             return 0.0
         return statistics.stdev(self.step_errors) / math.sqrt(len(self.step_errors))
 
-    def to_plain(self) -> dict[str, Any]:
-        """For JSON, without the loss and the duration of every step."""
-        return {**vars(self), "bias": list(self.bias), "values": [], "seconds": []}
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Measured:
-        """Restore from `to_plain()`."""
-        return cls(**{**plain, "bias": Bias(*plain["bias"])})
-
 
 @dataclass
-class Run:
-    """A run of an objective through epochs in random order; `oracle` has the exact gradient, `found` the results."""
+class ObjectiveTrial:
+    """A run of an objective through epochs in random order.
+
+    Attributes:
+        frozen, criterion, oracle: the pairs, the objective, and `ExactGlobal` of the same pairs.
+        batch_size, seed: of the batches.
+        measured: what all runs of the objective add their measurements to.
+        num_compared: steps that were compared with the exact gradient.
+    """
 
     frozen: FrozenPairs
     criterion: Objective
     oracle: Objective
     batch_size: int
     seed: int
-    found: Measured
+    measured: Measured
     num_compared: int = 0
 
     def __post_init__(self) -> None:
@@ -276,32 +274,33 @@ class Run:
 
     def add_to(self, total: Tensor, num_epochs: int, *, compared: int) -> None:
         """Add the mean gradient of each epoch to a sum; the run's first steps are compared with the exact gradient."""
+        measured = self.measured
         for _ in range(num_epochs):
             for batch in next(self.order):
                 rows = batch.to(total.device)
                 start = time.perf_counter()
                 gradient, value = self.frozen.step(self.criterion, rows)
-                self.found.seconds.append(time.perf_counter() - start)
-                self.found.values.append(value)
-                self.found.encodes += self.frozen.num_encoded
+                measured.seconds.append(time.perf_counter() - start)
+                measured.values.append(value)
+                measured.encodes += self.frozen.num_encoded
                 self.frozen.add_to(total, gradient, len(rows) / len(self.frozen))
                 if self.num_compared < compared:
                     exact = self.frozen.dense(self.frozen.step(self.oracle, rows)[0])
                     error = (self.frozen.dense(gradient) - exact).norm() / exact.norm()
-                    self.found.step_errors.append(float(error))
+                    measured.step_errors.append(float(error))
                     self.num_compared += 1
-        self.found.epochs += num_epochs
+        measured.epochs += num_epochs
 
     def conclude(self) -> Measured:
         """Finish the measurements of all runs; call it on the last one."""
-        self.found.encodes /= self.found.epochs * len(self.frozen)
+        self.measured.encodes /= self.measured.epochs * len(self.frozen)
         # Counts of pairs belong to the data, not to the objective's memory.
         tables = [table for name, table in self.criterion.named_buffers() if not name.endswith("pair_counts")]
-        self.found.state_bytes = sum(table.numel() * table.element_size() for table in tables)
-        return self.found
+        self.measured.state_bytes = sum(table.numel() * table.element_size() for table in tables)
+        return self.measured
 
 
-def measure(
+def measure_objective(
     frozen: FrozenPairs,
     kind: Callable[..., Objective],
     temperature: float,
@@ -327,34 +326,34 @@ def measure(
         runs: how many, at least three.
         seed: of the first run; the others take the numbers after it.
     """
-    found = Measured()
+    measured = Measured()
     oracle = frozen.build(ExactGlobal, temperature)
     exact, _ = frozen.exact(temperature)
-    independent = []
+    trials = []
     for own_seed in range(seed, seed + runs):
         criterion = frozen.build(kind, temperature, seed=own_seed)
-        run = Run(frozen, criterion, oracle, batch_size, own_seed, found)
-        run.warm_up(warm_up)
-        independent.append(run)
+        trial = ObjectiveTrial(frozen, criterion, oracle, batch_size, own_seed, measured)
+        trial.warm_up(warm_up)
+        trials.append(trial)
     sums = torch.zeros(runs, *exact.shape).to(exact)
     done = 0
     further = 1
     # Doubling: the last round costs as much as all before it together.
     while True:
-        for total, run in zip(sums, independent):
-            run.add_to(total, further, compared=-(-MAX_COMPARED_STEPS // runs))
+        for total, trial in zip(sums, trials):
+            trial.add_to(total, further, compared=-(-MAX_COMPARED_STEPS // runs))
         done += further
-        found.bias = bias_of(sums / done, exact)
-        found.mean_errors.append(float((sums.mean(dim=0) / done - exact).norm() / exact.norm()))
-        if found.bias.error <= bound or 2 * done > max_epochs:
-            return independent[-1].conclude()
+        measured.bias = bias_of(sums / done, exact)
+        measured.mean_errors.append(float((sums.mean(dim=0) / done - exact).norm() / exact.norm()))
+        if measured.bias.error <= bound or 2 * done > max_epochs:
+            return trials[-1].conclude()
         further = done
 
 
 def softmax_shares(frozen: FrozenPairs, temperature: float, batches: Iterable[Tensor]) -> Tensor:
     """(A,) for every anchor of the batches (B,), the share of its softmax over the corpus that its batch holds.
 
-    An item counts once per pair that contains it, among all pairs for the corpus and among its own for the batch.
+    An item counts once per pair that contains it, in the corpus and in the batch.
 
     Raises:
         DualencError: a pair has no negative in the corpus, since every item is its positive.
@@ -365,12 +364,12 @@ def softmax_shares(frozen: FrozenPairs, temperature: float, batches: Iterable[Te
 
 def found_first(frozen: FrozenPairs, batches: Iterable[Tensor]) -> float:
     """The share of the left anchors of the batches (B,) whose positive is nearer than every negative of the corpus."""
-    found = []
+    is_first = []
     for batch in batches:
         rows = batch.to(frozen.left_id.device)
         positive = (frozen.left[frozen.left_id[rows]] * frozen.right[frozen.right_id[rows]]).sum(dim=1)
-        found.append(positive > _negative_logits(frozen, 1.0, rows, "left").amax(dim=1))
-    return float(torch.cat(found).float().mean())
+        is_first.append(positive > _negative_logits(frozen, 1.0, rows, "left").amax(dim=1))
+    return float(torch.cat(is_first).float().mean())
 
 
 def _shares_of_side(frozen: FrozenPairs, temperature: float, rows: Tensor, side: Side) -> Tensor:
@@ -410,18 +409,18 @@ def _negative_logits(frozen: FrozenPairs, temperature: float, rows: Tensor, side
     return padded[:, :-1]
 
 
-def advice(found: dict[str, Measured], batch_size: int, first: float) -> str:
+def advice(results: dict[str, Measured], batch_size: int, first: float) -> str:
     """The gradient that in-batch losses miss at this batch size, the estimators nearest to it, and what to train with.
 
     Estimators without a significant bias are level, and the smaller error of a step decides between them. A model that
     finds most positives is fine-tuned, and a loss without the positive in its softmax would keep pushing there.
 
     Args:
-        found: what was measured of each objective.
+        results: measurements by objective.
         batch_size: B.
         first: share of the anchors whose positive is nearer than every negative; see `found_first`.
     """
-    measured = {name: results for name, results in found.items() if name not in OTHER_LOSSES}
+    measured = {name: result for name, result in results.items() if name not in OTHER_LOSSES}
     if not measured:
         return f"at B={batch_size}: none of these estimates the global loss; measure InfoNCE and ISIR to compare"
 
@@ -444,7 +443,7 @@ def advice(found: dict[str, Measured], batch_size: int, first: float) -> str:
         cost = f"for {encodes:.1f} extra encodes per pair" if encodes else "without extra encodes"
         parts.append(f"{name} {missed(name, 'below')} {cost}")
     gradients = f"at B={batch_size} " + "; ".join(parts)
-    if first <= MOST:
+    if first <= MIN_FOUND_FIRST:
         return gradients
     return (
         f"{gradients}. The model finds {first:.0%} of the positives first: to fine-tune such a model, keep the "

@@ -22,6 +22,12 @@ from dualenc.errors import DualencError
 from dualenc.search.exact import exact_search
 from dualenc.types import Integers, Vectors
 
+L2_SWEEP: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+"""λ of λ/2·‖W‖² added to the mean cross-entropy."""
+VALIDATION_SHARE = 0.1
+MAX_ITERATIONS = 500
+"""Of L-BFGS, for each λ."""
+
 
 def unit_rows(features: Vectors, what: str = "features") -> npt.NDArray[np.float32]:
     """Rows (N, D) scaled to unit norm, as contiguous float32; a zero row stays zero.
@@ -46,19 +52,16 @@ def knn_predict(
     temperature: float | None = 0.07,
     device: str | torch.device = "cpu",
 ) -> npt.NDArray[np.int64]:
-    """Class of each test vector by a vote of its k nearest training vectors (Wu et al. 2018, §3.4).
+    """Class (A,) of each test vector by a vote of its k nearest training vectors (Wu et al. 2018, §3.4).
 
     A neighbour at cosine s votes exp(s/τ); equal votes go to the lower class, as in scikit-learn.
 
     Args:
         train, train_labels: (N, D) features, scaled to unit norm here, and (N,) class numbers from 0.
         test: (A, D) features to classify.
-        k: Number of neighbours; 1 is the nearest-neighbour classifier.
+        k: number of neighbours; 1 is the nearest-neighbour classifier.
         temperature: τ of the vote; None gives every neighbour one vote.
-        device: Where to search, as in `dualenc.search.exact.exact_search`.
-
-    Returns:
-        (A,) predicted classes.
+        device: where to search, as in `dualenc.search.exact.exact_search`.
 
     Raises:
         DualencError: a label is missing, a feature is not finite, or k or τ is out of range.
@@ -89,14 +92,8 @@ def accuracy(predicted: Integers, labels: Integers) -> float:
     return float(np.mean(predicted == labels))
 
 
-L2_SWEEP: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-"""λ of λ/2·‖W‖² added to the mean cross-entropy."""
-
-_VALIDATION_SHARE = 0.1
-
-
 class LinearProbe(NamedTuple):
-    """A classifier fit with the chosen λ, accuracies by λ on held-out training images, and that on test images."""
+    """A classifier fit with the chosen λ, accuracies by λ on held-out training images, and the one on test images."""
 
     classifier: Pipeline
     l2: float
@@ -111,7 +108,6 @@ def linear_probe(
     test_labels: Integers | None = None,
     *,
     l2: Sequence[float] = L2_SWEEP,
-    max_iterations: int = 500,
     seed: int = 0,
 ) -> LinearProbe:
     """Multinomial logistic regression on standardised features by full-batch L-BFGS (scikit-learn).
@@ -122,31 +118,26 @@ def linear_probe(
     Args:
         train, train_labels: (N, D) features and (N,) class numbers.
         test, test_labels: (A, D) features and (A,) class numbers, if there are any to test with.
-        l2: The λ to try, of λ/2·‖W‖² added to the mean cross-entropy.
-        max_iterations: Of L-BFGS, for each λ.
-        seed: Of the split for validation.
+        l2: the λ to try, of λ/2·‖W‖² added to the mean cross-entropy.
+        seed: of the split for validation.
 
     Raises:
         DualencError: there is one class only, or λ is not positive.
     """
     if not l2 or min(l2) <= 0:
         raise DualencError(f"l2={list(l2)}: give one or more numbers above 0")
-    validation: dict[float, float] = {}
-    if len(l2) > 1:
-        validation = _validate(train, train_labels, l2, max_iterations, seed)
+    validation = _validate(train, train_labels, l2, seed) if len(l2) > 1 else {}
     best = max(l2, key=lambda value: (validation.get(value, 0.0), value))
-    fitted = LinearProbe(fit_linear(train, train_labels, best, max_iterations), best, validation)
+    fitted = LinearProbe(fit_linear(train, train_labels, best), best, validation)
     if test is None or test_labels is None:
         return fitted
     return fitted._replace(accuracy=accuracy(fitted.classifier.predict(test), test_labels))
 
 
-def _validate(
-    train: Vectors, labels: Integers, l2: Sequence[float], max_iterations: int, seed: int
-) -> dict[float, float]:
+def _validate(train: Vectors, labels: Integers, l2: Sequence[float], seed: int) -> dict[float, float]:
     """Accuracy by λ on a tenth of the training images, after a fit on the others."""
     classes, sizes = np.unique(labels, return_counts=True)
-    held_out = max(math.ceil(_VALIDATION_SHARE * len(labels)), len(classes))
+    held_out = max(math.ceil(VALIDATION_SHARE * len(labels)), len(classes))
     if held_out >= len(labels):
         raise DualencError(f"{len(labels)} training images are too few to choose λ of {len(l2)}; give one value as l2")
     # Every class must be in the part that is fit; a class of one image cannot be in both.
@@ -154,20 +145,17 @@ def _validate(
     fit, check = train_test_split(np.arange(len(labels)), test_size=held_out, random_state=seed, stratify=stratify)
     validation = {}
     for value in l2:
-        classifier = fit_linear(train[fit], labels[fit], value, max_iterations)
+        classifier = fit_linear(train[fit], labels[fit], value)
         validation[value] = accuracy(classifier.predict(train[check]), labels[check])
     return validation
 
 
-def fit_linear(
-    features: Vectors, labels: Integers, l2: float, max_iterations: int = 500, *, standardised_by: Vectors | None = None
-) -> Pipeline:
+def fit_linear(features: Vectors, labels: Integers, l2: float, *, standardised_by: Vectors | None = None) -> Pipeline:
     """Fit standardisation and classifier to minimise mean cross-entropy + λ/2·‖W‖².
 
     Args:
         features, labels: (N, D), and (N,) class numbers of two classes at least.
         l2: λ > 0.
-        max_iterations: Of L-BFGS.
         standardised_by: (N', D) features whose mean and deviation are used; by default `features`.
     """
     reference = features if standardised_by is None else standardised_by
@@ -179,11 +167,10 @@ def fit_linear(
     scaler = StandardScaler().fit(reference)
     # scikit-learn sums the loss over images: C = 1/(λN). Of two classes it keeps the difference of their rows,
     # whose squared norm is twice that of both.
-    regression = LogisticRegression(
-        C=(2 if num_classes == 2 else 1) / (l2 * len(labels)), max_iter=max_iterations, tol=1e-5
-    )
+    inverse = (2 if num_classes == 2 else 1) / (l2 * len(labels))
+    regression = LogisticRegression(C=inverse, max_iter=MAX_ITERATIONS, tol=1e-5)
     with warnings.catch_warnings():
-        # A small λ stops at max_iterations by design; validation chooses among what is reached.
+        # A small λ stops at MAX_ITERATIONS by design; validation chooses among what is reached.
         warnings.simplefilter("ignore", ConvergenceWarning)
         regression.fit(scaler.transform(features), labels)
     return make_pipeline(scaler, regression)
@@ -207,10 +194,10 @@ def few_shot(
     Args:
         train, train_labels: (N, D) features to draw from, and (N,) class numbers.
         test, test_labels: (A, D) features and (A,) class numbers.
-        shots: How many images of each class.
-        draws: Number of draws of the images.
+        shots: how many images of each class.
+        draws: number of draws of the images, at least 2.
         l2: λ of λ/2·‖W‖² added to the mean cross-entropy.
-        seed: Of the draws.
+        seed: of the draws.
 
     Raises:
         DualencError: a class has too few images.
@@ -222,8 +209,7 @@ def few_shot(
             rows = draw_per_class(train_labels, count, np.random.default_rng((seed, count, draw)))
             classifier = fit_linear(train[rows], train_labels[rows], l2, standardised_by=train)
             scores.append(accuracy(classifier.predict(test), test_labels))
-        deviation = float(np.std(scores, ddof=1)) if draws > 1 else math.nan
-        results[count] = (float(np.mean(scores)), deviation)
+        results[count] = (float(np.mean(scores)), float(np.std(scores, ddof=1)))
     return results
 
 
@@ -257,9 +243,9 @@ def sgd_probe(
         batches: `batches(epoch)` gives that epoch's (features (B, D), labels (B,)): of freshly augmented images
             through the frozen encoder, or `feature_batches` of features computed once.
         num_features, num_classes: D and C.
-        steps_per_epoch, epochs: Number of batches in an epoch, and of passes over the training images.
-        learning_rate: At the start.
-        device: Where the classifier is trained.
+        steps_per_epoch, epochs: number of batches in an epoch, and of passes over the training images.
+        learning_rate: at the start.
+        device: where the classifier is trained.
 
     Raises:
         DualencError: the loss is not finite.

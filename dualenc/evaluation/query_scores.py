@@ -63,9 +63,8 @@ def joined(parts: Mapping[str, QueryScores]) -> QueryScores:
 
 def best_and_worst(scores: Mapping[str, float], count: int) -> tuple[list[str], list[str]]:
     """Ids of the `count` queries of highest and of lowest score, no query twice; equals in their given order."""
-    order = sorted(scores, key=lambda query: -scores[query])
-    count = min(count, (len(order) + 1) // 2)
-    best = order[:count]
+    count = min(count, (len(scores) + 1) // 2)
+    best = sorted(scores, key=lambda query: -scores[query])[:count]
     lowest = sorted(scores, key=scores.__getitem__)
     worst = [query for query in lowest if query not in set(best)]
     return best, worst[:count]
@@ -74,7 +73,7 @@ def best_and_worst(scores: Mapping[str, float], count: int) -> tuple[list[str], 
 def best_and_worst_rows(
     scores: Mapping[str, float], metric: str, describe: Callable[[str], Mapping[str, object]], count: int = 5
 ) -> list[dict[str, object]]:
-    """Table rows of the best and the worst queries: id, score, and what `describe` tells of each by its id."""
+    """Table rows of the best and the worst queries: id, score, and the columns of `describe(id)`."""
     rows: list[dict[str, object]] = []
     for kind, queries in zip(("best", "worst"), best_and_worst(scores, count)):
         for query in queries:

@@ -6,18 +6,19 @@ import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
 from dualenc import distributed
-from dualenc.data.corpus import RetrievalSet
 from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores, remove_self_matches, score_queries
 from dualenc.evaluation.runs import ranked, write_per_query, write_trec
 from dualenc.search.exact import exact_search
 from dualenc.search.lexical import Lexical
+
+if TYPE_CHECKING:
+    from dualenc.data import RetrievalSet
 
 logger = logging.getLogger("dualenc.evaluation")
 
@@ -32,43 +33,30 @@ def retrieve(
     qrels: Qrels | None = None,
     device: str | torch.device = "cpu",
 ) -> dict[str, dict[str, float]]:
-    """The best documents of each query by exact search.
+    """The best documents of each query by exact search: their scores by query id.
 
     Args:
         query_ids, queries: (Q,) ids and (Q, D) embeddings.
         document_ids, documents: (N,) ids and (N, D) embeddings; may be memory-mapped.
-        depth: How many documents to keep for each query.
-        qrels: Judgements; with them one more takes the place of an unjudged document whose id is the query's.
-        device: Where to search, as in `exact_search`.
-
-    Returns:
-        Score of each retrieved document by query id.
+        depth: how many documents to keep for each query.
+        qrels: judgements; with them one more takes the place of an unjudged document whose id is the query's.
+        device: where to search, as in `exact_search`.
 
     Raises:
         DualencError: there is no document, or an embedding is not finite.
     """
     # One document more than wanted takes the place of a self-match.
     scores, columns = exact_search(queries, documents, depth + 1, document_ids=document_ids, device=device)
-    return first_documents(as_run(query_ids, document_ids, scores, columns), depth, qrels)
-
-
-def as_run(
-    query_ids: Sequence[str], document_ids: Sequence[str], scores: npt.NDArray[Any], columns: npt.NDArray[np.int64]
-) -> dict[str, dict[str, float]]:
-    """Scores (Q, k) and rows of documents (Q, k) as scores by document id by query id."""
-    return {
-        query: {document_ids[column]: score for column, score in zip(found, values)}
-        for query, found, values in zip(query_ids, columns.tolist(), scores.tolist(), strict=True)
-    }
+    run = {}
+    for query, nearest, values in zip(query_ids, columns.tolist(), scores.tolist(), strict=True):
+        run[query] = {document_ids[column]: score for column, score in zip(nearest, values)}
+    return first_documents(run, depth, qrels)
 
 
 def first_documents(run: Run, depth: int, qrels: Qrels | None = None) -> dict[str, dict[str, float]]:
     """The run cut to the `depth` best documents of each query; with judgements, unjudged self-matches are removed."""
     run = run if qrels is None else remove_self_matches(run, qrels)
-    return {
-        query: {document: documents[document] for document in ranked(documents)[:depth]}
-        for query, documents in run.items()
-    }
+    return {query: {name: documents[name] for name in ranked(documents)[:depth]} for query, documents in run.items()}
 
 
 def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: bool) -> None:
@@ -99,7 +87,7 @@ def bm25_run(
     Args:
         query_ids, queries: (Q,) ids and texts.
         document_ids, documents: (N,) ids and texts.
-        k: How many documents to retrieve for each query.
+        k: how many documents to retrieve for each query.
 
     Raises:
         DualencError: no document has a word.
@@ -107,10 +95,10 @@ def bm25_run(
     # Equal scores are found by ascending row.
     rows = sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True)
     lexical = Lexical.build(documents[row] for row in rows)
-    return {
-        query: {document_ids[rows[place]]: score for place, score in lexical.search(text, k)}
-        for query, text in zip(query_ids, queries, strict=True)
-    }
+    run = {}
+    for query, text in zip(query_ids, queries, strict=True):
+        run[query] = {document_ids[rows[place]]: score for place, score in lexical.search(text, k)}
+    return run
 
 
 HEADLINES = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
@@ -121,11 +109,11 @@ class Result:
     """Scores of one system on one collection.
 
     Args:
-        system, dataset: Names of the model or method, and of the collection.
-        run: Score of each retrieved document by query id.
-        qrels: Judgements.
-        num_documents: Size of the corpus.
-        keep_self_matches: Keep an unjudged document whose id is the query's; by default it is removed, so that
+        system, dataset: names of the model or method, and of the collection.
+        run: score of each retrieved document by query id.
+        qrels: judgements.
+        num_documents: size of the corpus.
+        keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed, so that
             trec_eval finds the same numbers in the file of the run.
 
     Raises:
@@ -171,12 +159,12 @@ def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
 
 def cutoff_rows(results: Sequence[Result]) -> list[dict[str, object]]:
     """A table row for each metric of each result, with a column for each cut-off."""
-    return [
-        {"data": result.dataset, "system": result.system, "metric": metric}
-        | {f"@{k}": result.means[f"{metric}@{k}"] for k in CUTOFFS}
-        for result in results
-        for metric in dict.fromkeys(name.partition("@")[0] for name in result.means)
-    ]
+    rows: list[dict[str, object]] = []
+    for result in results:
+        for metric in dict.fromkeys(name.partition("@")[0] for name in result.means):
+            cells = {f"@{k}": result.means[f"{metric}@{k}"] for k in CUTOFFS}
+            rows.append({"data": result.dataset, "system": result.system, "metric": metric, **cells})
+    return rows
 
 
 def means_over_datasets(results: Sequence[Result]) -> Scores:
@@ -188,14 +176,17 @@ def metrics_document(results: Sequence[Result]) -> dict[str, Any]:
     """Contents of `metrics.json`: all metrics by system and collection, and their means."""
     document: dict[str, Any] = {}
     for system, own in by_system(results).items():
-        datasets = {
-            r.dataset: {"queries": len(r.per_query), "documents": r.num_documents, "metrics": r.means} for r in own
-        }
+        datasets = {}
+        for result in own:
+            sizes = {"queries": len(result.per_query), "documents": result.num_documents}
+            datasets[result.dataset] = {**sizes, "metrics": result.means}
         document[system] = {"datasets": datasets, "mean": means_over_datasets(own)}
     return document
 
 
 def by_system(results: Sequence[Result]) -> dict[str, list[Result]]:
     """The results of each system, in order."""
-    systems = dict.fromkeys(result.system for result in results)
-    return {system: [result for result in results if result.system == system] for system in systems}
+    systems: dict[str, list[Result]] = {}
+    for result in results:
+        systems.setdefault(result.system, []).append(result)
+    return systems

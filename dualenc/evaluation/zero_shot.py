@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Scores, best_positive_ranks
+from dualenc.evaluation.probe import unit_rows
 from dualenc.evaluation.runs import read_lines
 from dualenc.types import Vectors
 
@@ -36,7 +37,7 @@ def read_templates(path: str | os.PathLike[str]) -> list[str]:
     templates = []
     for place, line in read_lines(path):
         if line.count("{}") != 1:
-            raise DualencError(f"{place}: a template needs {{}} once, where the class goes; mend the line")
+            raise DualencError(f"{place}: a template needs {{}} once, where the class goes; fix the line")
         templates.append(line.strip())
     if not templates:
         raise DualencError(f"{path}: holds no template; write one on each line, with {{}} where the class goes")
@@ -54,17 +55,10 @@ def class_prompts(class_names: Sequence[str], templates: Sequence[str] = TEMPLAT
 
 
 def class_embeddings(prompts: Vectors, num_classes: int) -> npt.NDArray[np.float32]:
-    """Ensemble the prompts of each class: the mean of their unit vectors, scaled to unit norm.
-
-    Args:
-        prompts: (C · T, D) embeddings of `class_prompts`.
-        num_classes: C.
-
-    Returns:
-        (C, D) unit vectors.
-    """
-    rows = _unit(np.asarray(prompts, np.float32))
-    return _unit(rows.reshape(num_classes, -1, rows.shape[1]).mean(axis=1))
+    """Ensemble the (C · T, D) embeddings of `class_prompts`: for each class the mean of its unit vectors, (C, D) unit
+    vectors."""
+    rows = unit_rows(prompts, "prompts")
+    return unit_rows(rows.reshape(num_classes, -1, rows.shape[1]).mean(axis=1), "classes")
 
 
 def zero_shot_ranks(
@@ -73,8 +67,7 @@ def zero_shot_ranks(
     """Rank, from 1, of each image's own class among all classes; ties count against the model.
 
     Args:
-        images: (A, D) embeddings.
-        classes: (C, D) embeddings.
+        images, classes: (A, D) and (C, D) embeddings.
         labels: (A,) class numbers from 0.
     """
     return best_positive_ranks(images, classes, np.asarray(labels)[:, None].tolist())
@@ -92,14 +85,10 @@ def zero_shot_accuracy(
         ranks: (A,) what `zero_shot_ranks` returns.
         labels: (A,) class numbers.
         num_classes: C; a cut-off of C or more is left out.
-        cutoffs: The k of "top@k".
+        cutoffs: the k of "top@k".
     """
     labels = np.asarray(labels)
     scores = {f"top@{k}": float(np.mean(ranks <= k)) for k in cutoffs if k == 1 or k < num_classes}
     # Of the classes that occur: a test set may lack some.
     per_class = [float(np.mean(ranks[labels == number] <= 1)) for number in np.unique(labels)]
     return {**scores, "mean_per_class": float(np.mean(per_class))}
-
-
-def _unit(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float32).tiny)

@@ -175,13 +175,6 @@ class QdrantIndex:
             raise UnknownId(f"the collection has no item {missing[0][:200]!r}; give an id that it has returned")
         return np.array([vector_of[name] for name in ids], dtype=np.float32)
 
-    def ids(self, filter: str) -> list[str]:
-        """The ids of all items that match a filter."""
-        condition = self.check_filter(filter)
-        with self.one_line_errors():
-            records, _ = self.client.scroll(self.collection, condition, limit=len(self), with_payload=["id"])
-        return [record.payload["id"] for record in records]
-
     @contextmanager
     def one_line_errors(self) -> Iterator[None]:
         """Turn the client's errors, of many types, into one line; its warnings are for developers."""

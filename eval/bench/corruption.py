@@ -27,10 +27,10 @@ def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, sev
         num_workers: processes that corrupt and augment.
         severity: of the corruptions, 1 to 5.
     """
+    from dualenc.commands.labelled_images import open_images
     from dualenc.encoders import ImageEncoder
-    from dualenc.evaluation.corrupted import ImageVersions, encode_versions, nearest_versions, summarise
+    from dualenc.evaluation.corrupted import ImageVersions, encode_versions, nearest_versions, simclr_prepare, summarise
     from dualenc.evaluation.corruptions import ALL, GeneratedCorruptions
-    from dualenc.evaluation.images import open_images, simclr_prepare
     from dualenc.types import Inputs
 
     source = GeneratedCorruptions(open_images(data, "test", limit=images).items, ALL)

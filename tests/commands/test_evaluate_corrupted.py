@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from dualenc.cli import main
-from tests.commands.image_models import pad_images, replace_images, save_cifar_c, save_image_model, save_splits
+from tests.commands.image_models import save_cifar_c, save_image_model, save_splits
 
 FEW = ("--corruptions", "gaussian_noise,fog,pixelate")
 
@@ -72,25 +72,12 @@ def test_a_baseline_divides_the_errors(image_model: Path, data: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_workers_and_interruptions_change_nothing(image_model: Path, data: Path, tmp_path: Path) -> None:
+def test_workers_change_nothing_and_other_settings_do(image_model: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(image_model, data, "--out", tmp_path / "one", *FEW) == 0
     assert evaluate(image_model, data, "--out", tmp_path / "two", *FEW, workers=2) == 0
     assert metrics_of(tmp_path / "two") == metrics_of(tmp_path / "one")
-    part = tmp_path / "two" / "finished" / "versions" / "part-00000.ndjson"
-    lines = part.read_text().splitlines()
-    part.write_text("\n".join(lines[:5]) + "\n" + lines[5][:10])
-    for result in (tmp_path / "two").glob("*.*"):
-        result.unlink()
-    assert evaluate(image_model, data, "--out", tmp_path / "two", *FEW) == 0
-    assert metrics_of(tmp_path / "two") == metrics_of(tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_other_settings_do_not_take_over_finished_images(image_model: Path, data: Path, tmp_path: Path) -> None:
-    assert evaluate(image_model, data, "--out", tmp_path / "both", *FEW) == 0
-    assert evaluate(image_model, data, "--out", tmp_path / "both", *FEW, "--severity", "5", "--seed", "3") == 0
-    assert evaluate(image_model, data, "--out", tmp_path / "alone", *FEW, "--severity", "5", "--seed", "3") == 0
-    assert metrics_of(tmp_path / "both") == metrics_of(tmp_path / "alone")
+    assert evaluate(image_model, data, "--out", tmp_path / "two", *FEW, "--severity", "5", "--seed", "3") == 0
+    assert metrics_of(tmp_path / "two") != metrics_of(tmp_path / "one")
 
 
 @pytest.mark.slow
@@ -107,17 +94,9 @@ def test_cifar_c_is_read_and_needs_no_clean_images(image_model: Path, data: Path
 
 
 @pytest.mark.slow
-def test_a_limit_takes_some_images_with_their_usual_noise(image_model: Path, data: Path, tmp_path: Path) -> None:
-    assert evaluate(image_model, data, "--out", tmp_path / "all", *FEW) == 0
+def test_a_limit_takes_some_images(image_model: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(image_model, data, "--out", tmp_path / "few", *FEW, "--limit", "4") == 0
     assert metrics_of(tmp_path / "few")["corrupted"]["images"] == 4
-    parts = [tmp_path / name / "finished" / "versions" / "part-00000.ndjson" for name in ("all", "few")]
-    values = [
-        {entry["item"]: entry["value"] for line in part.read_text().splitlines() if "item" in (entry := _json(line))}
-        for part in parts
-    ]
-    assert len(values[1]) == 4
-    assert values[1].items() <= values[0].items()
 
 
 @pytest.mark.slow
@@ -159,59 +138,3 @@ def test_mistakes_are_one_line(
         assert not (out / "metrics.json").exists()
     np.save(folder / "fog.npy", np.zeros((10, 32, 32, 3), np.uint8))
     assert "uint8 (30, H, W, 3) belongs" in failure(capsys, image_model, folder, "--out", out)
-
-
-def _json(line: str) -> dict:
-    return json.loads(line) if line.strip() else {}
-
-
-@pytest.mark.slow
-def test_images_replaced_under_the_same_names_are_measured_anew(image_model: Path, data: Path, tmp_path: Path) -> None:
-    pad_images(data)
-    given = (image_model, data, *FEW, "--train", data, "--severities", "5", "--out")
-    assert evaluate(*given, tmp_path / "out") == 0
-    before = metrics_of(tmp_path / "out")
-    replace_images(data / "test")
-    assert evaluate(*given, tmp_path / "out") == 0
-    assert evaluate(*given, tmp_path / "fresh") == 0
-    assert metrics_of(tmp_path / "out") == metrics_of(tmp_path / "fresh") != before
-
-
-@pytest.mark.slow
-def test_arrays_and_labels_replaced_under_the_same_names_are_measured_anew(image_model: Path, tmp_path: Path) -> None:
-    data, train = save_cifar_c(tmp_path / "cifar-c"), save_splits(tmp_path / "data")
-    for place, name in enumerate(("blue", "green", "red")):  # as in CIFAR-C, the classes are numbers
-        (train / "train" / name).rename(train / "train" / str(place))
-    given = (image_model, data, "--train", train, "--severities", "5", "--out")
-    assert evaluate(*given, tmp_path / "out") == 0
-    labels = np.load(data / "labels.npy")
-    np.save(data / "labels.npy", (labels + 1) % 3)
-    assert evaluate(*given, tmp_path / "out") == 0
-    assert evaluate(*given, tmp_path / "labels") == 0
-    assert metrics_of(tmp_path / "out") == metrics_of(tmp_path / "labels")
-    pixels = np.load(data / "fog.npy")
-    np.save(data / "fog.npy", pixels[::-1])
-    assert evaluate(*given, tmp_path / "out") == 0
-    assert evaluate(*given, tmp_path / "pixels") == 0
-    assert metrics_of(tmp_path / "out") == metrics_of(tmp_path / "pixels")
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"null", b"[]", b'{"robustness": 3}', b"\xff", b'{"robustness": {"errors": 3}}', b"[" * 200_000]
-)
-def test_a_baseline_that_is_none_is_refused_before_any_work(
-    content: bytes, image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "metrics.json").write_bytes(content)
-    given = (image_model, data, "--out", tmp_path / "out", *FEW, "--train", data, "--severities", "5")
-    assert str(tmp_path / "metrics.json") in failure(capsys, *given, "--baseline", tmp_path / "metrics.json")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("names", ["fog", "fog,fog", "fog,rain"])
-def test_corruptions_must_be_two_known_ones(
-    names: str, image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = failure(capsys, image_model, data, "--out", tmp_path / "out", "--corruptions", names)
-    assert "give two or more different ones" in line or "unknown corruption rain" in line
-    assert not (tmp_path / "out").exists()

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dualenc.cli import main
+from dualenc.commands.evaluate_objectives import PairSet, embed_pairs, open_set, trained_temperature
+from dualenc.commands.options import ColumnOptions
 from dualenc.encoders import load_model
-from dualenc.evaluation.objectives import ESTIMATORS, FrozenPairs, Measured, measure
-from dualenc.evaluation.options import ColumnOptions
-from dualenc.evaluation.pair_sets import PairSet, embed_pairs, open_set
-from dualenc.evaluation.run_models import trained_temperature
 from tests.commands import toy
 
 QUICK = ("--warm-up", "1", "--max-epochs", "1", "--device", "cpu")
@@ -129,59 +125,3 @@ def test_bad_arguments_are_told_in_one_line(
     told = capsys.readouterr().err.strip().splitlines()
     assert message in told[-1]
     assert not (tmp_path / "out").exists()
-
-
-NAMES = ("InfoNCE", "SogCLR", "ISIR")
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_where_it_was(
-    toy_text: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = (toy_text, pairs, "--batch-size", 4, "--objectives", ",".join(NAMES))
-    assert evaluate(*words, "--out", tmp_path / "whole") == 0
-    made, interrupted_at = [], 2
-
-    def measured(frozen: FrozenPairs, kind: object, *how: object, **named: Any) -> Measured:
-        made.append(next(name for name, some in ESTIMATORS.items() if some is kind))
-        if len(made) == interrupted_at:
-            raise KeyboardInterrupt
-        return measure(frozen, kind, *how, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("dualenc.evaluation.tasks.objectives.measure", measured)
-    assert evaluate(*words, "--out", tmp_path / "out") == 130
-    assert not (tmp_path / "out" / "metrics.json").exists()
-    assert evaluate(*words, "--out", tmp_path / "out") == 0
-    assert made == ["InfoNCE", "SogCLR", "SogCLR", "ISIR"], "the first is not measured again"
-    written = [(tmp_path / name / "metrics.json").read_bytes() for name in ("whole", "out")]
-    assert written[0] == written[1]
-    made.clear()
-    assert evaluate(*words[:-1], "DCL,ISIR", "--out", tmp_path / "out") == 0
-    assert made == ["DCL"], "a further objective"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changed", ["seed", "data", "model"])
-def test_measurements_of_something_else_are_not_taken(
-    toy_text: Path, pairs: Path, tmp_path: Path, changed: str
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(toy_text, model)
-    words = (model, pairs, "--batch-size", 4, "--objectives", "DCL", "--out", tmp_path / "out")
-    assert evaluate(*words) == 0
-    before = json.loads((tmp_path / "out" / "metrics.json").read_text())["objectives"]["DCL"]
-    if changed == "data":
-        pairs.write_text(pairs.read_text().replace('"document": "', '"document": "other ', 1))
-    elif changed == "model":
-        encoder = load_model(str(model))
-        with torch.no_grad():
-            for weight in encoder.parameters():
-                weight.mul_(1.01)
-        encoder.save(model)
-        assert evaluate(*words) == 2, "results of other weights"
-        (tmp_path / "out" / "metrics.json").unlink()
-        assert evaluate(*words) == 2, "unfinished work with other weights"
-        return
-    assert evaluate(*words, *(("--seed", 7) if changed == "seed" else ())) == 0
-    after = json.loads((tmp_path / "out" / "metrics.json").read_text())["objectives"]["DCL"]
-    assert after["step_error"] != before["step_error"]

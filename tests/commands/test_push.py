@@ -1,4 +1,4 @@
-"""`dualenc push`, and `search` and `evaluate retrieval` on what it leaves, as a user types them."""
+"""`dualenc push`, and `search` on the folder that it writes, as a user types them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dualenc.search import Embeddings
-from dualenc.search.exact import exact_search
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
@@ -72,33 +70,6 @@ def test_push_search_and_push_again(
     assert [hit["id"] for hit in results(capsys, *engine, "-k", 40, "--filter", FILTER)] == wanted
 
 
-@pytest.mark.slow
-def test_evaluation_compares_the_engine_with_exact_search(
-    tmp_path: Path, toy_text: Path, beir: Path, emb: Path, engine: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("evaluate", "retrieval", toy_text, beir, "--engine", *engine)
-    run(*words, "--out", tmp_path / "all")
-    assert "Engine against exact search" in capsys.readouterr().out
-    metrics = json.loads((tmp_path / "all" / "metrics.json").read_text())
-    assert metrics["engine"]["recall@10 of exact"] == 1.0
-    assert metrics["engine"]["ms per query (p50)"] > 0
-    by_exact, by_engine = metrics["systems"].values()
-    assert by_engine["mean"] == pytest.approx(by_exact["mean"], abs=1e-6)
-
-    run(*words, "--out", tmp_path / "some", "--filter", FILTER, "--keep-self-matches")
-    lines = (tmp_path / "some" / "engine" / "run.trec").read_text().splitlines()
-    by_query = pd.DataFrame([line.split() for line in lines]).groupby(0)[2].apply(list)
-    documents = Embeddings.open(emb)
-    queries = Embeddings.open(tmp_path / "some" / "embeddings" / "queries-test")
-    assert documents.columns is not None
-    columns = documents.columns.to_pandas()
-    rows = np.flatnonzero((columns.year >= 2004) & (columns.lang == "no"))
-    expected = exact_search(np.asarray(queries.vectors), np.asarray(documents.vectors)[rows], 99)[1]
-    for query, order in zip(queries.ids, expected):
-        assert sorted(by_query[query]) == sorted(documents.ids[rows[place]] for place in order)
-        assert by_query[query][:3] == [documents.ids[rows[place]] for place in order[:3]]
-
-
 class Payload:
     """Unpickling it makes a file."""
 
@@ -113,7 +84,6 @@ class Payload:
 @pytest.mark.parametrize("target", ["data", "x://../data", "{}/data"])
 def test_an_embedded_qdrant_that_only_the_folder_names_is_not_opened(
     tmp_path: Path,
-    toy_text: Path,
     beir: Path,
     engine: tuple[Any, ...],
     capsys: pytest.CaptureFixture[str],
@@ -126,8 +96,7 @@ def test_an_embedded_qdrant_that_only_the_folder_names_is_not_opened(
     (tmp_path / "engine" / "meta.json").write_text(json.dumps(meta | {"target": target.format(tmp_path)}))
     (tmp_path / "x:").mkdir()
     monkeypatch.chdir(tmp_path)
-    evaluate = ("evaluate", "retrieval", toy_text, beir, "--out", tmp_path / "out", "--engine", engine[0])
-    for words in (("search", engine[0], "wing"), ("serve", engine[0], "--port", 0), evaluate):
+    for words in (("search", engine[0], "wing"), ("serve", engine[0], "--port", 0)):
         assert "names an embedded Qdrant, whose files can run code" in failure(capsys, *words), words
     run("index", engine[0], beir, "--texts")
     assert not (tmp_path / "ran").exists()
@@ -135,13 +104,11 @@ def test_an_embedded_qdrant_that_only_the_folder_names_is_not_opened(
 
 @pytest.mark.slow
 def test_mistakes_end_in_one_line(
-    tmp_path: Path, toy_text: Path, beir: Path, emb: Path, engine: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, emb: Path, engine: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("index", emb, "--out", tmp_path / "index")
-    other = toy.text_model(tmp_path / "other", seed=5)
     push = ("push", emb, tmp_path / "data", "--out")
     out = ("--out", tmp_path / "out")
-    evaluate = ("evaluate", "retrieval", toy_text, beir, *out)
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((*push, tmp_path / "data"), "name a folder other than --out"),
         ((*push, tmp_path / "index"), "holds no collection"),
@@ -152,11 +119,6 @@ def test_mistakes_end_in_one_line(
         (("search", tmp_path / "index", "wing", "--where", "yaer>1"), "no column 'yaer'"),
         (("search", tmp_path / "index", "wing", "--filter", "year>1"), "only an engine takes a filter"),
         (("search", tmp_path / "index", "wing", "--qdrant-path", "x"), "leave --qdrant-path out"),
-        ((*evaluate, "--engine", *engine, "--where", "year>1"), "give --filter instead of --where"),
-        ((*evaluate, "--filter", "year>1"), "are for an engine"),
-        ((*evaluate, "--engine", *engine, "--filter", FILTER.replace("2004", "3000")), "none of 40 documents is kept"),
-        ((*evaluate, "--engine", tmp_path / "index"), "was not written by `dualenc push`"),
-        (("evaluate", "retrieval", other, beir, *out, "--engine", *engine), "from embeddings of another model"),
     ]
     for words, message in cases:
         assert message in failure(capsys, *words), words

@@ -81,11 +81,6 @@ def test_the_mined_negatives_are_the_same_file_and_nothing_else_is_left(written:
     assert done.stdout.count("negatives → ") == 2, "only the first of the two says so"
 
 
-@pytest.mark.parametrize("folder", ["corrupted/finished/versions", "objectives/finished"])
-def test_both_processes_take_a_share(written: Written, folder: str) -> None:
-    assert len(list((written[1] / folder).iterdir())) == 2
-
-
 def test_embeddings_are_the_same_files(written: Written) -> None:
     one, two, done = written
     assert "Traceback" not in done.stderr

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, features
 
+from dualenc.commands.labelled_images import open_images
 from dualenc.data import (
     BeirPairs,
     Corpus,
@@ -30,7 +31,6 @@ from dualenc.data import (
 from dualenc.data.corpus import used_items
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.image_text import both_ways_ranks
-from dualenc.evaluation.images import open_images
 
 from .make import encoded, picture, shade_of, write_beir, write_csv, write_jsonl
 from .test_webdataset import write_tar

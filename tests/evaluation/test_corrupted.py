@@ -20,7 +20,6 @@ from dualenc.evaluation.corrupted import (
     ImageVersions,
     confusions,
     encode_versions,
-    is_right,
     mean_corruption_error,
     nearest_images,
     nearest_versions,
@@ -79,7 +78,6 @@ def test_the_two_directions_may_differ() -> None:
     second = np.array([[0.9, 0.1], [1.0, 0.05]])  # both lie near the first row of `first`
     found = nearest_versions(np.stack([first, second])[None])
     assert found.tolist() == [[[1, 0], [0, 0]]]
-    assert is_right(found).tolist() == [[[False, False], [True, False]]]
     assert confusions(found).tolist() == [[0.5, 0.5], [1.0, 0.0]]
     assert summarise(found, ["fog", "snow"]) == {
         "top1": 0.25, "top1_first_to_second": 0.0, "top1_second_to_first": 0.5, "top1/fog": 0.5, "top1/snow": 0.0
@@ -134,7 +132,7 @@ class WithBad:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("views", [0, 2])
 def test_the_stream_is_the_slow_loop(views: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_versions, "_VERSIONS_PER_FORWARD", 2 * 3 * 2)
+    monkeypatch.setattr(image_versions, "VERSIONS_PER_FORWARD", 2 * 3 * 2)
     source = GeneratedCorruptions(pictures(5), seed=4)
     versions = ImageVersions(source, CONDITIONS, prepare, views=views, seed=9)
     blocks = list(encode_versions(versions, encode, num_workers=workers))

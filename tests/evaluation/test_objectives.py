@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import statistics
 from itertools import combinations
 
@@ -20,7 +18,7 @@ from dualenc.evaluation.objectives import (
     advice,
     bias_of,
     found_first,
-    measure,
+    measure_objective,
     softmax_shares,
 )
 from dualenc.objectives import DCL, ISIR, ExactGlobal, InfoNCE
@@ -70,7 +68,7 @@ def slow_bias(frozen: FrozenPairs, batch_size: int, with_positive: bool) -> floa
 def test_bias_is_that_over_all_batches(
     frozen: FrozenPairs, kind: type[InfoNCE] | type[DCL], with_positive: bool
 ) -> None:
-    found = measure(frozen, kind, TAU, 3, warm_up=0, bound=0.01, max_epochs=32)
+    found = measure_objective(frozen, kind, TAU, 3, warm_up=0, bound=0.01, max_epochs=32)
     assert found.bias.is_significant
     assert found.bias.value == pytest.approx(slow_bias(frozen, 3, with_positive), abs=4 * found.bias.error + 1e-3)
     assert found.encodes == found.state_bytes == 0
@@ -90,7 +88,7 @@ def test_error_of_a_step_is_its_mean_over_all_batches(frozen: FrozenPairs) -> No
                 own[of, a] += weights @ others / TAU / 6
                 own[partner] += weights[:, None] * anchors[a] / TAU / 6
         errors.append(np.linalg.norm(slow_gradient(left, right, rows, True) - own) / np.linalg.norm(own))
-    found = measure(frozen, InfoNCE, TAU, 3, warm_up=0, bound=0.0, max_epochs=8)
+    found = measure_objective(frozen, InfoNCE, TAU, 3, warm_up=0, bound=0.0, max_epochs=8)
     assert found.step_error == pytest.approx(np.mean(errors), abs=4 * found.step_error_error)
 
 
@@ -98,7 +96,7 @@ def test_error_of_a_step_is_its_mean_over_all_batches(frozen: FrozenPairs) -> No
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
 def test_the_oracle_has_no_bias_and_no_error(frozen: FrozenPairs, views: bool) -> None:
     frozen.views = views
-    found = measure(frozen, ExactGlobal, TAU, 2, warm_up=0)
+    found = measure_objective(frozen, ExactGlobal, TAU, 2, warm_up=0)
     assert found.bias.value < 1e-6
     assert found.step_error < 1e-6
 
@@ -107,7 +105,7 @@ def test_the_oracle_has_no_bias_and_no_error(frozen: FrozenPairs, views: bool) -
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
 def test_an_unbiased_estimator_stays_below_its_error(frozen: FrozenPairs, views: bool) -> None:
     frozen.views = views
-    found = measure(frozen, ISIR, TAU, 3, warm_up=5, bound=0.1, max_epochs=8)
+    found = measure_objective(frozen, ISIR, TAU, 3, warm_up=5, bound=0.1, max_epochs=8)
     assert not found.bias.is_significant
     assert str(found.bias).startswith("< 0.")
     assert found.encodes > 0
@@ -115,9 +113,9 @@ def test_an_unbiased_estimator_stays_below_its_error(frozen: FrozenPairs, views:
 
 
 def test_info_nce_of_all_pairs_differs_by_its_positive_only(frozen: FrozenPairs) -> None:
-    found = measure(frozen, InfoNCE, TAU, 6, warm_up=0)
+    found = measure_objective(frozen, InfoNCE, TAU, 6, warm_up=0)
     assert found.bias.value == pytest.approx(slow_bias(frozen, 6, True), rel=1e-6)
-    assert measure(frozen, DCL, TAU, 6, warm_up=0).bias.value < 1e-6
+    assert measure_objective(frozen, DCL, TAU, 6, warm_up=0).bias.value < 1e-6
 
 
 @pytest.mark.parametrize("gap", [0, 1], ids=["runs", "stretches"])
@@ -170,14 +168,6 @@ def test_a_pair_without_negatives_is_named() -> None:
         softmax_shares(frozen, TAU, [torch.arange(2)])
 
 
-def test_what_is_kept_of_a_measurement_tells_the_same(frozen: FrozenPairs) -> None:
-    found = measure(frozen, ISIR, TAU, 3, warm_up=1, max_epochs=2, runs=3)
-    again = Measured.from_plain(json.loads(json.dumps(found.to_plain())))
-    assert again == dataclasses.replace(found, values=[], seconds=[])
-    assert str(again.bias) == str(found.bias)
-    assert (again.step_error, again.step_error_error) == (found.step_error, found.step_error_error)
-
-
 def measured(bias: float, encodes: float = 0.0, step_error: float = 0.5, error: float = 1e-4) -> Measured:
     return Measured(Bias(bias**2, error), 12, [step_error], encodes=encodes)
 
@@ -206,7 +196,7 @@ def test_advice_names_what_is_missed_and_what_is_nearest() -> None:
 def test_every_estimator_is_measured_with_pairs_and_with_views(frozen: FrozenPairs, name: str) -> None:
     for views in (False, True):
         frozen.views = views
-        found = measure(frozen, ESTIMATORS[name], TAU, 3, warm_up=1, max_epochs=1, runs=3)
+        found = measure_objective(frozen, ESTIMATORS[name], TAU, 3, warm_up=1, max_epochs=1, runs=3)
         assert found.epochs == 3
         assert np.isfinite(found.bias.value)
         assert np.isfinite(found.step_error)

@@ -1,4 +1,4 @@
-"""Shared parts of the evaluation tasks: output folder and report, processes, models."""
+"""What commands share: the device and the processes, locked outputs, models, embeddings, an evaluation's folder."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dualenc import distributed
+from dualenc.data.embeddings import Embeddings, is_embeddings
+from dualenc.data.identity import digest_of
 from dualenc.errors import DualencError
-from dualenc.evaluation.ledger import read_part
 from dualenc.evaluation.report import Figure, Table, print_table, write_report
-from dualenc.files import check_file_target, check_folder_target, check_writable, locked, write_json
+from dualenc.files import check_file_target, check_folder_target, check_writable, locked, remove, write_json
 from dualenc.reading import read_json_object
+from dualenc.search.embed import embed, tower_checksum
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
+    from dualenc.commands.options import OutputOptions
+    from dualenc.data import Corpus
     from dualenc.encoders import DualEncoder, Tower
-    from dualenc.evaluation.options import OutputOptions
+    from dualenc.types import Side
 
 # For the error message when a model is of another kind.
 _COMMAND_OF = {
@@ -33,11 +37,8 @@ _COMMAND_OF = {
 
 RESULT = "metrics.json"
 PAGE = "report.html"
-RUNS = ("run.trec", "per_query.ndjson")
-UNFINISHED = {"embeddings", "features", "finished", *RUNS}
-UNFINISHED |= {"bm25", "hybrid", "reranked", "engine", "image_to_text", "text_to_image"}
-"""Files of an evaluation that was interrupted before its results."""
-KEPT_EMBEDDINGS = [f"{place}/*/meta.json" for place in ("embeddings", "*/embeddings", "features", "finished")]
+EMBEDDINGS = [f"{folder}/*/meta.json" for folder in ("embeddings", "*/embeddings", "features")]
+"""Files by which an evaluation without results is known: it was interrupted."""
 
 
 class Evaluation:
@@ -50,7 +51,7 @@ class Evaluation:
     def __init__(self, task: str, model: str, data: str, output: OutputOptions) -> None:
         self.task = task
         self.model = model
-        self.folder = Path(output.out or f"evaluations/{task}/{display_name(model)}-{_distinct_name(data)}")
+        self.folder = Path(output.out or f"evaluations/{task}/{short_name(model)}-{_distinct_name(data)}")
         self.weights: list[str] = []
         check_writable(self.folder)
         check_folder_target(self.folder, self._is_own_folder, f"evaluation of {task}")
@@ -61,17 +62,15 @@ class Evaluation:
         self._lock.enter_context(writing(self.folder))
 
     def _is_own_folder(self, folder: Path) -> bool:
-        """Whether a folder holds the results of the task, or nothing but unfinished work of an evaluation."""
         if (folder / RESULT).is_file():
             return read_json_object(folder / RESULT).get("task") == self.task
-        return _is_unfinished(folder) or all(child.is_dir() and _is_unfinished(child) for child in folder.iterdir())
+        return any(True for pattern in EMBEDDINGS for _ in folder.glob(pattern))
 
     def check_weights(self, *towers: Tower) -> None:
-        """Record the checksums of the evaluated towers; an error if the folder holds an evaluation of other weights."""
-        from dualenc.search.embed import tower_checksum
-
+        """Record the checksums of the evaluated towers; refuse a folder with the results of other weights."""
         self.weights = sorted({tower_checksum(tower) for tower in towers})
-        if not evaluated_weights(self.folder) <= set(self.weights):
+        result = self.folder / RESULT
+        if result.is_file() and read_json_object(result).get("weights") != self.weights:
             problem = f"holds an evaluation of other weights than {self.model} has now"
             raise DualencError(f"{self.folder}: {problem}; choose another --out, or remove the folder")
 
@@ -87,13 +86,20 @@ class Evaluation:
         files: str = "metrics and report.html",
     ) -> None:
         """Write metrics.json (facts and results) and report.html; print the first tables and where the files are."""
-        weights = {"weights": self.weights} if self.weights else {}
-        write_json(self.folder / RESULT, {"task": self.task, **facts, **weights, **results})
+        write_json(self.folder / RESULT, {"task": self.task, **facts, "weights": self.weights, **results})
         write_report(self.folder / PAGE, title, facts=facts, figures=figures, tables=tables)
         self._lock.close()
         for table in tables[:printed]:
             print_table(table)
         print(printable(f"{files} are in {self.folder}"))
+
+
+def short_name(source: str) -> str:
+    """Name of a model or of data in tables: the run of RUN/model, otherwise the last part of a path or name."""
+    path = Path(source)
+    if path.is_dir() and path.resolve().name == "model":
+        path = path.resolve().parent
+    return path.name or source
 
 
 def _distinct_name(data: str) -> str:
@@ -103,36 +109,14 @@ def _distinct_name(data: str) -> str:
     return f"{path.stem}-{hashlib.sha256(whole.encode('utf-8', 'surrogateescape')).hexdigest()[:6]}"
 
 
-def _is_unfinished(folder: Path) -> bool:
-    """Whether a folder holds unfinished work; runs alone may be those of another program."""
-    if not all(name in UNFINISHED or name.startswith(".") for name in os.listdir(folder)):
-        return False
-    has_work = any(True for pattern in ("finished", *KEPT_EMBEDDINGS) for _ in folder.glob(pattern))
-    return has_work or not any(path.is_file() for name in RUNS for path in folder.rglob(name))
-
-
-def evaluated_weights(folder: Path) -> set[str]:
-    """Checksums of the towers whose results or unfinished work a folder holds."""
-    if (folder / RESULT).is_file():
-        recorded = read_json_object(folder / RESULT).get("weights")
-        if isinstance(recorded, list):  # earlier versions did not write them down
-            return set(map(str, recorded))
-    paths = [path for pattern in KEPT_EMBEDDINGS for path in folder.glob(pattern)]
-    checksums = {str(read_json_object(path).get("model_checksum")) for path in paths}
-    for part in folder.glob("finished/**/part-*.ndjson"):
-        models = (read_part(part)[0] or {}).get("model", [])
-        checksums |= {models} if isinstance(models, str) else set(map(str, models))
-    return checksums
-
-
 def start_processes(device: str | None = None) -> torch.device:
     """Join the other processes of `accelerate launch`, if there are any. Returns the device to work on.
 
     By default it is this process's GPU, or the CPU where there is none. A device that is not there is an error.
     """
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        chosen = torch.device(usual if device is None else device)
+        chosen = torch.device(default if device is None else device)
         # Only use shows whether a device is there; "meta" has no values.
         torch.zeros(1, device=chosen).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -173,9 +157,26 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
     return encoder
 
 
-def display_name(model: str) -> str:
-    """Short name of a model in tables: its run if it is RUN/model, otherwise the last part of its path or name."""
-    path = Path(model)
-    if path.is_dir() and path.resolve().name == "model":
-        path = path.resolve().parent
-    return path.name or model
+def embed_into(
+    folder: Path, tower: Tower, corpus: Corpus, *, side: Side | None = None, model: str = "", **options: Any
+) -> Embeddings:
+    """Embed into a folder below an output; embeddings of another model or other data are replaced.
+
+    Finished shards stay where the checksums of weights and items are the same.
+
+    Args:
+        folder, tower, corpus: where to, with what, and which items.
+        side, model: recorded with the embeddings; the model as the user calls it.
+        options: of `dualenc.search.embed.embed`.
+    """
+    # Changed items under the same ids are noticed by `embed` itself.
+    identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}
+    if distributed.is_main():
+        check_folder_target(folder, is_embeddings, "embeddings")
+        meta = read_json_object(folder / "meta.json") if (folder / "meta.json").is_file() else {}
+        expected = {**identity, "model_checksum": tower_checksum(tower)}
+        if any(meta.get(name) != value for name, value in expected.items()):
+            remove(folder)
+    distributed.barrier()
+    notes = {"model": model} if model else None
+    return embed(tower, corpus, folder, progress=distributed.is_main(), identity=identity, notes=notes, **options)

@@ -1,124 +1,175 @@
-"""Retrieval: a query-document model on BEIR folders and tables of pairs."""
+"""Retrieval: a query-document model on BEIR folders and tables of pairs, beside BM25, both fused, and a reranker."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
+from tqdm.auto import tqdm
 
 from dualenc import distributed
+from dualenc.commands.output import Evaluation, embed_into, open_model, short_name
 from dualenc.data.beir import read_beir
 from dualenc.data.corpus import held_out
 from dualenc.data.detect import default_split, detect
 from dualenc.data.sources import open_pairs
-from dualenc.data.urls import display_name as source_name
-from dualenc.data.urls import is_url
+from dualenc.data.urls import display_name, is_url
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
-from dualenc.evaluation.embedding import embed_into
-from dualenc.evaluation.engine import EvaluatedEngine, open_evaluated_engine
-from dualenc.evaluation.metrics import CUTOFFS
-from dualenc.evaluation.output import Evaluation, display_name, open_model
+from dualenc.evaluation.metrics import CUTOFFS, Run
 from dualenc.evaluation.query_scores import best_and_worst_rows, snippet
 from dualenc.evaluation.report import Figure, Table
 from dualenc.evaluation.retrieval import (
     HEADLINES,
     Result,
+    bm25_run,
     by_system,
     cutoff_rows,
+    first_documents,
     metrics_document,
     report_self_matches,
+    retrieve,
     summary_rows,
 )
 from dualenc.evaluation.runs import check_trec_names, ranked
-from dualenc.evaluation.systems import BM25, HYBRID, RERANKED, Systems
-from dualenc.search.rerank import open_cross_encoder
+from dualenc.search.fusion import Fusion, fuse
+from dualenc.search.rerank import Rescore, open_cross_encoder, rerank
 from dualenc.search.where import named_columns, rows_that_meet
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
+    from dualenc.commands.evaluate import RetrievalOptions
+    from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
     from dualenc.data import RetrievalSet
-    from dualenc.encoders import DualEncoder
-    from dualenc.evaluation.options import ColumnOptions, EngineOptions, OutputOptions, RankingOptions, RetrievalOptions
+    from dualenc.data.embeddings import Embeddings
 
+BM25 = "BM25"
+HYBRID = "hybrid"
+RERANKED = "reranked"
 FOLDERS = {BM25: "bm25", HYBRID: "hybrid", RERANKED: "reranked"}
-"""Where the run files of systems other than the model and an engine are."""
+"""Where the run files of systems other than the model are."""
 
 
-def evaluate(
+def evaluate_retrieval(
     model: str,
     data: Sequence[str],
     options: RetrievalOptions,
     columns: ColumnOptions,
     ranking: RankingOptions,
-    engine_options: EngineOptions,
     output: OutputOptions,
 ) -> None:
     """Rank the documents of every collection by the model and the other systems, and score the rankings."""
-    _check(options, engine_options, len(data))
+    if options.depth < max(CUTOFFS):
+        least = max(CUTOFFS)
+        raise DualencError(f"depth={options.depth}: the metrics look at {least} documents; retrieve that many or more")
     evaluation = Evaluation("retrieval", model, data[0], output)
-    conditions = engine_options.where or []
-    collections = {}
+    collections: dict[str, RetrievalSet] = {}
     for source in data:
-        name, collection = _open_collection(source, options, columns, conditions)
+        name, collection = _open_collection(source, options, columns)
         if name in collections:
             raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
         _check_collection(source, collection, options.bm25 or ranking.hybrid is not None, ranking)
         report_self_matches(name, collection, options.keep_self_matches)
         collections[name] = collection
-    split = _split_of(data[0], options.split)
+    split = options.split or default_split(data[0], "test")
     encoder = open_model(model, ("query-document", "vector"), evaluation.device)
     evaluation.check_weights(encoder.left, encoder.right)
     rescore = None
     if ranking.rerank is not None:
         device = str(evaluation.device)
         rescore, _ = open_cross_encoder(ranking.rerank, batch_size=options.batch_size, device=device)
-    engine = _open_engine(engine_options, encoder, collections)
-    systems = Systems(display_name(model), options, ranking, evaluation.device, rescore, engine)
+    systems = Systems(short_name(model), options, ranking, evaluation.device, rescore)
 
     results: list[Result] = []
     folders = {name: evaluation.folder / name if len(data) > 1 else evaluation.folder for name in collections}
+    settings: dict[str, Any] = {"batch_size": options.batch_size, "model": model}
     for name, collection in collections.items():
-        kept = folders[name] / "embeddings"
-        how: dict[str, Any] = {"batch_size": options.batch_size, "model": model}
-        queries = embed_into(kept / f"queries-{split}", encoder.left, collection.queries, side="left", **how)
-        if engine is not None:
-            documents = engine.embeddings
-        else:
-            documents = embed_into(kept / "documents", encoder.right, collection.corpus, side="right", **how)
+        folder = folders[name] / "embeddings"
+        queries = embed_into(folder / f"queries-{split}", encoder.left, collection.queries, side="left", **settings)
+        documents = embed_into(folder / "documents", encoder.right, collection.corpus, side="right", **settings)
         results += systems.rank(name, collection, queries, documents)
-    if engine is not None:
-        engine.index.close()
 
     if distributed.is_main():
         facts: dict[str, object] = {"model": model, "split": split, "depth": options.depth}
-        facts |= {"keep_self_matches": options.keep_self_matches, **_facts(ranking, engine_options)}
-        _report(evaluation, facts, collections, results, folders, engine)
+        facts |= {"keep_self_matches": options.keep_self_matches, **_other_facts(options, ranking)}
+        _write_results(evaluation, facts, collections, results, folders)
     distributed.barrier()
 
 
-def _check(options: RetrievalOptions, engine: EngineOptions, num_collections: int) -> None:
-    """Refuse options that exclude each other."""
-    if options.depth < max(CUTOFFS):
-        least = max(CUTOFFS)
-        raise DualencError(f"depth={options.depth}: the metrics look at {least} documents; retrieve that many or more")
-    if engine.engine is None and (engine.qdrant_path is not None or engine.filter):
-        raise DualencError("--qdrant-path and --filter are for an engine; name it with --engine, or leave them out")
-    if engine.engine is not None and engine.where:
-        raise DualencError("an engine filters in its own language; give --filter instead of --where")
-    if engine.engine is not None and (num_collections > 1 or distributed.world_size() > 1):
-        raise DualencError("--engine is asked about one BEIR folder, by one process; evaluate them one by one")
+class Systems(NamedTuple):
+    """The systems to compare: a model by its name in tables, BM25, both fused, and a cross-encoder."""
+
+    model: str
+    options: RetrievalOptions
+    ranking: RankingOptions
+    device: torch.device
+    rescore: Rescore | None
+
+    def rank(self, name: str, collection: RetrievalSet, queries: Embeddings, documents: Embeddings) -> list[Result]:
+        """Rank the documents by each system and score the rankings; only the main process has all results."""
+        depth = self.options.depth
+        keep = self.options.keep_self_matches
+        limits: dict[str, Any] = {"depth": depth, "qrels": None if keep else collection.qrels}
+        vectors = (queries.ids, queries.vectors, documents.ids, documents.vectors)
+        runs: dict[str, Run] = {self.model: retrieve(*vectors, **limits, device=self.device)}
+        hybrid = self.ranking.hybrid
+        if (self.options.bm25 or hybrid) and distributed.is_main():
+            asked = _texts(collection.queries)
+            texts = _texts(collection.corpus)
+            words = bm25_run(collection.queries.ids, asked, collection.corpus.ids, texts, depth + 1)
+            runs[BM25] = first_documents(words, **limits)
+            if hybrid:
+                runs[HYBRID] = _fuse(hybrid, self.ranking.weight, runs[self.model], runs[BM25], depth)
+        if self.rescore is not None:
+            first = runs.get(HYBRID if hybrid else self.model)
+            run = distributed.broadcast_object(first)
+            runs[RERANKED] = _rerank(self.rescore, run, collection, self.ranking.rerank_top)
+        if not distributed.is_main():
+            return []
+        size = len(collection.corpus)
+        return [
+            Result(system, name, run, collection.qrels, size, keep_self_matches=keep) for system, run in runs.items()
+        ]
 
 
-def _facts(ranking: RankingOptions, engine: EngineOptions) -> dict[str, object]:
+def _texts(corpus: Any) -> list[str]:
+    return [corpus[row] for row in range(len(corpus))]
+
+
+def _fuse(method: Fusion, weight: float, dense: Run, words: Run, depth: int) -> Run:
+    """The best documents of a model's run and BM25's together."""
+    fused = {}
+    for query in dense:
+        rankings = [[(name, run[query][name]) for name in ranked(run[query])] for run in (dense, words)]
+        best = fuse(rankings, method, weights=[weight, 1 - weight])[:depth]
+        fused[query] = dict(best)
+    return fused
+
+
+def _rerank(rescore: Rescore, run: Run, collection: RetrievalSet, top: int) -> dict[str, dict[str, float]]:
+    """The best of a run in the scores of a cross-encoder; each process scores its share of the queries."""
+    queries = collection.queries
+    corpus = collection.corpus
+    row_of = {name: row for row, name in enumerate(corpus.ids)}
+    share = range(len(queries))[distributed.rank_slice(len(queries))]
+    own: dict[str, dict[str, float]] = {}
+    for row in tqdm(share, desc="rerank", unit=" queries", disable=not distributed.is_main()):
+        query = queries.ids[row]
+        names = ranked(run[query])[:top]
+        texts = [(queries[row], corpus[row_of[name]]) for name in names]
+        order, scores = rerank(rescore, [texts])[0]
+        own[query] = {names[place]: score for place, score in zip(order.tolist(), scores.tolist())}
+    return {query: scores for part in distributed.gather_objects(own) for query, scores in part.items()}
+
+
+def _other_facts(options: RetrievalOptions, ranking: RankingOptions) -> dict[str, object]:
     """The options that differ from plain retrieval, for the record."""
     facts: dict[str, object] = {}
-    if engine.where:
-        facts["where"] = ",".join(engine.where)
-    if engine.filter:
-        facts["filter"] = engine.filter
+    if options.where:
+        facts["where"] = ",".join(options.where)
     if ranking.hybrid is not None:
         facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
     if ranking.rerank is not None:
@@ -126,28 +177,12 @@ def _facts(ranking: RankingOptions, engine: EngineOptions) -> dict[str, object]:
     return facts
 
 
-def _open_engine(
-    options: EngineOptions, encoder: DualEncoder, collections: dict[str, RetrievalSet]
-) -> EvaluatedEngine | None:
-    """Open the engine, if one is named, and restrict the one collection to the documents that match --filter."""
-    if options.engine is None:
-        return None
-    name, collection = next(iter(collections.items()))
-    ids = collection.corpus.ids
-    engine = open_evaluated_engine(options.engine, options.filter, encoder.right, ids, options.qdrant_path)
-    if options.filter:
-        matching = set(engine.embeddings.ids)
-        collections[name] = _among(collection, np.array([each in matching for each in ids]), name, "--filter")
-    return engine
-
-
-def _report(
+def _write_results(
     evaluation: Evaluation,
     facts: Mapping[str, object],
     collections: Mapping[str, RetrievalSet],
     results: Sequence[Result],
     folders: Mapping[str, Path],
-    engine: EvaluatedEngine | None,
 ) -> None:
     """Write the run files of each collection and system, the metrics and the report."""
     queries: list[Table] = []
@@ -155,40 +190,31 @@ def _report(
         if result.system == results[0].system:
             rows = _query_rows(result, collections[result.dataset])
             queries.append(Table(f"Best and worst queries of {result.system} on {result.dataset}", rows))
-        folder = FOLDERS.get(result.system, "")
-        if engine is not None and result.system == engine.system:
-            folder = "engine"
-        result.write(folders[result.dataset] / folder)
-    document: dict[str, object] = {"systems": metrics_document(results)}
-    tables = [Table("Retrieval", summary_rows(results))]
-    if engine is not None:
-        document["engine"] = engine.measured
-        tables.append(Table("Engine against exact search", [engine.measured]))
+        result.write(folders[result.dataset] / FOLDERS.get(result.system, ""))
     evaluation.conclude(
-        f"Retrieval: {display_name(evaluation.model)} on {', '.join(collections)}",
+        f"Retrieval: {short_name(evaluation.model)} on {', '.join(collections)}",
         facts,
-        document,
-        [*tables, Table("All metrics", cutoff_rows(results)), *queries],
-        printed=len(tables),
+        {"systems": metrics_document(results)},
+        [Table("Retrieval", summary_rows(results)), Table("All metrics", cutoff_rows(results)), *queries],
+        printed=1,
         figures=_figures(by_system(results)),
         files="metrics, run files and report.html",
     )
 
 
-def _open_collection(
-    source: str, options: RetrievalOptions, columns: ColumnOptions, where: Sequence[str]
-) -> tuple[str, RetrievalSet]:
-    """A collection, restricted to the documents that meet `where`, and its name: that of its folder or file."""
+def _open_collection(source: str, options: RetrievalOptions, columns: ColumnOptions) -> tuple[str, RetrievalSet]:
+    """A collection, restricted to the documents that meet --where, and the name of its folder or file."""
+    where = options.where or []
+    split = options.split or default_split(source, "test")
     if detect(source) != "beir":
-        shown = source_name(source)
+        shown = display_name(source)
         if where:
             raise DualencError(f"{shown}: --where is for fields of a BEIR folder; leave it out")
-        return Path(shown).stem, _open_pairs(source, _split_of(source, options.split), columns)
+        return Path(shown).stem, _open_pairs(source, split, columns)
     name = Path(source).resolve().name
-    split = _split_of(source, options.split)
     collection = read_beir(source, split, titles=options.titles, columns=named_columns(where))
     if where:
-        collection = _among(collection, rows_that_meet(where, collection.corpus.columns), name, "--where")
+        collection = _restricted(collection, rows_that_meet(where, collection.corpus.columns), name)
     return name, collection
 
 
@@ -201,16 +227,9 @@ def _check_collection(source: str, collection: RetrievalSet, bm25: bool, ranking
     check_trec_names(collection.corpus.ids, f"{source}: document id")
 
 
-def _split_of(source: str, split: str | None) -> str:
-    """The split to read: as named, or the usual one."""
-    if split is not None:
-        return split
-    return default_split(source, "test")
-
-
 def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet:
     """Pairs as a test: left items are the queries, the right items of all pairs the corpus."""
-    shown = source_name(source)
+    shown = display_name(source)
     try:
         pairs = open_pairs(source, **vars(columns), split=split)
     except DualencError as error:
@@ -224,14 +243,14 @@ def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet
     return held_out(pairs)
 
 
-def _among(collection: RetrievalSet, kept: np.ndarray, name: str, option: str) -> RetrievalSet:
-    """The collection restricted to the documents that meet an option's condition; prints what is left of it."""
+def _restricted(collection: RetrievalSet, rows: np.ndarray, name: str) -> RetrievalSet:
+    """The collection restricted to the documents that meet --where; prints what is left of it."""
     try:
-        restricted = collection.among(kept)
+        restricted = collection.among(rows)
     except DualencError as error:
-        raise DualencError(f"{option}, {name}: {error}") from None
+        raise DualencError(f"--where, {name}: {error}") from None
     if distributed.is_main():
-        documents = f"{len(restricted.corpus):,} of {len(collection.corpus):,} documents meet {option}"
+        documents = f"{len(restricted.corpus):,} of {len(collection.corpus):,} documents meet --where"
         before = len(collection.queries)
         queries = f"{before - len(restricted.queries):,} of {before:,} queries have no relevant one among them"
         print(printable(f"{name}: {documents}; {queries} and are left out"))
@@ -240,11 +259,12 @@ def _among(collection: RetrievalSet, kept: np.ndarray, name: str, option: str) -
 
 def _figures(systems: dict[str, list[Result]]) -> list[Figure]:
     heights = {}
+    spread = {}
     for system, own in systems.items():
         heights[system] = {metric: own[0].means[metric] for metric in HEADLINES}
         if len(own) > 1:
             heights[system] = {result.dataset: result.means["ndcg@10"] for result in own}
-    spread = {system: [s["ndcg@10"] for r in own for s in r.per_query.values()] for system, own in systems.items()}
+        spread[system] = [scores["ndcg@10"] for result in own for scores in result.per_query.values()]
     return [
         Figure("Mean scores by metric, or nDCG@10 by collection", plots.bars(heights)),
         Figure("nDCG@10 over queries", plots.histograms(spread, xlabel="nDCG@10", ylabel="share of queries", bins=20)),
@@ -258,8 +278,8 @@ def _query_rows(result: Result, collection: RetrievalSet) -> list[dict[str, obje
 
     def describe(query: str) -> dict[str, object]:
         ranking = ranked(result.run.get(query, {}))
-        relevant = {name for name, grade in result.qrels[query].items() if grade > 0}
-        ranks = [rank for rank, name in enumerate(ranking, start=1) if name in relevant]
+        grades = result.qrels[query]
+        ranks = [rank for rank, name in enumerate(ranking, start=1) if grades.get(name, 0) > 0]
         row: dict[str, object] = {"first relevant at rank": ranks[0] if ranks else None}
         if collection.queries.modality == "text":
             row["text"] = snippet(str(collection.queries[query_row[query]]))

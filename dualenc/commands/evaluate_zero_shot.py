@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dualenc import distributed
+from dualenc.commands.labelled_images import open_images, require_labels
+from dualenc.commands.output import Evaluation, embed_into, open_model, short_name
 from dualenc.data import Corpus
 from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
-from dualenc.evaluation.embedding import embed_into
-from dualenc.evaluation.images import open_images, require_labels
-from dualenc.evaluation.output import Evaluation, display_name, open_model
 from dualenc.evaluation.query_scores import rank_rows
 from dualenc.evaluation.report import Figure, Table
 from dualenc.evaluation.runs import read_lines, write_per_query
@@ -30,12 +29,13 @@ from dualenc.evaluation.zero_shot import (
 )
 
 if TYPE_CHECKING:
-    from dualenc.evaluation.options import OutputOptions, ZeroShotOptions
+    from dualenc.commands.evaluate import ZeroShotOptions
+    from dualenc.commands.options import OutputOptions
 
 CUTOFFS = (1, 5)
 
 
-def evaluate(model: str, data: str, options: ZeroShotOptions, output: OutputOptions) -> None:
+def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: OutputOptions) -> None:
     """Give each image the class whose prompts are nearest."""
     evaluation = Evaluation("zero-shot", model, data, output)
     templates = TEMPLATES if options.templates is None else read_templates(options.templates)
@@ -48,9 +48,9 @@ def evaluate(model: str, data: str, options: ZeroShotOptions, output: OutputOpti
     encoder = open_model(model, ("image-text",), evaluation.device)
     evaluation.check_weights(encoder.left, encoder.right)
     folder = evaluation.folder / "embeddings"
-    how: dict[str, Any] = {"batch_size": options.batch_size, "model": model}
-    embedded = embed_into(folder / f"images-{split}", encoder.left, images, side="left", **how)
-    embedded_prompts = embed_into(folder / "prompts", encoder.right, corpus, side="right", **how)
+    settings: dict[str, Any] = {"batch_size": options.batch_size, "model": model}
+    embedded = embed_into(folder / f"images-{split}", encoder.left, images, side="left", **settings)
+    embedded_prompts = embed_into(folder / "prompts", encoder.right, corpus, side="right", **settings)
     classes = class_embeddings(np.asarray(embedded_prompts.vectors, np.float32), len(names))
     # The images that could be read, by their rows in the data.
     row_of = {name: row for row, name in enumerate(images.ids)}
@@ -59,19 +59,18 @@ def evaluate(model: str, data: str, options: ZeroShotOptions, output: OutputOpti
     vectors = np.asarray(embedded.vectors, np.float32)
     ranks = zero_shot_ranks(vectors, classes, labels)
     if distributed.is_main():
-        queries = rank_rows(
-            ranks,
-            vectors,
-            classes,
-            lambda number: f"{images.ids[rows[number]]}: {names[labels[number]]}",
-            names.__getitem__,
-        )
-        per_image = {
-            images.ids[row]: {f"top@{k}": float(rank <= k) for k in CUTOFFS} | {"mrr": float(1 / rank)}
-            for row, rank in zip(rows, ranks)
-        }
-        write_per_query(evaluation.folder / "per_query.ndjson", per_image, display_name(data))
-        _report(evaluation, {"model": model, "data": data, "split": split}, ranks, labels, names, queries)
+
+        def describe_image(number: int) -> str:
+            return f"{images.ids[rows[number]]}: {names[labels[number]]}"
+
+        queries = rank_rows(ranks, vectors, classes, describe_image, names.__getitem__)
+        per_image = {}
+        for row, rank in zip(rows, ranks):
+            scores = {f"top@{k}": float(rank <= k) for k in CUTOFFS}
+            per_image[images.ids[row]] = scores | {"mrr": float(1 / rank)}
+        write_per_query(evaluation.folder / "per_query.ndjson", per_image, short_name(data))
+        facts: dict[str, object] = {"model": model, "data": data, "split": split}
+        _write_results(evaluation, facts, ranks, labels, names, queries)
     distributed.barrier()
 
 
@@ -90,25 +89,25 @@ def _class_names(file: str | None, recorded: Sequence[str] | None, labels: np.nd
     return [readable_class(name) for name in names]
 
 
-def _report(
+def _write_results(
     evaluation: Evaluation,
-    facts: Mapping[str, object],
+    facts: dict[str, object],
     ranks: np.ndarray,
     labels: np.ndarray,
     names: Sequence[str],
     queries: list[dict[str, object]],
 ) -> None:
-    """The accuracy, overall and of each class."""
+    """Write the accuracy, overall and of each class."""
     by_class: list[dict[str, Any]] = []
     for number in np.unique(labels).tolist():
         own = ranks[labels == number]
         by_class.append({"class": names[number], "images": len(own), "top@1": float(np.mean(own == 1))})
     scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
     sizes = {"images": len(ranks), "classes": len(names)}
-    data = display_name(str(facts["data"]))
+    data = short_name(str(facts["data"]))
     spread = plots.histograms({"top@1": [row["top@1"] for row in by_class]}, xlabel="top@1 of a class", bins=20)
     evaluation.conclude(
-        f"Zero-shot classification: {display_name(evaluation.model)} on {data}",
+        f"Zero-shot classification: {short_name(evaluation.model)} on {data}",
         facts,
         {**sizes, "metrics": scores, "per_class": by_class},
         [

@@ -18,7 +18,7 @@ from dualenc.reading import read_json_object
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
-    from dualenc.evaluation.options import CompareOptions
+    from dualenc.commands.evaluate import CompareOptions
 
 LOG = "per_query.ndjson"
 RESULT = "comparison.json"
@@ -27,25 +27,27 @@ Logs = dict[str, dict[str, Scores]]
 """Per-query scores by collection ("" if there is one) and query id."""
 
 
-def compare_folders(run_a: str, run_b: str, options: CompareOptions) -> None:
-    """Compare two runs; print a table, and write it to a folder if one is given."""
+def evaluate_compare(run_a: str, run_b: str, options: CompareOptions) -> None:
+    """Compare two runs; print a table, and write it to `options.out`."""
     out = None if options.out is None else Path(options.out)
     if out is not None:
         check_writable(out)
         check_folder_target(out, _is_comparison, "comparison")
     qrels = None if options.qrels is None else read_qrels(options.qrels)
-    a = _read_run(Path(run_a), qrels)
-    b = _read_run(Path(run_b), qrels)
+    a = _read_logs(Path(run_a), qrels)
+    b = _read_logs(Path(run_b), qrels)
     if a.keys() != b.keys():
         raise DualencError(f"{run_a} has the collections {sorted(a)}, {run_b} has {sorted(b)}; compare the same ones")
-    chosen_metrics = {name: _metrics(a[name], b[name], options.metrics) for name in a}
+    chosen_metrics = {name: _chosen_metrics(a[name], b[name], options.metrics) for name in a}
     settings: dict[str, Any] = {name: getattr(options, name) for name in ("samples", "confidence", "seed")}
     rows: list[dict[str, object]] = []
     differences = {}
     for name, chosen in chosen_metrics.items():
         for metric, comparison in compare_runs(a[name], b[name], chosen, **settings).items():
-            rows.append({**({"data": name} if name else {}), "metric": metric, **_row(comparison)})
-        differences[name or chosen[0]] = [b[name][query][chosen[0]] - a[name][query][chosen[0]] for query in a[name]]
+            data = {"data": name} if name else {}
+            rows.append({**data, "metric": metric, **_comparison_row(comparison)})
+        first = chosen[0]
+        differences[name or first] = [b[name][query][first] - a[name][query][first] for query in a[name]]
     facts = {"A": run_a, "B": run_b, **settings}
     table = Table(f"B against A, {options.confidence:.0%} intervals of the paired bootstrap", rows)
     if out is not None:
@@ -61,12 +63,12 @@ def _is_comparison(folder: Path) -> bool:
     return (folder / RESULT).is_file() and read_json_object(folder / RESULT).get("task") == "compare"
 
 
-def _row(comparison: Comparison) -> dict[str, object]:
+def _comparison_row(comparison: Comparison) -> dict[str, object]:
     names = {"mean_a": "A", "mean_b": "B", "difference": "B − A", "p_value": "p"}
     return {names.get(name, name): value for name, value in comparison._asdict().items()}
 
 
-def _read_run(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs:
+def _read_logs(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs:
     if path.is_dir():
         logs = [path / LOG] if (path / LOG).is_file() else sorted(path.glob(f"*/{LOG}"))
         if not logs:
@@ -82,8 +84,8 @@ def _read_run(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs
     return {"": score_queries(qrels, run, CUTOFFS)}
 
 
-def _metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | None) -> list[str]:
-    """The metrics asked for, which must be in every line of both runs, or the usual ones of those that are, or all."""
+def _chosen_metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | None) -> list[str]:
+    """The metrics of `metrics`, which must be in every line of both runs; by default the usual ones, or all."""
     shared = [name for name in next(iter(a.values()), {}) if all(name in row for row in (*a.values(), *b.values()))]
     if not shared:
         raise DualencError("the runs have no metric in common; evaluate both with the same command")

@@ -8,26 +8,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc import distributed
+from dualenc.commands.output import Evaluation, embed_into, open_model, short_name
 from dualenc.data import Corpus, open_pairs
 from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
-from dualenc.evaluation.embedding import embed_into
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions
 from dualenc.evaluation.metrics import recall_at
-from dualenc.evaluation.output import Evaluation, display_name, open_model
 from dualenc.evaluation.query_scores import rank_rows, snippet
 from dualenc.evaluation.report import Figure, Table
 from dualenc.evaluation.runs import write_per_query
 
 if TYPE_CHECKING:
-    from dualenc.evaluation.options import ColumnOptions, OutputOptions
+    from dualenc.commands.options import ColumnOptions, OutputOptions
 
 CUTOFFS = (1, 5, 10)
 CURVE = (1, 2, 5, 10, 20, 50, 100)
 
 
-def evaluate(
+def evaluate_image_text(
     model: str, data: str, split: str | None, columns: ColumnOptions, batch_size: int, output: OutputOptions
 ) -> None:
     """Evaluate retrieval both ways."""
@@ -42,11 +41,11 @@ def evaluate(
     encoder = open_model(model, ("image-text",), evaluation.device)
     evaluation.check_weights(encoder.left, encoder.right)
     folder = evaluation.folder / "embeddings"
-    how: dict[str, Any] = {"batch_size": batch_size, "model": model}
+    settings: dict[str, Any] = {"batch_size": batch_size, "model": model}
     left = Corpus([str(number) for number in range(len(pairs.left_items))], pairs.left_items, "image")
     right = Corpus([str(number) for number in range(len(pairs.right_items))], pairs.right_items, "text")
-    images = embed_into(folder / f"images-{split}", encoder.left, left, side="left", **how)
-    texts = embed_into(folder / f"texts-{split}", encoder.right, right, side="right", **how)
+    images = embed_into(folder / f"images-{split}", encoder.left, left, side="left", **settings)
+    texts = embed_into(folder / f"texts-{split}", encoder.right, right, side="right", **settings)
 
     image_ids = [int(name) for name in images.ids]
     text_ids = [int(name) for name in texts.ids]
@@ -67,32 +66,28 @@ def evaluate(
         tables = [Table("Best and worst images", to_text), Table("Best and worst captions", to_image)]
         # Every caption is a query, as in the literature, also where several images have the same one.
         ranks["text_to_image"] = ranks["text_to_image"][matched.text_of_pair]
-        _report(evaluation, {"model": model, "data": data, "split": split}, ranks, tables)
+        _write_results(evaluation, {"model": model, "data": data, "split": split}, ranks, tables)
     distributed.barrier()
 
 
-def _report(
-    evaluation: Evaluation,
-    facts: Mapping[str, object],
-    ranks: dict[str, np.ndarray],
-    queries: Sequence[Table],
+def _write_results(
+    evaluation: Evaluation, facts: Mapping[str, object], ranks: dict[str, np.ndarray], queries: Sequence[Table]
 ) -> None:
     """Write the per-query logs of both directions, the metrics and the report."""
     rows: list[dict[str, object]] = []
     curves = {}
-    for direction, ranks_of_queries in ranks.items():
+    for direction, own in ranks.items():
         name = direction.replace("_", " ")
-        rows.append({"direction": name, "queries": len(ranks_of_queries), **recall_at(ranks_of_queries, CUTOFFS)})
-        curves[name] = (CURVE, list(recall_at(ranks_of_queries, CURVE).values()))
-        per_query = {
-            str(number): recall_at(ranks_of_queries[number : number + 1], CUTOFFS) | {"mrr": float(1 / rank)}
-            for number, rank in enumerate(ranks_of_queries)
-        }
+        rows.append({"direction": name, "queries": len(own), **recall_at(own, CUTOFFS)})
+        curves[name] = (CURVE, list(recall_at(own, CURVE).values()))
+        per_query = {}
+        for number, rank in enumerate(own):
+            per_query[str(number)] = recall_at(own[number : number + 1], CUTOFFS) | {"mrr": float(1 / rank)}
         (evaluation.folder / direction).mkdir(parents=True, exist_ok=True)
         write_per_query(evaluation.folder / direction / "per_query.ndjson", per_query, direction)
     sizes = {"images": len(ranks["image_to_text"]), "texts": len(ranks["text_to_image"])}
     evaluation.conclude(
-        f"Image-text retrieval: {display_name(evaluation.model)} on {display_name(str(facts['data']))}",
+        f"Image-text retrieval: {short_name(evaluation.model)} on {short_name(str(facts['data']))}",
         {**facts, **sizes},
         {"metrics": both_ways_recall(ranks, CUTOFFS)},
         [Table("Image-text retrieval", rows), *queries],
