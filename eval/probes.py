@@ -132,7 +132,7 @@ class LatestItems(GlobalCache):
     def __init__(self, *, pool: int, **common: Any) -> None:
         super().__init__(pool=pool, **common)
         self.num_latest = pool
-        self.kept = self.kept[:, :0]
+        self.hardest = self.hardest[:, :0]
         self.latest = [torch.zeros(0, dtype=torch.long) for _ in self.directions]
 
     def remember(self, anchors: Anchors, items: Tensor, embeddings: Tensor) -> None:
@@ -141,13 +141,15 @@ class LatestItems(GlobalCache):
         for x in range(len(anchors.directions)):
             self.latest[x] = torch.cat([self.latest[x], items[x, : anchors.num_batch]])[-self.num_latest :]
 
-    def _pool(self, anchors: Anchors, x: int, rows: Tensor, num_blocks: int) -> Pool:
+    def _pool(self, anchors: Anchors, x: int) -> Pool | None:
+        if self._num_blocks(anchors.directions[x]) is None:
+            return None
         memory = self.memory_of(anchors.directions[x])
         slots = self.latest[x].unique()
         log_chance = math.log(max(len(slots), 1) / memory.num_items)
-        is_looked_at = torch.zeros(memory.num_slots, dtype=torch.bool)
-        is_looked_at[slots] = True
-        return Pool(slots, torch.full(slots.shape, -log_chance), is_looked_at, log_chance)
+        in_pool = torch.zeros(memory.num_slots, dtype=torch.bool)
+        in_pool[slots] = True
+        return Pool(slots, torch.full(slots.shape, -log_chance), in_pool, log_chance)
 
 
 class TeacherBatches(BatchSelector):

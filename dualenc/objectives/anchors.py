@@ -4,8 +4,8 @@ Shapes: X directions (left anchors, then right ones; one alone for two views of 
 anchors of all ranks, C candidates of all ranks, K known positives, P pairs of the global batch, b pairs of this rank, D
 dimension. A leading X does both directions at once, so that no equation loops over sides.
 
-An *item* is what a candidate is: an id of the candidates' side, or with views one view of an image, the left view of
-image i as 2·i and the right one as 2·i + 1.
+An *item* is an id of the candidates' side, or with views one view of an image: the left view of image i is item 2·i,
+the right one 2·i + 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
@@ -35,16 +34,14 @@ class Anchors:
     Attributes:
         directions: (X) 0 for left anchors against right candidates, and for views; 1 for right against left.
         rows: (X, A) the anchors' rows in per-item tables: left id, or num_left + right id.
-        batch_rows: (A,) the anchors' places among the G anchors of their direction.
+        batch_rows: (A,) the anchors' positions among the G anchors of their direction.
         sizes: anchors on every rank, per direction.
         embeddings: (X, A, D) with gradient.
         partners: (X, A, D) the anchors' own positives, with gradient.
-        all_embeddings: (X, G, D) the anchors of all ranks, in the order of the batch, no gradient.
-        candidates: (X, C, D) with gradient: those of the batch, then mined negatives.
+        candidates: (X, C, D) with gradient: the batch, then mined negatives.
         candidate_ids: (X, C).
         positive_column: (X, A) the candidate that is each anchor's own positive.
-        positive_ids: (X, A, K) ascending ids of known positives: the anchor's own, listed ones, those of other pairs
-            with the anchor's item; padded with -1, each id once.
+        positive_ids: (X, A, K) ascending ids of known positives, each once, padded with -1.
         temperature: scalar τ.
         keys: (X, G, D) a momentum encoder's embeddings of the batch's candidates, without gradient; None without one.
         views: candidates are first all left, then all right views.
@@ -56,7 +53,6 @@ class Anchors:
     sizes: list[int]
     embeddings: Tensor
     partners: Tensor
-    all_embeddings: Tensor
     candidates: Tensor
     candidate_ids: Tensor
     positive_column: Tensor
@@ -67,7 +63,7 @@ class Anchors:
 
     @property
     def num_batch(self) -> int:
-        """G, the anchors of all ranks per direction; and so many candidates are of the batch, not mined."""
+        """G: anchors per direction, and candidates that are not mined."""
         return sum(self.sizes)
 
     @property
@@ -102,21 +98,25 @@ class Anchors:
 
     @property
     def num_negatives(self) -> Tensor:
-        """(X, A)."""
+        """(X, A) candidates that are negatives."""
         return (~self.not_negative).sum(dim=-1)
 
     @property
     def candidate_items(self) -> Tensor:
         """(X, C) the candidates as items."""
-        return items_of_views(self.candidate_ids) if self.views else self.candidate_ids
+        if not self.views:
+            return self.candidate_ids
+        left_ids, right_ids = self.candidate_ids.chunk(2, dim=-1)
+        return torch.cat([2 * left_ids, 2 * right_ids + 1], dim=-1)
 
     @property
     def hidden_items(self) -> Tensor:
         """(X, A, K) or with views (X, A, 2K), ascending: the known positives as items."""
+        ids = self.positive_ids
         if not self.views:
-            return self.positive_ids
-        left_views = torch.where(self.positive_ids < 0, self.positive_ids, 2 * self.positive_ids)
-        right_views = torch.where(self.positive_ids < 0, self.positive_ids, 2 * self.positive_ids + 1)
+            return ids
+        left_views = torch.where(ids < 0, ids, 2 * ids)
+        right_views = torch.where(ids < 0, ids, 2 * ids + 1)
         return torch.cat([left_views, right_views], dim=-1).sort(dim=-1).values
 
     def gather(self, values: Tensor) -> Tensor:
@@ -125,60 +125,41 @@ class Anchors:
         if not self.views or len(self.sizes) == 1:
             return gathered
         # Each rank brings its left views, then its right ones; in the batch all left views come first.
-        halves = gathered.split([size // 2 for size in self.sizes for _ in ("left", "right")], dim=1)
+        half_sizes = [size // 2 for size in self.sizes for _ in ("left", "right")]
+        halves = gathered.split(half_sizes, dim=1)
         return torch.cat([*halves[0::2], *halves[1::2]], dim=1)
-
-    def gather_lists(self, values: Tensor) -> Tensor:
-        """(X, G, K) likewise of lists (X, A, K) whose lengths may differ between ranks, padded in front with -1."""
-        if len(self.sizes) == 1:
-            return values
-        width = int(distributed.all_reduce(values.new_tensor(values.shape[-1]), "max"))
-        return self.gather(pad(values, (width - values.shape[-1], 0), value=PADDING))
 
     def with_candidates(self, candidates: Tensor, candidate_ids: Tensor) -> Anchors:
         """The same anchors against other candidates (X, C, D) with ids (X, C), which need not hold the positives."""
         return replace(self, candidates=candidates, candidate_ids=candidate_ids)
 
-    def of_direction(self, x: int) -> Anchors:
-        """One direction alone (X = 1)."""
-        one = slice(x, x + 1)
-        return replace(
-            self,
-            directions=self.directions[one],
-            all_embeddings=self.all_embeddings[one],
-            candidates=self.candidates[one],
-            candidate_ids=self.candidate_ids[one],
-            keys=None if self.keys is None else self.keys[one],
-            **{name: getattr(self, name)[one] for name in _BY_ANCHOR},
-        )
-
-    def by_blocks(self, function: Callable[..., Any], *rows: Tensor, width: int | None = None) -> Any:
+    def in_blocks(self, function: Callable[..., Any], *rows: Any, width: int | None = None) -> Any:
         """Apply a function to blocks of anchors, recomputed in the backward pass, so that (X, A, C) matrices stay
         small.
 
         Args:
             function: `function(block, *rows)` returns one tensor (X, a, …) or several. Must be pure and row-wise.
-            rows: (X, A, …) each, handed on in blocks.
+            rows: tensors (X, A, …), or named tuples of such, which are sliced alike.
             width: entries that the function holds per anchor; by default C.
 
         Returns:
             What the function returns, of all anchors.
         """
         num_directions, num_anchors = self.rows.shape
-        size = max(1, BLOCK_ENTRIES // max(1, num_directions * (width or self.candidates.shape[1])))
+        entries_per_anchor = num_directions * (width or self.candidates.shape[1])
+        size = max(1, BLOCK_ENTRIES // max(1, entries_per_anchor))
         if num_anchors <= size:
             return function(self, *rows)
 
-        def block(start: int) -> Any:
+        def compute(start: int) -> Any:
             part = slice(start, start + size)
             by_anchor = {name: getattr(self, name)[:, part] for name in _BY_ANCHOR}
-            anchors = replace(self, batch_rows=self.batch_rows[part], **by_anchor)
-            return function(anchors, *(tensor[:, part] for tensor in rows))
+            block = replace(self, batch_rows=self.batch_rows[part], **by_anchor)
+            return function(block, *(_sliced(values, part) for values in rows))
 
-        starts = range(0, num_anchors, size)
-        blocks: list[Any] = [
-            checkpoint(block, start, use_reentrant=False, preserve_rng_state=False) for start in starts
-        ]
+        blocks: list[Any] = []
+        for start in range(0, num_anchors, size):
+            blocks.append(checkpoint(compute, start, use_reentrant=False, preserve_rng_state=False))
         if isinstance(blocks[0], Tensor):
             return torch.cat(blocks, dim=1)
         return tuple(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))
@@ -188,6 +169,12 @@ _BY_ANCHOR = ("rows", "embeddings", "partners", "positive_column", "positive_ids
 """Attributes of shape (X, A, …)."""
 
 
+def _sliced(values: Any, part: slice) -> Any:
+    if isinstance(values, Tensor):
+        return values[:, part]
+    return type(values)(*(tensor[:, part] for tensor in values))
+
+
 def is_listed(ids: Tensor, lists: Tensor) -> Tensor:
     """(…, A, C) whether ids (…, C) or (…, A, C) are in each anchor's list (…, A, K), ascending; True for -1 at most."""
     if ids.dim() < lists.dim():
@@ -195,8 +182,21 @@ def is_listed(ids: Tensor, lists: Tensor) -> Tensor:
     if lists.shape[-1] == 1:
         return ids == lists
     ids = ids.expand(*lists.shape[:-1], ids.shape[-1]).contiguous()
-    place = torch.searchsorted(lists.contiguous(), ids).clamp_(max=lists.shape[-1] - 1)
-    return lists.gather(-1, place) == ids
+    column = torch.searchsorted(lists.contiguous(), ids).clamp_(max=lists.shape[-1] - 1)
+    return lists.gather(-1, column) == ids
+
+
+def find(items: Tensor, sought: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether sought items (X, …) are among items (X, C), and the first column of each; any column where not."""
+    # Without candidates there is no column that a later `gather` could read.
+    if not items.shape[1]:
+        return torch.zeros_like(sought, dtype=torch.bool), torch.zeros_like(sought)
+    # Binary search: comparing all pairs would be a second (X, A, C) matrix. Stable, so that the first copy is found.
+    ordered, order = items.sort(dim=1, stable=True)
+    flat = sought.flatten(1)
+    column = torch.searchsorted(ordered, flat).clamp(max=items.shape[1] - 1)
+    is_found = (ordered.gather(1, column) == flat) & (flat != PADDING)
+    return is_found.view_as(sought), order.gather(1, column).view_as(sought)
 
 
 def log_count(mask: Tensor, like: Tensor) -> Tensor:
@@ -204,7 +204,6 @@ def log_count(mask: Tensor, like: Tensor) -> Tensor:
     return mask.sum(dim=-1).clamp(min=1).to(like.dtype).log()
 
 
-def items_of_views(ids: Tensor) -> Tensor:
-    """(…, 2P) items of ids (…, 2P), those of all left views first."""
-    num_pairs = ids.shape[-1] // 2
-    return torch.cat([2 * ids[..., :num_pairs], 2 * ids[..., num_pairs:] + 1], dim=-1)
+def log_mean(logits: Tensor) -> Tensor:
+    """(X, A) log of the mean of exp over the logits (X, A, C) that are not -inf; -inf without any."""
+    return logits.logsumexp(dim=-1) - log_count(logits > -torch.inf, like=logits)

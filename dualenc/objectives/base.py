@@ -2,10 +2,10 @@
 
 An objective is its equation, in one file:
 
-    plan(anchors) -> Plan | None               # no gradient; `Plan.outside` (X, n): items to embed, -1 for none
+    plan(anchors) -> plan                      # no gradient; `plan.outside` (X, n): items to embed, -1 for none
     losses(anchors, plan, outside) -> (X, A)   # the equation, and the update of the objective's memory
 
-Shapes: see `anchors`.
+or, of the batch alone, `block_losses(block) -> (X, a)`. Shapes: see `anchors`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,15 @@ from torch.nn.functional import softplus
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.batch import Batch, gather_batch, two_towers, two_views, with_mined
-from dualenc.objectives.checks import (
-    MIN_TEMPERATURE,
-    check_sizes,
-    check_temperature,
-    checked_types,
-    fail,
-)
-from dualenc.objectives.corpus import Corpus
+from dualenc.objectives.batch import EncodedBatch, gather_batch, two_towers, two_views, with_mined
+from dualenc.objectives.checks import check_range, checks_types, fail, names_class
+from dualenc.objectives.corpus import SampledCorpus
 from dualenc.objectives.draws import SharedRandom
-from dualenc.objectives.embedding_queue import EmbeddingQueue
-from dualenc.objectives.items import Encode, ItemEncoder
+from dualenc.objectives.items import Encode, OutsideEncoder
 from dualenc.objectives.memory import EmbeddingMemory
 from dualenc.objectives.metrics import Metrics, batch_metrics
+
+MIN_TEMPERATURE = 1e-3
 
 
 class ObjectiveOutput(NamedTuple):
@@ -70,12 +65,7 @@ class Objective(nn.Module):
         views: left and right are two views of one image (unimodal training): 2B anchors, one shared id space.
         seed: of the objective's own random draws.
         positive_in_softmax: minimise −log(e⁺/(e⁺ + Z)) over the whole corpus, as InfoNCE does over the batch, where Z
-            sums the negatives only. Its gradient is that of −log(e⁺/Z) times the anchor's chance to miss its positive:
-            for encoders that find most positives already. Of objectives that estimate Z.
-
-    Raises:
-        DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
-            finite or not of norm 1; in `load_state_dict`, the state of another objective or of other sizes.
+            sums the negatives only. Only for objectives that estimate Z.
     """
 
     needs_num_left = False
@@ -83,9 +73,7 @@ class Objective(nn.Module):
     takes_mined = True
     """Whether mined negatives are candidates."""
     estimates_partition = False
-    """Whether every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` can be had."""
-    corpus_of_pairs = True
-    """Whether an item of the corpus weighs as often as it is in a pair (`set_counts`), or once."""
+    """Whether every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` applies."""
     encodes_in_backward = False
     """Whether `encode` is called again in the backward pass."""
     needs_teacher = False
@@ -98,9 +86,10 @@ class Objective(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
-            cls.__init__ = checked_types(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = names_class(checks_types(cls.__init__))  # type: ignore[method-assign]
 
-    @checked_types
+    @names_class
+    @checks_types
     def __init__(
         self,
         *,
@@ -113,17 +102,21 @@ class Objective(nn.Module):
         positive_in_softmax: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(self, num_left, num_right, self.needs_num_left)
-        check_temperature(self, temperature)
+        if self.needs_num_left and num_left is None:
+            fail("num_left", "is missing; pass the number of left items, e.g. len(pairs)")
+        for argument, value in (("num_left", num_left), ("num_right", num_right)):
+            if value is not None:
+                check_range(argument, value, "[1, inf)")
+        check_range("temperature", temperature, f"[{MIN_TEMPERATURE}, inf)")
         if positive_in_softmax and not self.estimates_partition:
             able = "SogCLR, ISogCLR, GlobalCache, NegativeCache or ExactGlobal"
-            fail(self, "positive_in_softmax", f"does not apply; leave it out, or take {able}")
+            fail("positive_in_softmax", f"does not apply; leave it out, or take {able}")
         self.num_left = num_left
         self.num_right = num_left if num_right is None or views else num_right
         self.views = views
         self.num_views = 2 if views else 1
         self.seed = seed
-        self.corpus = Corpus(self.num_left, self.num_right, views, self.corpus_of_pairs)
+        self.corpus = SampledCorpus(self.num_left, self.num_right, views)
         self.positive_in_softmax = positive_in_softmax
         log_temperature = torch.tensor(math.log(temperature), dtype=torch.float64).float()
         self.log_temperature = nn.Parameter(log_temperature, requires_grad=learnable_temperature)
@@ -132,29 +125,37 @@ class Objective(nn.Module):
             self.register_buffer("sizes", torch.zeros(self.num_left or 0, self.num_right or 0, 0))
         self.updates_state = False
         """Whether the present call is training, and may write memory: not in eval mode or without gradient."""
-        self._watched: dict[str, list[Tensor]] = {}
+        self._recorded: dict[str, list[Tensor]] = {}
 
     def plan(self, anchors: Anchors) -> Any:
-        """Decide, without gradient, which items outside the batch to embed: `Plan.outside`; None for nothing."""
+        """Decide, without gradient, which items outside the batch to embed: `plan.outside`; None for nothing."""
         return None
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         """(X, A) losses of this rank's anchors; writes the objective's memory if `updates_state`.
 
         Args:
-            anchors: see `Anchors`; large batches go through `anchors.by_blocks`.
+            anchors: see `Anchors`; large batches go through `anchors.in_blocks`.
             plan: what `plan` returned.
             outside: (X, n, D) embeddings of `plan.outside` with gradient, zeros where that is -1.
         """
-        raise TypeError(f"{type(self).__name__} does not define losses")
+        losses: Tensor = anchors.in_blocks(self.block_losses)
+        return losses
 
-    def anchor_losses(self, anchors: Anchors, encoder: ItemEncoder | None) -> Tensor:
+    def block_losses(self, block: Anchors) -> Tensor:
+        """(X, a) losses of a block of anchors, of objectives of the batch alone."""
+        raise TypeError(f"{type(self).__name__} defines neither losses nor block_losses")
+
+    def anchor_losses(self, anchors: Anchors, encoder: OutsideEncoder | None) -> Tensor:
         """(X, A) losses: plan, encode, compute."""
         with torch.no_grad():
             plan = self.plan(anchors)
-        outside = None if plan is None or encoder is None else encoder(plan.outside, anchors.directions)
+        outside = None
+        if plan is not None and encoder is not None:
+            outside = encoder(plan.outside, anchors.directions)
         return self.losses(anchors, plan, outside)
 
+    @names_class
     def forward(
         self,
         left: Tensor,
@@ -184,18 +185,16 @@ class Objective(nn.Module):
             negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors; not
                 with views.
             weights: (b,) factors of the losses of each pair, 0 or more; with a mean other than 1 the learning rate
-                changes with them. A pair's part in other pairs' losses, as their negative, stays.
+                changes with them.
             keys_left, keys_right: (b, D) unit-norm embeddings of the same pairs by the momentum encoder, without
                 gradient; of objectives with `momentum`.
         """
         if self.needs_encode and encode is None:
-            fail(self, "encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
-        takes_keys = self.momentum is not None
-        if takes_keys and (keys_left is None or keys_right is None):
-            advice = "pass the momentum encoder's embeddings of the batch; dualenc's Trainer keeps such an encoder"
-            fail(self, "keys_left", f"and keys_right are missing; {advice}")
-        if not takes_keys and not (keys_left is None and keys_right is None):
-            fail(self, "keys_left", "and keys_right are of a momentum encoder; leave them out, or take MomentumQueue")
+            fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
+        if self.momentum is not None and (keys_left is None or keys_right is None):
+            fail("keys_left", "and keys_right are missing; pass the momentum encoder's embeddings, as Trainer does")
+        if self.momentum is None and (keys_left is not None or keys_right is not None):
+            fail("keys_left", "and keys_right are of a momentum encoder; leave them out, or take MomentumQueue")
         ids = {
             "left_id": left_id,
             "right_id": left_id if right_id is None else right_id,
@@ -211,8 +210,8 @@ class Objective(nn.Module):
             "keys_right": keys_right,
         }
         batch = gather_batch(self, embeddings, ids, weights)
-        encoder = None if encode is None else ItemEncoder(encode, self.views, batch.left)
-        self._watched = {}
+        encoder = None if encode is None else OutsideEncoder(encode, self.views, batch.left)
+        self._recorded = {}
         self.updates_state = self.training and torch.is_grad_enabled()
         with torch.autocast(left.device.type, enabled=False), self._draws_counted_in_training():
             temperature = self.temperature.to(batch.left.dtype)
@@ -234,7 +233,7 @@ class Objective(nn.Module):
 
     @property
     def settings(self) -> dict[str, float | str]:
-        """The arguments that it was made with, as far as they are plain values that training does not move."""
+        """The arguments that are plain values which training does not move."""
         classes = [cls for cls in type(self).__mro__ if issubclass(cls, Objective)]
         names = {name for cls in classes for name in inspect.signature(cls).parameters}
         values = {name: getattr(self, name, None) for name in sorted(names)}
@@ -244,7 +243,7 @@ class Objective(nn.Module):
 
     @property
     def temperature(self) -> Tensor:
-        """Scalar τ, never below 1e-3 however far a learned one drifts."""
+        """Scalar τ, never below MIN_TEMPERATURE however far a learned one drifts."""
         return self.log_temperature.exp().clamp(min=MIN_TEMPERATURE)
 
     @property
@@ -254,29 +253,26 @@ class Objective(nn.Module):
 
     @property
     def needs_uniform_batches(self) -> str | None:
-        """What to set instead where some pairs meet more than others, of an objective that is only right if none do."""
+        """The option that lifts the assumption of uniformly random batches, or None without that assumption."""
         return None
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Scalars about the objective's memory as of the last call, averaged over this rank's anchors, such as logs of
-        partition functions. They cost nothing until asked; all ranks ask together."""
+        """Scalars about the objective's memory as of the last call, averaged over this rank's anchors; all ranks ask
+        together."""
         return {}
 
     def set_progress(self, fraction: float) -> None:
         """Set the share of the training that is done, in [0, 1], for objectives with schedules."""
 
+    @names_class
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
         """Set how many pairs each left (num_left,) and right (num_right,) item is in.
 
-        The corpus is the multiset of the pairs' items. Without this, every item is in one pair. A pair that is trained
-        on more often than others counts as often.
-
-        Raises:
-            DualencError: another number of items, counts that are negative, or sums that differ.
+        The corpus is the multiset of the pairs' items. Without this, every item is in one pair.
         """
         if self.num_left is None or self.num_right is None:
             return
-        num_pairs = self.corpus.set_counts(self, left_counts, right_counts, self.log_temperature.device)
+        num_pairs = self.corpus.set_counts(left_counts, right_counts, self.log_temperature.device)
         for memory in self.modules():
             if isinstance(memory, EmbeddingMemory):
                 # An epoch shows pairs, not items, so that items in many pairs come many times.
@@ -294,49 +290,44 @@ class Objective(nn.Module):
             log_partition = log_partition.nan_to_num(neginf=0.0)
         return log_partition.detach() - positive.detach()
 
-    def watch(self, **values: Tensor) -> None:
+    def record(self, **values: Tensor) -> None:
         """Keep tensors of this call for `diagnostics`."""
         for name, value in values.items():
-            self._watched.setdefault(name, []).append(value.detach())
+            self._recorded.setdefault(name, []).append(value.detach())
 
     def spread(self, name: str) -> dict[str, Tensor]:
-        """Mean and standard deviation over anchors of what was watched, as far as it is finite."""
-        if name not in self._watched:
+        """Mean and standard deviation over anchors of the finite recorded values."""
+        if name not in self._recorded:
             return {}
-        values = torch.cat([value.flatten() for value in self._watched[name]]).double()
-        finite = values.isfinite()
-        count = finite.sum().clamp(min=1)
-        mean = values.where(finite, 0.0).sum() / count
-        variance = (values - mean).square().where(finite, 0.0).sum() / count
-        return {name: mean, f"{name}_spread": variance.sqrt()}
+        values = torch.cat([value.flatten() for value in self._recorded[name]]).double()
+        values = values[values.isfinite()]
+        if not len(values):
+            values = values.new_zeros(1)
+        return {name: values.mean(), f"{name}_spread": values.std(correction=0)}
 
+    @names_class
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Restore from `state_dict()`.
 
         Raises:
             DualencError: a table has another size, and nothing is changed; or the state is of another objective.
         """
-        advice = "load it into an objective with the same num_left, num_right, views and options"
         for prefix, module in self.named_modules():
-            allowed: dict[str, list[tuple[int, ...]]] = {}
-            if isinstance(module, EmbeddingMemory):
-                # Until something is written, a memory has no rows.
-                allowed[f"{prefix}.keys"] = [(module.num_slots,), (0,)]
-            elif isinstance(module, EmbeddingQueue):
-                # Its embeddings have no dimension until the first write.
-                allowed[f"{prefix}.ids"] = [(module.size,)]
-            else:
-                tables = [*module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)]
-                allowed = {key: [tuple(table.shape)] for key, table in tables}
-            for key in allowed.keys() & state_dict.keys():
-                shape = tuple(state_dict[key].shape)
-                if shape not in allowed[key]:
-                    fail(self, key, f"has shape {shape} in the saved state, {allowed[key][0]} here; {advice}")
+            tables = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            shapes = {name: [tuple(table.shape)] for name, table in tables}
+            if hasattr(module, "saved_shapes"):
+                shapes = module.saved_shapes()
+            for name, allowed in shapes.items():
+                key = f"{prefix}.{name}".lstrip(".")
+                shape = tuple(state_dict[key].shape) if key in state_dict else allowed[0]
+                if shape not in allowed:
+                    advice = "load it into an objective with the same num_left, num_right, views and options"
+                    fail(key, f"has shape {shape} in the saved state, {allowed[0]} here; {advice}")
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:
-            advice = "the state is of another objective, or of another version of dualenc"
-            raise DualencError(f"{type(self).__name__}: {' '.join(str(error).split())}; {advice}") from error
+            problem = " ".join(str(error).split())
+            raise DualencError(f"{type(self).__name__}: {problem}; the state is of another objective") from error
 
     def _apply(self, fn: Any, recurse: bool = True) -> Objective:
         """Move and convert, but never to half precision: temperatures and averages would lose theirs."""
@@ -349,7 +340,7 @@ class Objective(nn.Module):
 
         return super()._apply(keep_precision, recurse)
 
-    def _directions(self, batch: Batch, temperature: Tensor) -> list[Anchors]:
+    def _directions(self, batch: EncodedBatch, temperature: Tensor) -> list[Anchors]:
         """The anchors, both directions at once where they have the same number of candidates."""
         if self.views:
             return [two_views(batch, temperature)]
@@ -357,7 +348,7 @@ class Objective(nn.Module):
             return with_mined(batch, self.num_left or 0, temperature)
         return [two_towers(batch, self.num_left or 0, temperature)]
 
-    def _metrics(self, batch: Batch, temperature: Tensor) -> Metrics:
+    def _metrics(self, batch: EncodedBatch, temperature: Tensor) -> Metrics:
         batch = batch.detached()
 
         def compute() -> tuple[dict[str, Tensor], Tensor]:
@@ -376,3 +367,38 @@ class Objective(nn.Module):
             if not self.updates_state:
                 for draws, position in positions:
                     draws.position = position
+
+
+class Estimate(torch.autograd.Function):
+    """`Estimate.apply(value, scores, weights)`: losses with a value (X, A) whose gradient in the scores is `weights`.
+
+    The gradient of the global loss is Σ_c p_c·∇s_c/τ − ∇s⁺/τ: it needs the negatives' weights p_c only, while the value
+    needs the whole corpus. `scores` and `weights` are (X, A, C); no gradient flows through a weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None]:
+        # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
+        if torch.is_grad_enabled():
+            raise DualencError("an objective has no second derivatives; call backward without create_graph")
+        (weights,) = ctx.saved_tensors
+        return None, grad_outputs[0][..., None] * weights, None
+
+
+def temperature_term(positive_scores: Tensor, weight_sum: Tensor) -> Tensor:
+    """(X, A) zeros with the gradient (1 − Σ_c w_c)·∇(s⁺/τ), to add where an estimator's weights need not sum to 1.
+
+    L is a function of s − s⁺, so that its gradient in log τ is −Σ_c w_c·(s_c − s⁺)/τ: without this term every error of
+    the sum would move τ by as much as s⁺/τ.
+
+    Args:
+        positive_scores: (X, A) s⁺/τ with a detached s⁺, so that the term reaches τ alone; of a kernel q, log q⁺.
+        weight_sum: (X, A) Σ_c w_c.
+    """
+    missing = (1 - weight_sum).detach()[..., None]
+    return Estimate.apply(torch.zeros_like(weight_sum), positive_scores[..., None], missing)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Batch:
+class EncodedBatch:
     """The pairs of a step, checked, in float32 or float64.
 
     Attributes:
@@ -54,19 +54,17 @@ class Batch:
     most_copies: int
     keys: tuple[Tensor, Tensor] | None = None
 
-    def detached(self) -> Batch:
-        """The same without gradient, in copies: a loop may change its embeddings in place."""
-        left = self.left.detach().clone()
-        right = self.right.detach().clone()
-        is_alone = self.all_left is self.left
-        return replace(
-            self,
-            left=left,
-            right=right,
-            all_left=left if is_alone else self.all_left.detach(),
-            all_right=right if is_alone else self.all_right.detach(),
-            negatives=self.negatives.detach(),
-        )
+    @property
+    def batch_rows(self) -> Tensor:
+        """(b,) positions of this rank's pairs in the global batch."""
+        start = sum(self.sizes[: distributed.rank()])
+        return torch.arange(start, start + len(self.left_id), device=self.left.device)
+
+    def detached(self) -> EncodedBatch:
+        """Copies without gradient: a loop may change its embeddings in place."""
+        names = ("left", "right", "all_left", "all_right", "negatives")
+        copies = {name: getattr(self, name).detach().clone() for name in names}
+        return replace(self, **copies)
 
 
 def gather_batch(
@@ -74,130 +72,118 @@ def gather_batch(
     embeddings: Mapping[str, Tensor | None],
     ids: Mapping[str, Tensor | None],
     weights: Tensor | None,
-) -> Batch:
+) -> EncodedBatch:
     """Check what `Objective.forward` was given, and gather it over ranks.
 
     Args:
-        objective: whose id spaces and views decide what is right, and whom errors name.
+        objective: its id spaces and views decide what is valid.
         embeddings: left, right, negatives, keys_left and keys_right (b, D).
         ids: left_id, right_id, left_positives, right_positives, negative_id.
         weights: (b,) or None.
-
-    Raises:
-        DualencError: shapes, types or values that do not fit.
     """
-    given = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
-    given_ids = {name: values for name, values in ids.items() if values is not None}
-    for name in ("left", "right", "left_id"):
-        if name not in given and name not in given_ids:
-            fail(objective, name, "is None; pass a tensor")
-    check_shapes(objective, given, given_ids, weights, objective.views)
+    for name, tensor in (("left", embeddings["left"]), ("right", embeddings["right"]), ("left_id", ids["left_id"])):
+        if tensor is None:
+            fail(name, "is None; pass a tensor")
+    vectors = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
+    numbers = {name: values for name, values in ids.items() if values is not None}
+    check_shapes(vectors, numbers, weights, objective.views)
 
-    given_ids = {name: values.long() for name, values in given_ids.items()}
-    left_id = given_ids["left_id"]
-    right_id = given_ids["right_id"]
+    numbers = {name: values.long() for name, values in numbers.items()}
+    left_id = numbers["left_id"]
+    right_id = numbers["right_id"]
     # Ranks may hold different numbers of pairs and of mined negatives: the last batch rarely divides evenly.
-    own_numbers = [len(left_id), len(given.get("negatives", ()))]
-    sizes, num_mined = distributed.rank_numbers(own_numbers, left_id.device)
+    own_counts = [len(left_id), len(vectors.get("negatives", ()))]
+    sizes, num_mined = distributed.rank_numbers(own_counts, left_id.device)
     all_ids = distributed.gather(torch.stack([left_id, right_id], dim=1), sizes).T  # (2, P)
     num_items = {"left": objective.num_left, "right": objective.num_right}
-    most_copies = check_values(objective, given, given_ids, weights, all_ids, num_items, objective.views)
+    most_copies = check_values(vectors, numbers, weights, all_ids, num_items, objective.views)
 
     # Under mixed precision encoders give halves, in which a sum over thousands of candidates loses its digits.
-    precision = torch.float64 if given["left"].dtype == torch.float64 else torch.float32
-    left = given["left"].to(precision)
-    right = given["right"].to(precision)
-    negatives = right[:0]
-    if "negatives" in given:
-        negatives = given["negatives"].to(precision)
+    precision = torch.float64 if vectors["left"].dtype == torch.float64 else torch.float32
+    vectors = {name: tensor.to(precision) for name, tensor in vectors.items()}
+    left = vectors["left"]
+    right = vectors["right"]
     keys = None
-    if "keys_left" in given:
-        keys_left = distributed.gather(given["keys_left"].to(precision), sizes)
-        keys_right = distributed.gather(given["keys_right"].to(precision), sizes)
+    if "keys_left" in vectors:
+        keys_left = distributed.gather(vectors["keys_left"], sizes)
+        keys_right = distributed.gather(vectors["keys_right"], sizes)
         keys = (keys_left, keys_right)
-    return Batch(
+    return EncodedBatch(
         left=left,
         right=right,
         left_id=left_id,
         right_id=right_id,
-        left_positives=given_ids.get("left_positives"),
-        right_positives=given_ids.get("right_positives"),
+        left_positives=numbers.get("left_positives"),
+        right_positives=numbers.get("right_positives"),
         all_left=distributed.gather_with_grad(left, sizes),
         all_right=distributed.gather_with_grad(right, sizes),
         all_left_id=all_ids[0],
         all_right_id=all_ids[1],
-        negatives=distributed.gather_with_grad(negatives, num_mined),
-        negative_id=distributed.gather(given_ids.get("negative_id", right_id[:0]), num_mined),
+        negatives=distributed.gather_with_grad(vectors.get("negatives", right[:0]), num_mined),
+        negative_id=distributed.gather(numbers.get("negative_id", right_id[:0]), num_mined),
         sizes=sizes,
         most_copies=most_copies,
         keys=keys,
     )
 
 
-def two_towers(batch: Batch, num_left: int, temperature: Tensor) -> Anchors:
+def two_towers(batch: EncodedBatch, num_left: int, temperature: Tensor) -> Anchors:
     """Left anchors against all right items, and right anchors against all left items (X = 2).
 
     Args:
         num_left: where right items begin in per-item tables.
     """
-    rows = torch.stack([batch.left_id, num_left + batch.right_id])
     embeddings = torch.stack([batch.left, batch.right])
-    all_embeddings = torch.stack([batch.all_left, batch.all_right])
     all_ids = torch.stack([batch.all_left_id, batch.all_right_id])
-    batch_rows = _batch_rows(batch)
-    left_positives = known_positives(
-        batch.left_id, batch.right_id, all_ids[0], all_ids[1], batch.most_copies, batch.left_positives
-    )
-    right_positives = known_positives(
-        batch.right_id, batch.left_id, all_ids[1], all_ids[0], batch.most_copies, batch.right_positives
-    )
+    own_ids = (batch.left_id, batch.right_id)
+    listed = (batch.left_positives, batch.right_positives)
+    lists = [
+        known_positives(own_ids[x], own_ids[1 - x], all_ids[x], all_ids[1 - x], batch.most_copies, listed[x])
+        for x in (0, 1)
+    ]
     # Both directions in one tensor: the shorter lists are padded.
-    width = max(left_positives.shape[1], right_positives.shape[1])
-    lists = [pad(ids, (width - ids.shape[1], 0), value=PADDING) for ids in (left_positives, right_positives)]
+    width = max(positives.shape[1] for positives in lists)
+    lists = [pad(positives, (width - positives.shape[1], 0), value=PADDING) for positives in lists]
     return Anchors(
         directions=(0, 1),
-        rows=rows,
-        batch_rows=batch_rows,
+        rows=torch.stack([batch.left_id, num_left + batch.right_id]),
+        batch_rows=batch.batch_rows,
         sizes=batch.sizes,
         embeddings=embeddings,
         partners=embeddings.flip(0),
-        all_embeddings=all_embeddings.detach(),
-        candidates=all_embeddings.flip(0),
+        candidates=torch.stack([batch.all_right, batch.all_left]),
         candidate_ids=all_ids.flip(0),
-        positive_column=batch_rows.expand(2, -1),
+        positive_column=batch.batch_rows.expand(2, -1),
         positive_ids=torch.stack(lists),
         temperature=temperature,
         keys=None if batch.keys is None else torch.stack(batch.keys).flip(0),
     )
 
 
-def with_mined(batch: Batch, num_left: int, temperature: Tensor) -> list[Anchors]:
-    """Both directions apart (X = 1 each), with mined negatives among the candidates of the left anchors."""
+def with_mined(batch: EncodedBatch, num_left: int, temperature: Tensor) -> list[Anchors]:
+    """Left anchors, with mined negatives among their candidates, and right anchors (X = 1 each)."""
     both = two_towers(batch, num_left, temperature)
-    right = both.of_direction(1)
-    left = both.of_direction(0)
-    # Only left anchors see mined right items, so the directions differ in C.
-    left = replace(
-        left,
-        candidates=torch.cat([left.candidates, batch.negatives[None]], dim=1),
-        candidate_ids=torch.cat([left.candidate_ids, batch.negative_id[None]], dim=1),
+    names = ("rows", "embeddings", "partners", "candidates", "candidate_ids", "positive_column", "positive_ids", "keys")
+    left, right = (
+        replace(
+            both,
+            directions=(x,),
+            **{name: getattr(both, name)[x : x + 1] for name in names if getattr(both, name) is not None},
+        )
+        for x in (0, 1)
     )
-    return [left, right]
+    candidates = torch.cat([left.candidates, batch.negatives[None]], dim=1)
+    candidate_ids = torch.cat([left.candidate_ids, batch.negative_id[None]], dim=1)
+    return [left.with_candidates(candidates, candidate_ids), right]
 
 
-def two_views(batch: Batch, temperature: Tensor) -> Anchors:
+def two_views(batch: EncodedBatch, temperature: Tensor) -> Anchors:
     """Both views of each image as anchors against the views of the global batch (X = 1, A = 2b, C = 2P)."""
     total = sum(batch.sizes)
-    own = _batch_rows(batch)
-    listed = [ids for ids in (batch.left_positives, batch.right_positives) if ids is not None]
-    positives = known_positives(
-        batch.left_id,
-        batch.left_id,
-        batch.all_left_id,
-        batch.all_left_id,
-        1,
-        torch.cat(listed, dim=1) if listed else None,
-    )
+    own = batch.batch_rows
+    lists = [ids for ids in (batch.left_positives, batch.right_positives) if ids is not None]
+    listed = torch.cat(lists, dim=1) if lists else None
+    positives = known_positives(batch.left_id, batch.left_id, batch.all_left_id, batch.all_left_id, 1, listed)
     candidates = torch.cat([batch.all_left, batch.all_right])[None]
     return Anchors(
         directions=(0,),
@@ -206,7 +192,6 @@ def two_views(batch: Batch, temperature: Tensor) -> Anchors:
         sizes=[2 * size for size in batch.sizes],
         embeddings=torch.cat([batch.left, batch.right])[None],
         partners=torch.cat([batch.right, batch.left])[None],
-        all_embeddings=candidates.detach(),
         candidates=candidates,
         candidate_ids=torch.cat([batch.all_left_id, batch.all_left_id])[None],
         positive_column=torch.cat([own + total, own])[None],
@@ -232,22 +217,17 @@ def known_positives(
     if most_copies > 1:
         # The pairs of an item stand side by side once pairs are sorted by it.
         ordered, order = all_ids.sort(stable=True)
-        place = torch.searchsorted(ordered, ids)[:, None] + torch.arange(most_copies, device=ids.device)
-        inside = place.clamp(max=len(ordered) - 1)
-        shared = (ordered[inside] == ids[:, None]) & (place < len(ordered))
-        positives = torch.where(shared, all_partners[order[inside]], PADDING)
+        first = torch.searchsorted(ordered, ids)[:, None]
+        position = first + torch.arange(most_copies, device=ids.device)
+        inside = position.clamp(max=len(ordered) - 1)
+        is_shared = (ordered[inside] == ids[:, None]) & (position < len(ordered))
+        positives = torch.where(is_shared, all_partners[order[inside]], PADDING)
     if listed is not None:
         positives = torch.cat([positives, listed], dim=1)
     if positives.shape[1] == 1:
         return positives
     # Each id once: its copies stand side by side once sorted, and padding sorts to the front.
     positives = positives.sort(dim=1).values
-    repeated = torch.zeros_like(positives, dtype=torch.bool)
-    repeated[:, 1:] = positives[:, 1:] == positives[:, :-1]
-    return positives.masked_fill(repeated, PADDING).sort(dim=1).values
-
-
-def _batch_rows(batch: Batch) -> Tensor:
-    """(b,) places of this rank's pairs in the global batch."""
-    start = sum(batch.sizes[: distributed.rank()])
-    return torch.arange(start, start + len(batch.left_id), device=batch.left.device)
+    is_repeated = torch.zeros_like(positives, dtype=torch.bool)
+    is_repeated[:, 1:] = positives[:, 1:] == positives[:, :-1]
+    return positives.masked_fill(is_repeated, PADDING).sort(dim=1).values

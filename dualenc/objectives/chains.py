@@ -3,12 +3,11 @@
 Shapes: X directions, A anchors of this rank, G of all ranks, C proposals to each direction, S items that a state stands
 for (1; for ISIR with views an image's 2), R draws from the corpus.
 
-The state of a chain is one integer, the *key* of the pair that its item came with:
+The state of a chain is one integer, the *key* of the pair that its item came with, so that copies of a document that
+several queries share are distinguished:
 
     key = item·(anchors' ids + 1) + (id of the pair's other item + 1)      two towers; + 0 for a draw without a pair
     key = item                                                             views
-
-so that copies of a document that several queries share are distinguished.
 """
 
 from __future__ import annotations
@@ -19,28 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from dualenc import distributed
-from dualenc.objectives.anchors import PADDING, Anchors, is_listed
-from dualenc.objectives.base import Objective
-from dualenc.objectives.checks import fail
+from dualenc.objectives.anchors import PADDING, Anchors, find, is_listed, log_mean
+from dualenc.objectives.base import Estimate, Objective
+from dualenc.objectives.checks import check_range
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.memory import EmbeddingMemory
-from dualenc.objectives.metrics import log_mean
-from dualenc.objectives.surrogate import Estimate
 from dualenc.objectives.tables import first_occurrence, write_rows
 
 NO_STATE = PADDING
 
 
-class Visit(NamedTuple):
-    """Where the chains of this rank's anchors are, and what is proposed to them.
+class ChainState(NamedTuple):
+    """Where the chains of this rank's anchors are.
 
     Attributes:
         chains: (X, A) rows of the chains.
         state: (X, A) the key that each chain is on, or starts on; NO_STATE for none.
         started: (X, A) whether the chain starts in this step.
         start_scores: (X, A) s/τ of what it starts on, with the remembered embedding.
-        log_partition: (X, A) log Z by what is remembered; any number where that was not needed.
-        keys: (X, C) the proposals.
+        log_partition: (X, A) log Z by what is remembered; -inf where nothing is.
         is_found: (X, A, S) whether an item of the state is among the proposals.
         column: (X, A, S) where; any number where it is not.
     """
@@ -50,21 +46,22 @@ class Visit(NamedTuple):
     started: Tensor
     start_scores: Tensor
     log_partition: Tensor
-    keys: Tensor
     is_found: Tensor
     column: Tensor
 
 
-class Plan(NamedTuple):
+class ChainPlan(NamedTuple):
     """A step of chains before anything is encoded.
 
     Attributes:
-        visit: see `Visit`.
+        chain: see `ChainState`.
+        keys: (X, C) the proposals.
         outside: (X, r + A·S) this rank's share of the R draws, then states outside the batch; -1 for none.
         num_drawn: how many of the draws each rank encodes; empty where the batch makes the proposals.
     """
 
-    visit: Visit
+    chain: ChainState
+    keys: Tensor
     outside: Tensor
     num_drawn: list[int]
 
@@ -72,28 +69,20 @@ class Plan(NamedTuple):
 class ChainObjective(Objective):
     """Base of the objectives whose negatives come from a Markov chain per anchor that is kept from step to step.
 
-    Where a chain starts never changes its stationary law, but decides how soon it is reached. On an anchor's first
-    visit it starts on a draw from the softmax over the latest embeddings of up to `recent` items; once these are
-    complete for the first time (after an epoch, or 2·`recent` items of a larger corpus) every chain starts anew.
-
-    Chains give the gradient of the loss and not its value. Where the corpus has no more than `recent` items, the value
-    takes the partition function from their latest embeddings: exact at fixed parameters from the second epoch on.
-    Before, it is estimated from those that came, and for a larger corpus from the proposals: these are a sample, which
-    errs low by nats at small τ, so `reports_loss` is False then.
-
-    Mined negatives are no uniform proposals and take no part. In-batch proposals are uniform only if batches are
-    random: with selected batches draw them from the corpus (`proposals=64`).
+    A chain starts on a draw from the softmax over the latest embeddings of up to `recent` items, and once more when
+    these are complete for the first time. From them comes the value of the loss, too, where the corpus has no more than
+    `recent` items; the proposals of a larger one underestimate log Z by several nats at small τ, so `reports_loss` is
+    False then.
 
     Args:
-        proposals: "batch", the other items of the batch: the corpus is then the multiset of the pairs' items, so that a
-            document counts once for each of its queries (pairs that are listed twice are one). Or R, the number of
-            items drawn uniformly from the whole id space, encoded once and shared by all chains: every item then counts
-            once.
+        proposals: "batch", the other items of the batch: the corpus is then the multiset of the pairs' items. Or R, the
+            number of items drawn uniformly from the whole id space, encoded once and shared by all chains: every item
+            then counts once.
         shared_chain: with views, False gives each of an image's two views a chain of its own, which is exact. True is
             Fig. 2 of Yau et al. 2024 (arXiv:2404.10575): both walk on from one state, and the first view's walk is
-            kept, at a relative bias of the gradient of 0.2 to 0.5 at τ ≤ 0.07.
-        recent: of how many items of each side the latest embeddings are kept (`recent`·D numbers besides the model),
-            for chains to start on and for the value of the loss. 0 keeps none: chains start on their first batch.
+            kept; biased at small τ.
+        recent: of how many items of each side the latest embeddings are kept, for chains to start on and for the value
+            of the loss. 0 keeps none: chains start on their first batch.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
     """
 
@@ -102,7 +91,7 @@ class ChainObjective(Objective):
 
     needs_num_left = True
     needs_encode = True
-    takes_mined = False
+    takes_mined = False  # they are no uniform proposals
 
     def __init__(
         self,
@@ -113,10 +102,9 @@ class ChainObjective(Objective):
         **common: Any,
     ) -> None:
         super().__init__(**common)
-        if proposals != "batch" and (not isinstance(proposals, int) or proposals < 1):
-            fail(self, "proposals", f'is {proposals!r}; it must be "batch" or a number of draws, at least 1')
-        if recent < 0:
-            fail(self, "recent", f"is {recent}; it must be at least 0, a number of items")
+        if proposals != "batch":
+            check_range("proposals", int(proposals), "[1, inf)")
+        check_range("recent", recent, "[0, inf)")
         self.proposals = proposals
         # Draws from the corpus weigh every item once.
         self.corpus.counts_pairs = proposals == "batch"
@@ -151,9 +139,8 @@ class ChainObjective(Objective):
         return 1
 
     def items_of(self, keys: Tensor) -> Tensor:
-        """(X, …) the items of keys (X, …); -1 for NO_STATE."""
+        """(X, …) the items of keys (X, …); -1 for NO_STATE, which floor division keeps."""
         num_trailing = keys.dim() - 1
-        # Floor division keeps -1.
         return keys // self.keys_per_item.view(-1, *[1] * num_trailing)
 
     def keys_of(self, items: Tensor) -> Tensor:
@@ -168,8 +155,8 @@ class ChainObjective(Objective):
         """(X, C) keys that drawn ids (X, R) propose."""
         raise TypeError(f"{type(self).__name__} does not define keys_of_draws")
 
-    def visit(self, anchors: Anchors) -> Visit:
-        """Remember the batch; where the anchors' chains are, and what is proposed to them."""
+    def visit(self, anchors: Anchors) -> tuple[ChainState, Tensor]:
+        """Remember the batch; where the anchors' chains are, and the keys (X, C) that are proposed to them."""
         batch_keys = self.keys_of(anchors.candidate_items)
         if self.proposals == "batch" and not self.views:
             # The other item of its pair distinguishes copies of an item.
@@ -183,38 +170,36 @@ class ChainObjective(Objective):
             is_right_view = anchors.batch_rows >= anchors.num_batch // 2
             chains = 2 * chains + is_right_view
         state = self.state[chains]
-        items = self.items_of(state)[..., None]
         # A state may have become a positive since it was stored: lists of positives come with the batch.
-        is_positive = is_listed(items, anchors.hidden_items)[..., 0]
+        is_positive = is_listed(self.items_of(state)[..., None], anchors.hidden_items)[..., 0]
         started = (state == NO_STATE) | is_positive
+        self.record(started=started, before=state)
         start_keys, start_scores, log_partition = self._starts(anchors, started)
         state = torch.where(started, start_keys, state)
 
         keys = batch_keys
         if self.proposals != "batch":
-            ids = self._draw_ids(anchors)
-            keys = self.keys_of_draws(ids)
+            keys = self.keys_of_draws(self._draw_ids(anchors))
         is_found, column = find(self.items_of(keys), self.items_of_state(state))
-        self.watch(started=started, before=state)
-        return Visit(chains, state, started, start_scores, log_partition, keys, is_found, column)
+        return ChainState(chains, state, started, start_scores, log_partition, is_found, column), keys
 
-    def plan_encoding(self, visit: Visit, needed: Tensor) -> Plan:
+    def plan_encoding(self, chain: ChainState, keys: Tensor, needed: Tensor) -> ChainPlan:
         """What to embed: this rank's share of the draws, and states that are not among the proposals.
 
         Args:
+            chain, keys: from `visit`.
             needed: (X, A) whether the state's embedding is needed.
         """
-        items = self.items_of_state(visit.state)  # (X, A, S)
-        is_known = visit.is_found | ~needed[..., None]
+        items = self.items_of_state(chain.state)  # (X, A, S)
+        is_known = chain.is_found | ~needed[..., None]
         states = items.masked_fill(is_known, PADDING).flatten(1)
         if self.proposals == "batch":
-            return Plan(visit, states, [])
+            return ChainPlan(chain, keys, states, [])
         # All ranks made the same draws; each encodes a part of them.
-        draws = self.items_of(visit.keys)
-        own, sizes = distributed.share(draws.T)
-        return Plan(visit, torch.cat([own.T, states], dim=1), sizes)
+        own, sizes = distributed.share(self.items_of(keys).T)
+        return ChainPlan(chain, keys, torch.cat([own.T, states], dim=1), sizes)
 
-    def embedded(self, anchors: Anchors, plan: Plan, outside: Tensor) -> tuple[Anchors, Tensor]:
+    def embedded(self, anchors: Anchors, plan: ChainPlan, outside: Tensor) -> tuple[Anchors, Tensor]:
         """The anchors with the proposals as candidates; and (X, A, S) s/τ of states outside them, with gradient."""
         num_drawn = 0
         if plan.num_drawn:
@@ -222,16 +207,16 @@ class ChainObjective(Objective):
             own = outside[:, :num_drawn].transpose(0, 1).contiguous()
             drawn = distributed.gather_with_grad(own, plan.num_drawn).transpose(0, 1)
             if self.updates_state:
-                for memory, keys, embeddings in zip(self._memories, plan.visit.keys, drawn, strict=False):
+                for memory, keys, embeddings in zip(self._memories, plan.keys, drawn, strict=False):
                     memory.write(keys, embeddings)
-            items = self.items_of(plan.visit.keys)
+            items = self.items_of(plan.keys)
             anchors = anchors.with_candidates(drawn, items // self.num_views)
         states = outside[:, num_drawn:].unflatten(1, (-1, self.state_size))  # (X, A, S, D)
         similarities = (anchors.embeddings[:, :, None] * states).sum(dim=-1)
         return anchors, similarities / anchors.temperature
 
     def chain_losses(
-        self, block: Anchors, weights: Tensor, scores: Tensor, state_scores: Tensor, log_partition: Tensor
+        self, block: Anchors, chain: ChainState, weights: Tensor, scores: Tensor, state_scores: Tensor
     ) -> Tensor:
         """(X, a) losses with the gradient Σ_c w_c·∇(s_c/τ) − ∇(s⁺/τ) over proposals and states.
 
@@ -239,12 +224,12 @@ class ChainObjective(Objective):
             weights: (X, a, C + S) of the proposals, then of the states.
             scores: (X, a, C) of the proposals.
             state_scores: (X, a, S) of the states.
-            log_partition: (X, a) see `Visit`.
         """
         positive = block.positive_scores
         all_scores = torch.cat([scores, state_scores, positive[..., None]], dim=-1)
         pull = torch.full_like(positive, -1.0)[..., None]
         all_weights = torch.cat([weights, pull], dim=-1).to(all_scores)
+        log_partition = chain.log_partition
         if not self.reports_loss:
             # The proposals are uniform draws from the corpus, but fewer than what is remembered of a small one.
             logits = scores.detach().masked_fill(block.not_negative, -torch.inf)
@@ -253,19 +238,18 @@ class ChainObjective(Objective):
             log_partition = torch.where(by_memory, log_partition, by_proposals)
         return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights)
 
-    def store(self, anchors: Anchors, visit: Visit, state: Tensor, *tables: tuple[Tensor, Tensor]) -> None:
+    def store(self, anchors: Anchors, chain: ChainState, state: Tensor, *tables: tuple[Tensor, Tensor]) -> None:
         """Write the new states (X, A) of the chains; of several anchors of one chain, the first with a state counts.
 
         Args:
             tables: further tables, and their new values (X, A).
         """
-        self.watch(after=state)
+        self.record(after=state)
         if not self.updates_state:
             return
-        rows = anchors.gather(visit.chains).flatten()  # (X·G,)
+        rows = anchors.gather(chain.chains).flatten()  # (X·G,)
         state = anchors.gather(state).flatten()
         has_state = state != NO_STATE
-        # Duplicates must write one value: which of several writes to a row wins is undefined on an accelerator.
         first = first_occurrence(rows, preferred=has_state)
         write_rows(self.state, rows, state[first], has_state[first])
         for table, values in tables:
@@ -274,11 +258,11 @@ class ChainObjective(Objective):
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The share of chains that moved on in the last step, and of those that began anew in it."""
-        if "after" not in self._watched:
+        if "after" not in self._recorded:
             return {}
-        started = self._watched["started"][0]
-        before = self._watched["before"][0]
-        after = self._watched["after"][0]
+        started = self._recorded["started"][0]
+        before = self._recorded["before"][0]
+        after = self._recorded["after"][0]
         # Chains with nothing to start on yet have no state to move from.
         has_state = before != NO_STATE
         moved = (has_state & (after != before)).sum() / has_state.sum().clamp(min=1)
@@ -293,60 +277,39 @@ class ChainObjective(Objective):
         states = [self.state]
         if not self.views:
             states = list(self.state.tensor_split([self.num_left or 0]))
-        for memory, state, keys, embeddings in zip(
-            self._memories, states, batch_keys, anchors.candidates, strict=False
-        ):
-            memory.write(keys, embeddings)
+        for x, memory in enumerate(self._memories):
+            memory.write(batch_keys[x], anchors.candidates[x])
             if memory.count(anchors.num_batch):
                 # A view of the buffer, so that this side's chains alone are cleared.
-                state.fill_(NO_STATE)
+                states[x].fill_(NO_STATE)
 
     def _starts(self, anchors: Anchors, started: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(X, A) keys to start on, (X, A) their s/τ, (X, A) log Z by what is remembered."""
-        no_keys = torch.full_like(anchors.rows, NO_STATE)
+        """(X, A) keys to start on, (X, A) their s/τ, (X, A) log Z by what is remembered; NO_STATE and -inf for none."""
         no_scores = torch.full_like(anchors.positive_scores, -torch.inf)
         # Drawn even where unused: the number of draws must not depend on what is remembered.
         uniform = self.draws.uniform(2, len(anchors.directions), anchors.num_batch, like=no_scores)
-        if not self.memories or any(memory.is_empty for memory in self._memories):
-            return no_keys, no_scores, no_scores
-        # The memory is divided among ranks, so that all of them draw from it or none does.
+        uniform = uniform[:, :, anchors.batch_rows]
         is_needed = distributed.all_reduce(started.any().long(), "max")
-        if not self.reports_loss and not bool(is_needed):
-            return no_keys, no_scores, no_scores
-
-        queries = anchors.all_embeddings / anchors.temperature  # (X, G, D)
-        hidden = anchors.gather_lists(anchors.hidden_items)
+        if not self.memories or not (self.reports_loss or bool(is_needed)):
+            return torch.full_like(anchors.rows, NO_STATE), no_scores, no_scores
+        queries = anchors.embeddings / anchors.temperature
+        hidden = anchors.hidden_items
         keys = []
         scores = []
         log_means = []
-        for x, (direction, memory) in enumerate(zip(anchors.directions, self._memories, strict=True)):
-            counts = self.corpus.item_counts(direction)
+        for x, memory in enumerate(self._memories):
+            counts = self.corpus.item_counts(anchors.directions[x])
             draws = memory.draw(queries[x], hidden[x], uniform[:, x], counts)
             keys.append(draws.keys)
             scores.append(draws.scores)
             # Items that are not remembered are taken to be like those that are.
             num_remembered = memory.num_negatives(hidden[x], counts).clamp(min=1)
             log_means.append(draws.log_sum - num_remembered.log().to(queries))
-        own = anchors.batch_rows
-        log_partition = torch.stack(log_means)[:, own] + self.corpus.log_num_negatives(anchors)
-        return torch.stack(keys)[:, own], torch.stack(scores)[:, own], log_partition
+        log_partition = torch.stack(log_means) + self.corpus.log_num_negatives(anchors)
+        return torch.stack(keys), torch.stack(scores), log_partition
 
     def _draw_ids(self, anchors: Anchors) -> Tensor:
         """(X, R) uniform draws from the id spaces."""
-        assert isinstance(self.proposals, int)
         device = anchors.rows.device
         sizes = [self.corpus.num_ids(direction) or 1 for direction in anchors.directions]
-        return torch.stack([self.draws.integers(size, self.proposals, device=device) for size in sizes])
-
-
-def find(items: Tensor, sought: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether sought items (X, …) are among items (X, C), and the first place of each; any place where not."""
-    # Without candidates there is no place that a later `gather` could read.
-    if not items.shape[1]:
-        return torch.zeros_like(sought, dtype=torch.bool), torch.zeros_like(sought)
-    # Binary search: comparing all pairs would be a second (X, A, C) matrix. Stable, so that the first copy is found.
-    ordered, order = items.sort(dim=1, stable=True)
-    flat = sought.flatten(1)
-    place = torch.searchsorted(ordered, flat).clamp(max=items.shape[1] - 1)
-    is_found = (ordered.gather(1, place) == flat) & (flat != PADDING)
-    return is_found.view_as(sought), order.gather(1, place).view_as(sought)
+        return torch.stack([self.draws.integers(size, int(self.proposals), device=device) for size in sizes])

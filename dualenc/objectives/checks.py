@@ -1,8 +1,4 @@
-"""Checks of what callers pass: one line that names the argument, and few waits for the device.
-
-On a GPU every value that the host reads waits for all work before it. So all values of a batch are read in one
-transfer.
-"""
+"""Checks of what callers pass: one line that names the argument. All values of a batch are read in one transfer."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ from dualenc.objectives.anchors import PADDING
 if TYPE_CHECKING:
     from dualenc.objectives.base import Objective
 
-MIN_TEMPERATURE = 1e-3
 NORM_TOLERANCE = 0.01
 """Rounding to bfloat16 moves the norm of a unit vector by 0.4 % at most, normalising in bfloat16 by twice that."""
 
@@ -35,35 +30,51 @@ SIDE_OF_IDS = {
     "right_positives": "left",
     "negative_id": "right",
 }
-
-
-def fail(owner: object, argument: str, problem: str) -> NoReturn:
-    """Raise the error of an argument, such as "SogCLR: gamma is 2; it must lie in (0, 1]"."""
-    raise DualencError(f"{type(owner).__name__}: {argument} {problem}")
-
-
 TYPE_WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", type(None): "None"}
 
 
-def checked_types(constructor: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a constructor: an argument of another type than annotated ends in one line."""
+class ArgumentError(DualencError):
+    """An argument that does not fit; `names_class` puts the objective's class before it."""
+
+
+def fail(argument: str, problem: str) -> NoReturn:
+    """Raise the error of an argument, such as "gamma is 2; it must lie in (0, 1]"."""
+    raise ArgumentError(f"{argument} {problem}")
+
+
+def names_class(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a method: its errors of arguments begin with the class, such as "SogCLR: gamma is …"."""
+
+    @functools.wraps(method)
+    def call(self: object, *positional: Any, **named: Any) -> Any:
+        try:
+            return method(self, *positional, **named)
+        except ArgumentError as error:
+            raise DualencError(f"{type(self).__name__}: {error}") from None
+
+    return call
+
+
+def checks_types(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a constructor: refuse arguments of another type than annotated."""
     signature = inspect.signature(constructor)
 
     @functools.wraps(constructor)
-    def checked(self: object, *positional: Any, **named: Any) -> None:
+    def construct(self: object, *positional: Any, **named: Any) -> None:
         hints = typing.get_type_hints(constructor)
         for argument, value in signature.bind(self, *positional, **named).arguments.items():
-            if argument in hints and not isinstance(value, Tensor):
-                check_type(self, argument, value, hints[argument])
+            if argument in hints:
+                check_type(argument, value, hints[argument])
         constructor(self, *positional, **named)
 
-    return checked
+    return construct
 
 
-def check_type(owner: object, argument: str, value: Any, hint: Any) -> None:
+def check_type(argument: str, value: Any, hint: Any) -> None:
     """Refuse text for a number, numbers that are not finite, and values that are none of the choices."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    choices = typing.get_args(hint) if is_union else (hint,)
+    choices = (hint,)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        choices = typing.get_args(hint)
     if any(_is_of_type(value, choice) for choice in choices):
         return
     expected = []
@@ -72,42 +83,37 @@ def check_type(owner: object, argument: str, value: Any, hint: Any) -> None:
         if typing.get_origin(choice) is Literal:
             words = f"one of {', '.join(map(str, typing.get_args(choice)))}"
         expected.append(words)
-    fail(owner, argument, f"is {value!r}; it must be {' or '.join(expected)}")
+    shown = " ".join(repr(value).split())
+    fail(argument, f"is {shown}; it must be {' or '.join(expected)}")
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:
     kind = typing.get_origin(hint) or hint
     if kind is Literal:
         return value in typing.get_args(hint)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
     if kind is int:
-        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        return isinstance(value, numbers.Integral)
     if kind is float:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, numbers.Real) and math.isfinite(value)
     return kind is Any or not isinstance(kind, type) or isinstance(value, kind)
 
 
-def check_tensors(owner: object, values: Mapping[str, Any]) -> None:
+def check_range(argument: str, value: float, interval: str) -> None:
+    """Refuse a number outside an interval such as "(0, 1]"."""
+    low, high = interval[1:-1].split(", ")
+    above = value > float(low) or (interval[0] == "[" and value == float(low))
+    below = value < float(high) or (interval[-1] == "]" and value == float(high))
+    if not above or not below:
+        fail(argument, f"is {value}; it must lie in {interval}")
+
+
+def check_tensors(values: Mapping[str, Any]) -> None:
     """Refuse lists, arrays and numbers where tensors belong; None is left out."""
     for name, value in values.items():
         if value is not None and not isinstance(value, Tensor):
-            fail(owner, name, f"is a {type(value).__name__}; it must be a tensor, such as torch.as_tensor({name})")
-
-
-def check_sizes(owner: object, num_left: int | None, num_right: int | None, needs_num_left: bool) -> None:
-    """Refuse missing or empty id spaces."""
-    if needs_num_left and num_left is None:
-        fail(owner, "num_left", "is missing; pass the number of left items, e.g. len(pairs)")
-    for argument, value in (("num_left", num_left), ("num_right", num_right)):
-        if value is not None and value < 1:
-            fail(owner, argument, f"is {value}; it must be at least 1")
-
-
-def check_temperature(owner: object, temperature: float) -> None:
-    """Refuse what is not a number of at least MIN_TEMPERATURE."""
-    if isinstance(temperature, Tensor):
-        fail(owner, "temperature", "is a tensor; pass a number, and learnable_temperature=True to have it learned")
-    if not MIN_TEMPERATURE <= temperature < math.inf:
-        fail(owner, "temperature", f"is {temperature}; it must be a number such as 0.07, at least {MIN_TEMPERATURE}")
+            fail(name, f"is a {type(value).__name__}; it must be a tensor, such as torch.as_tensor({name})")
 
 
 def refuse_momentum(objective: Objective) -> None:
@@ -120,7 +126,7 @@ def refuse_momentum(objective: Objective) -> None:
 
 
 def check_shapes(
-    owner: object, embeddings: Mapping[str, Tensor], ids: Mapping[str, Tensor], weights: Tensor | None, views: bool
+    embeddings: Mapping[str, Tensor], ids: Mapping[str, Tensor], weights: Tensor | None, views: bool
 ) -> None:
     """Refuse shapes, types and devices that do not fit.
 
@@ -130,44 +136,35 @@ def check_shapes(
         weights: (b,) of the pairs.
         views: whether the objective trains on two views.
     """
-    check_tensors(owner, {**embeddings, **ids, "weights": weights})
+    check_tensors({**embeddings, **ids, "weights": weights})
     left = embeddings["left"]
-    right = embeddings["right"]
     for name, tensor in embeddings.items():
+        shape = tuple(tensor.shape)
         if tensor.dim() != 2 or not tensor.is_floating_point():
-            fail(owner, name, f"has shape {tuple(tensor.shape)} ({tensor.dtype}); it must be a float (b, D) tensor")
-    if left.shape != right.shape:
-        fail(owner, "left, right", f"have shapes {tuple(left.shape)}, {tuple(right.shape)}; both must be (b, D)")
-    negatives = embeddings.get("negatives")
-    if negatives is not None and negatives.shape[1] != left.shape[1]:
-        fail(
-            owner,
-            "negatives",
-            f"has shape {tuple(negatives.shape)}; it must be (n, {left.shape[1]}), as left and right",
-        )
-    for name in ("keys_left", "keys_right"):
-        if name in embeddings and embeddings[name].shape != left.shape:
-            shapes = f"{tuple(embeddings[name].shape)}; it must be {tuple(left.shape)}, as left and right"
-            fail(owner, name, f"has shape {shapes}")
+            fail(name, f"has shape {shape} ({tensor.dtype}); it must be a float (b, D) tensor")
+        expected = tuple(left.shape)
+        if name == "negatives":
+            expected = (len(tensor), left.shape[1])
+        if shape != expected:
+            fail(name, f"has shape {shape}; it must be {expected}, as left")
     if views and "negatives" in embeddings:
-        fail(owner, "negatives", "do not go with views=True, where every other image is a negative; leave them out")
+        fail("negatives", "do not go with views=True, where every other image is a negative; leave them out")
     if ("negatives" in embeddings) != ("negative_id" in ids):
-        fail(owner, "negatives", "and negative_id must be given together, (n, D) and (n,)")
+        fail("negatives", "and negative_id must be given together, (n, D) and (n,)")
     for name, values in ids.items():
         rows = embeddings["negatives"] if name == "negative_id" else left
         is_list = name.endswith("positives")
-        fits = values.shape[:1] == rows.shape[:1] and values.dim() == (2 if is_list else 1)
-        if not fits or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            expected = f"({len(rows)}, K) integer ids" if is_list else f"{len(rows)} integer ids"
-            fail(owner, name, f"has shape {tuple(values.shape)} ({values.dtype}); it must hold {expected}")
+        fits = values.shape[:1] == rows.shape[:1] and values.dim() == 1 + is_list
+        if not fits or values.is_floating_point() or values.dtype == torch.bool:
+            expected_ids = f"({len(rows)}, K) integer ids" if is_list else f"{len(rows)} integer ids"
+            fail(name, f"has shape {tuple(values.shape)} ({values.dtype}); it must hold {expected_ids}")
         if values.device != rows.device:
-            fail(owner, name, f"is on {values.device}, the embeddings are on {rows.device}; move it there")
+            fail(name, f"is on {values.device}, the embeddings are on {rows.device}; move it there")
     if weights is not None and weights.shape != left.shape[:1]:
-        fail(owner, "weights", f"has shape {tuple(weights.shape)}; it must hold {len(left)} numbers")
+        fail("weights", f"has shape {tuple(weights.shape)}; it must hold {len(left)} numbers")
 
 
 def check_values(
-    owner: object,
     embeddings: Mapping[str, Tensor],
     ids: Mapping[str, Tensor],
     weights: Tensor | None,
@@ -185,48 +182,57 @@ def check_values(
     Returns:
         The most pairs of the batch that share one item.
     """
-    extremes: dict[str, Tensor] = {}
-    rows = torch.cat([tensor.detach() for tensor in embeddings.values()])
-    if len(rows):
-        extremes["norms"] = torch.stack(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).aminmax())
-    for name, values in ids.items():
-        if values.numel():
-            extremes[name] = torch.stack(values.aminmax())
-    if weights is not None and len(weights):
-        extremes["weights"] = torch.stack(weights.detach().aminmax())
-    if views and len(ids["left_id"]):
-        extremes["differ"] = (ids["left_id"] != ids["right_id"]).any()[None]
-    if all_ids.shape[1]:
-        ordered = all_ids.contiguous().sort(dim=1).values
-        copies = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
-        extremes["copies"] = copies.max()[None]
-    numbers = _to_host(extremes)
-    # NaN is not within the tolerance either.
-    if not all(abs(norm - 1) <= NORM_TOLERANCE for norm in numbers.get("norms", [])):
-        _explain_norms(owner, embeddings)
-    for name, side in SIDE_OF_IDS.items():
-        if name in numbers:
-            _check_range(owner, name, numbers[name], num_items[side])
-    low, high = numbers.get("weights", [0.0, 0.0])
+    to_read = {name: row_norms(tensor) for name, tensor in embeddings.items()}
+    to_read |= ids
+    if weights is not None:
+        to_read["weights"] = weights.detach()
+    if views:
+        to_read["differ"] = (ids["left_id"] != ids["right_id"]).long()
+    ordered = all_ids.contiguous().sort(dim=1).values
+    to_read["copies"] = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
+    extremes = read_extremes(to_read)
+    for name in embeddings:
+        if name in extremes:
+            check_norms(name, *extremes[name])
+    for name in ids:
+        if name in extremes:
+            _check_ids(name, *extremes[name], num_items[SIDE_OF_IDS[name]])
+    low, high = extremes.get("weights", (0.0, 0.0))
     if not 0 <= low <= high < math.inf:
-        fail(owner, "weights", f"holds numbers in [{low:.4g}, {high:.4g}]; they must be finite and 0 or more")
-    if any(numbers.get("differ", [])):
-        fail(owner, "right_id", "differs from left_id; with views=True both views carry the image's id")
-    return int(max(numbers.get("copies", [0.0])))
+        fail("weights", f"holds numbers in [{low:.4g}, {high:.4g}]; they must be finite and 0 or more")
+    if any(extremes.get("differ", ())):
+        fail("right_id", "differs from left_id; with views=True both views carry the image's id")
+    return int(max(extremes.get("copies", (0.0,))))
 
 
-def _to_host(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
-    """The numbers in named tensors (k,), in one transfer."""
-    if not tensors:
+def row_norms(rows: Tensor) -> Tensor:
+    """(…) norms of rows (…, D), in double precision and without gradient."""
+    return torch.linalg.vector_norm(rows.detach(), dim=-1, dtype=torch.float64)
+
+
+def read_extremes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """The least and the largest entry of each tensor that has any, in one transfer."""
+    names = [name for name, tensor in tensors.items() if tensor.numel()]
+    if not names:
         return {}
     # Ids are exact in double precision.
-    flat = torch.cat([values.to(torch.float64) for values in tensors.values()])
-    parts = flat.cpu().split([len(values) for values in tensors.values()])
-    return {name: part.tolist() for name, part in zip(tensors, parts, strict=True)}
+    pairs = [torch.stack(tensors[name].aminmax()).double() for name in names]
+    ends = torch.stack(pairs).tolist()
+    return {name: (low, high) for name, (low, high) in zip(names, ends, strict=True)}
 
 
-def _check_range(owner: object, name: str, extremes: list[float], num_items: int | None) -> None:
-    low, high = (int(value) for value in extremes)
+def check_norms(name: str, low: float, high: float) -> None:
+    """Refuse rows whose norms, in [low, high], are not 1."""
+    if not math.isfinite(low + high):
+        fail(name, "holds NaN or infinite values; lower the learning rate or check the encoder")
+    if low == 0:
+        # What is left of an infinite vector that was scaled to length one.
+        fail(name, "holds zero vectors: the model has diverged; lower the learning rate or check it")
+    if low < 1 - NORM_TOLERANCE or high > 1 + NORM_TOLERANCE:
+        fail(name, f"has rows of norm in [{low:.4g}, {high:.4g}]; they must be unit vectors: normalise them")
+
+
+def _check_ids(name: str, low: float, high: float, num_items: int | None) -> None:
     smallest = 0
     padding = ""
     if name.endswith("positives"):
@@ -234,52 +240,22 @@ def _check_range(owner: object, name: str, extremes: list[float], num_items: int
         padding = " (-1 is padding)"
     if low < smallest or (num_items is not None and high >= num_items):
         end = "N" if num_items is None else num_items
-        fail(owner, name, f"holds ids in [{low}, {high}]; they must lie in [0, {end}){padding}")
-
-
-def _explain_norms(owner: object, embeddings: Mapping[str, Tensor]) -> NoReturn:
-    """Name the embeddings whose rows are not of length one."""
-    for name, tensor in embeddings.items():
-        norms = torch.linalg.vector_norm(tensor.detach(), dim=1, dtype=torch.float64)
-        if not bool(norms.isfinite().all()):
-            fail(owner, name, "holds NaN or infinite values; lower the learning rate or check the encoder")
-        if bool((norms == 0).any()):
-            # What is left of an infinite vector that was scaled to length one.
-            fail(owner, name, "holds zero vectors: the model has diverged; lower the learning rate or check it")
-        if len(norms) and float((norms - 1).abs().max()) > NORM_TOLERANCE:
-            ends = f"[{float(norms.min()):.4g}, {float(norms.max()):.4g}]"
-            fail(owner, name, f"has rows of norm in {ends}; they must be unit vectors: normalise them")
-    raise AssertionError("all norms are 1")
+        fail(name, f"holds ids in [{low:.0f}, {high:.0f}]; they must lie in [0, {end}){padding}")
 
 
 def check_encoded_rows(embeddings: Any, num_ids: int, dimension: int | None = None) -> None:
     """Refuse what is not a float tensor (n, D) from `encode`, for n ids."""
     expected = f"for {num_ids} ids; it must be a float tensor ({num_ids}, {dimension or 'D'})"
     if not isinstance(embeddings, Tensor):
-        raise DualencError(f"encode gave a {type(embeddings).__name__} {expected}")
+        fail("encode", f"gave a {type(embeddings).__name__} {expected}")
     fits = embeddings.dim() == 2 and len(embeddings) == num_ids and dimension in (None, embeddings.shape[-1])
     if not fits or not embeddings.is_floating_point():
-        raise DualencError(f"encode gave shape {tuple(embeddings.shape)} ({embeddings.dtype}) {expected}")
+        fail("encode", f"gave shape {tuple(embeddings.shape)} ({embeddings.dtype}) {expected}")
 
 
 def check_encoded(embeddings: Tensor) -> None:
-    """Refuse embeddings (…, D) from `encode` that are not finite, or whose norm is neither 1 nor 0; one transfer."""
-    norms = torch.linalg.vector_norm(embeddings.detach(), dim=-1, dtype=torch.float64)
-    if not norms.numel():
-        return
-    # NaN stays NaN in both; zeros are no rows of another norm.
-    low, high = torch.stack([norms.masked_fill(norms == 0, torch.inf).min(), norms.max()]).tolist()
-    if not math.isfinite(high):
-        raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
-    if high > 0 and (low < 1 - NORM_TOLERANCE or high > 1 + NORM_TOLERANCE):
-        ends = f"[{low:.4g}, {high:.4g}]"
-        raise DualencError(f"encode gave rows of norm in {ends}; they must be unit vectors (or 0): normalise them")
-
-
-def check_counts(owner: object, side: str, counts: Tensor, num_items: int) -> None:
-    """Refuse counts of pairs per item that are not (num_items,) finite numbers of 0 or more."""
-    check_tensors(owner, {f"{side}_counts": counts})
-    if counts.shape != (num_items,):
-        fail(owner, f"{side}_counts", f"has shape {tuple(counts.shape)}; it must hold {num_items} counts")
-    if not bool((torch.isfinite(counts) & (counts >= 0)).all()):
-        fail(owner, f"{side}_counts", "holds negative or infinite counts, or NaN; they must be 0 or more")
+    """Refuse embeddings (…, D) from `encode` that are not finite, or whose norm is neither 1 nor 0."""
+    norms = row_norms(embeddings)
+    # Some encoders give zeros for an empty item.
+    for extremes in read_extremes({"encode": norms.masked_fill(norms == 0, 1.0)}).values():
+        check_norms("what encode gave", *extremes)

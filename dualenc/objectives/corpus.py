@@ -1,4 +1,4 @@
-"""Corpus: how many items there are on each side, and how often each counts.
+"""The corpus as it is sampled: how many items there are on each side, and how often each counts.
 
 Shapes: X directions, A anchors of this rank, K known positives, N candidates of a direction, as in `anchors`.
 """
@@ -11,27 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.objectives.anchors import PADDING, Anchors
-from dualenc.objectives.checks import check_counts, fail
+from dualenc.objectives.checks import check_tensors, fail
 
 
-class Corpus(nn.Module):
+class SampledCorpus(nn.Module):
     """The id spaces of both sides. The corpus is the multiset of the pairs' items, or every item once.
 
     Args:
         num_left, num_right: sizes of the id spaces; None if unknown.
         views: both sides are views of the same images, one id space.
+
+    Attributes:
         counts_pairs: whether an item counts once for each pair that it is in (`set_counts`), or once.
     """
 
     pair_counts: Tensor | None
 
-    def __init__(self, num_left: int | None, num_right: int | None, views: bool, counts_pairs: bool) -> None:
+    def __init__(self, num_left: int | None, num_right: int | None, views: bool) -> None:
         super().__init__()
         self.num_left = num_left
         self.num_right = num_right
         self.views = views
         self.num_views = 2 if views else 1
-        self.counts_pairs = counts_pairs
+        self.counts_pairs = True
         self.num_pairs: int | None = None
         # A fact about the data, set anew in every run; None where every item is in one pair.
         self.register_buffer("pair_counts", None, persistent=False)
@@ -73,32 +75,25 @@ class Corpus(nn.Module):
             return None
         return counts.repeat_interleave(self.num_views)
 
-    def set_counts(self, owner: object, left_counts: Tensor, right_counts: Tensor, device: torch.device) -> int:
-        """Set how many pairs each item is in; see `Objective.set_counts`.
-
-        Args:
-            owner: whom errors name.
-            left_counts, right_counts: (num_left,) and (num_right,).
-            device: where the counts are kept.
-
-        Returns:
-            The number of pairs.
-        """
-        counts = {"left": left_counts}
-        sizes = {"left": self.num_left or 0, "right": self.num_right or 0}
+    def set_counts(self, left_counts: Tensor, right_counts: Tensor, device: torch.device) -> int:
+        """Set how many pairs each item is in, see `Objective.set_counts`; returns the number of pairs."""
+        counts = {"left_counts": left_counts}
+        sizes = {"left_counts": self.num_left, "right_counts": self.num_right}
         if not self.views:
-            counts["right"] = right_counts
-        for side, values in counts.items():
-            check_counts(owner, side, values, sizes[side])
+            counts["right_counts"] = right_counts
+        check_tensors(counts)
+        for name, values in counts.items():
+            if values.shape != (sizes[name],):
+                fail(name, f"has shape {tuple(values.shape)}; it must hold {sizes[name]} counts")
+            if not bool((torch.isfinite(values) & (values >= 0)).all()):
+                fail(name, "holds negative or infinite counts, or NaN; they must be 0 or more")
         sums = [float(values.double().sum()) for values in counts.values()]
         if not math.isclose(sums[0], sums[-1], rel_tol=1e-6):
-            problem = f"sum to {sums[0]:g} and {sums[-1]:g}; each pair counts once on either side"
-            fail(owner, "left_counts and right_counts", problem)
+            fail("left_counts and right_counts", f"sum to {sums[0]:g} and {sums[-1]:g}; each pair counts on both sides")
         self.num_pairs = round(sums[0])
         # In the order of per-item tables.
         by_row = torch.cat([values.float() for values in counts.values()]).to(device)
-        is_plain = bool((by_row == 1).all())
-        self.pair_counts = None if is_plain else by_row
+        self.pair_counts = by_row if bool((by_row != 1).any()) else None
         return self.num_pairs
 
     def log_num_negatives(self, anchors: Anchors) -> Tensor:
@@ -109,7 +104,7 @@ class Corpus(nn.Module):
             num_ids = self.num_ids(direction)
             counts = self.id_counts(direction)
             if num_ids is None:
-                number = anchors.of_direction(x).by_blocks(lambda block: block.num_negatives)[0]
+                number = anchors.in_blocks(lambda block: block.num_negatives)[x]
             elif counts is None:
                 number = (num_ids - is_positive[x].sum(dim=-1)) * self.num_views
             else:

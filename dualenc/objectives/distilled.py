@@ -14,7 +14,6 @@ Shapes: b pairs of this rank, K negatives of each, n mined negatives of this ran
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.objectives.checks import check_tensors, fail
+from dualenc.objectives.checks import check_range, check_tensors, fail, names_class, read_extremes
 from dualenc.objectives.items import Encode
 from dualenc.objectives.matryoshka import Wrapper
 
@@ -39,10 +38,9 @@ class Distilled(Wrapper):
         teacher_temperature: the teacher's scores are divided by it: 1 for the logits of a cross-encoder, for a teacher
             of cosines its own temperature.
         own_weight: factor of the objective's loss; 0 leaves the teacher alone.
-
-    Raises:
-        DualencError: an argument out of range; in `forward`, scores or rows that do not fit the batch.
     """
+
+    needs_teacher = True
 
     def __init__(
         self,
@@ -53,19 +51,17 @@ class Distilled(Wrapper):
         own_weight: float = 1.0,
     ) -> None:
         if objective.views:
-            fail(self, "objective", "has views=True; a teacher scores pairs with mined negatives")
-        for argument, factor in (("weight", weight), ("own_weight", own_weight)):
-            if not 0 <= factor < math.inf:
-                fail(self, argument, f"is {factor}; it must be 0 or more")
-        if not 0 < teacher_temperature < math.inf:
-            fail(self, "teacher_temperature", f"is {teacher_temperature}; it must be above 0")
+            fail("objective", "has views=True; a teacher scores pairs with mined negatives")
+        check_range("weight", weight, "[0, inf)")
+        check_range("own_weight", own_weight, "[0, inf)")
+        check_range("teacher_temperature", teacher_temperature, "(0, inf)")
         super().__init__([objective])
         self.kind = kind
         self.weight = weight
         self.teacher_temperature = teacher_temperature
         self.own_weight = own_weight
-        self.needs_teacher = True
 
+    @names_class
     def forward(
         self,
         left: Tensor,
@@ -89,10 +85,10 @@ class Distilled(Wrapper):
         """
         output = self.main(left, right, left_id, right_id, encode, negatives=negatives, weights=weights, **batch)
         if teacher_scores is None or teacher_rows is None:
-            fail(self, "teacher_scores", "and teacher_rows are missing; pass what the teacher says of the pairs")
-        check_tensors(self, {"teacher_scores": teacher_scores, "teacher_rows": teacher_rows})
+            fail("teacher_scores", "and teacher_rows are missing; pass what the teacher says of the pairs")
+        check_tensors({"teacher_scores": teacher_scores, "teacher_rows": teacher_rows})
         num_negatives = 0 if negatives is None else len(negatives)
-        self._check(len(left), num_negatives, teacher_scores, teacher_rows)
+        check_teacher(len(left), num_negatives, teacher_scores, teacher_rows)
         precision = output.loss.dtype
         with torch.autocast(left.device.type, enabled=False):
             left = left.to(precision)
@@ -114,14 +110,16 @@ class Distilled(Wrapper):
             taught = per_pair.sum() * distributed.world_size() / total
         return output._replace(loss=self.own_weight * output.loss + self.weight * taught)
 
-    def _check(self, num_pairs: int, num_negatives: int, scores: Tensor, rows: Tensor) -> None:
-        if rows.dim() != 2 or len(rows) != num_pairs or scores.shape != (num_pairs, 1 + rows.shape[-1]):
-            shapes = f"{tuple(scores.shape)}, teacher_rows {tuple(rows.shape)}"
-            fail(self, "teacher_scores", f"has shape {shapes}; they must be ({num_pairs}, 1 + K) and (…, K)")
-        low, high = torch.stack(rows.aminmax()).tolist() if rows.numel() else (-1, -1)
+
+def check_teacher(num_pairs: int, num_negatives: int, scores: Tensor, rows: Tensor) -> None:
+    """Refuse scores (b, 1 + K) and rows (b, K) of negatives that do not fit the batch."""
+    if rows.dim() != 2 or len(rows) != num_pairs or scores.shape != (num_pairs, 1 + rows.shape[-1]):
+        shapes = f"{tuple(scores.shape)}, teacher_rows {tuple(rows.shape)}"
+        fail("teacher_scores", f"has shape {shapes}; they must be ({num_pairs}, 1 + K) and (…, K)")
+    for low, high in read_extremes({"rows": rows}).values():
         if low < -1 or high >= num_negatives:
             expected = f"they must be rows of the {num_negatives} negatives, or -1 (padding)"
-            fail(self, "teacher_rows", f"holds rows in [{low}, {high}]; {expected}")
+            fail("teacher_rows", f"holds rows in [{low:.0f}, {high:.0f}]; {expected}")
 
 
 def margin_mse(student: Tensor, teacher: Tensor, is_scored: Tensor) -> tuple[Tensor, Tensor]:

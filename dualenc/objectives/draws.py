@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dualenc.errors import DualencError
 from dualenc.seeds import derive_seed
 
 
 class SharedRandom(nn.Module):
     """A random stream that all ranks share: each draws for the whole global batch, then takes its own rows.
 
-    Draw k comes from a generator seeded by (seed, k) on the device that needs it, so nothing is copied to an
-    accelerator, and the state is valid on any device and for any number of ranks.
+    Draw k comes from a generator seeded by (seed, k), so the state is valid on any device and number of ranks.
 
     Args:
         seed: start of the sequence.
@@ -25,13 +23,12 @@ class SharedRandom(nn.Module):
         self.position = 0
 
     def uniform(self, *shape: int, like: Tensor) -> Tensor:
-        """Draws in [0, 1) of the given shape, in double precision, on the device of `like`."""
+        """Draws in [0, 1) on the device of `like`; in double precision, which inverse CDFs of large corpora need."""
         generator = self._next(like.device)
-        # Always double: inverse-CDF draws from large corpora need more than float32's 24 bits.
         return torch.rand(shape, generator=generator, device=like.device, dtype=torch.float64)
 
     def integers(self, high: int, *shape: int, device: torch.device) -> Tensor:
-        """Integers in [0, high) of the given shape."""
+        """Integers in [0, high)."""
         return torch.randint(high, shape, generator=self._next(device), device=device)
 
     def permutation(self, size: int, device: torch.device) -> Tensor:
@@ -44,12 +41,9 @@ class SharedRandom(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Restore from `get_extra_state()`."""
-        if state.shape != (2,):
-            raise DualencError("objective state: _extra_state of the random draws must hold seed and position")
         self.seed, self.position = state.long().tolist()
 
     def _next(self, device: torch.device) -> torch.Generator:
-        # A fresh generator per draw has no state to save or to keep alike between devices.
         seed = derive_seed("draw", self.seed, self.position)
         self.position += 1
         return torch.Generator(device).manual_seed(seed)

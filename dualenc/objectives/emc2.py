@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.chains import NO_STATE, ChainObjective, Visit
-from dualenc.objectives.chains import Plan as ChainPlan
-from dualenc.objectives.checks import fail
+from dualenc.objectives.chains import NO_STATE, ChainObjective, ChainPlan, ChainState
+from dualenc.objectives.checks import check_range
 
 
 class Walk(NamedTuple):
@@ -29,7 +28,7 @@ class Walk(NamedTuple):
     column: Tensor
 
 
-class Plan(NamedTuple):
+class EmcPlan(NamedTuple):
     """A step of EMC²; `walk` is None where it needs what is yet to be encoded."""
 
     encoding: ChainPlan
@@ -37,7 +36,7 @@ class Plan(NamedTuple):
 
     @property
     def outside(self) -> Tensor:
-        """See `chains.Plan`."""
+        """See `ChainPlan`."""
         return self.encoding.outside
 
 
@@ -48,15 +47,11 @@ class EMC2(ChainObjective):
 
         min(1, exp((s(x, z') − s(x, z))/τ)).
 
-    The weight of an item is the share of the steps after burn-in that the chain spends on it. At fixed parameters and
-    with proposals drawn from the corpus, the stationary law of a chain is the softmax over all negatives of its anchor:
-    once the chains have mixed, the gradient is that of the global loss. The items of one batch come without repetition.
-    From three pairs on, with views from two, the law is then off by a total variation of up to 0.09 (enumerated for
-    small corpora), and the gradient has a small bias. Source: Yau et al. 2024 (EMC²: Efficient MCMC negative sampling
-    for contrastive learning, arXiv:2404.10575), Algorithm 1 and Eq. 11.
-
-    With views a chain moves between single views. The walk is sequential and runs on the CPU, which holds the (X, A, C)
-    scores of the step.
+    The weight of an item is the share of the steps after burn-in that the chain spends on it. Source: Yau et al. 2024
+    (EMC²: Efficient MCMC negative sampling for contrastive learning, arXiv:2404.10575), Algorithm 1 and Eq. 11. With
+    proposals drawn from the corpus the stationary law is the softmax over all negatives of its anchor; the items of one
+    batch come without repetition, which leaves a small bias. With views a chain moves between single views. The walk
+    runs on the CPU, which holds the (X, A, C) scores of the step.
 
     Args:
         score: a proposal is compared with the state's similarity as "stored" when it was accepted (m floats, as on the
@@ -70,48 +65,39 @@ class EMC2(ChainObjective):
 
     def __init__(self, *, score: Literal["stored", "fresh"] = "stored", burn_in: float = 0.5, **chains: Any) -> None:
         super().__init__(**chains)
-        if not 0 <= burn_in < 1:
-            fail(self, "burn_in", f"is {burn_in}; it must lie in [0, 1), a share of the proposals")
+        check_range("burn_in", burn_in, "[0, 1)")
         self.score = score
         self.burn_in = burn_in
         self.register_buffer("similarity", torch.full(self.state.shape, -torch.inf))
 
-    def plan(self, anchors: Anchors) -> Plan:
-        visit = self.visit(anchors)
+    def plan(self, anchors: Anchors) -> EmcPlan:
+        chain, keys = self.visit(anchors)
         if self.score == "fresh" or self.proposals != "batch":
-            return Plan(self.plan_encoding(visit, needed=visit.state != NO_STATE), None)
+            return EmcPlan(self.plan_encoding(chain, keys, needed=chain.state != NO_STATE), None)
         # This walk needs scores of the batch only, so that states that do not outlive burn-in are never encoded.
-        walk = self._walk(anchors, visit, self._stored_scores(anchors, visit))
+        walk = self._walk(anchors, self._stored_scores(anchors, chain))
         has_weight = walk.weights[..., -1] > 0
-        return Plan(self.plan_encoding(visit, needed=has_weight), walk)
+        return EmcPlan(self.plan_encoding(chain, keys, needed=has_weight), walk)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None
-        visit = plan.encoding.visit
+        chain = plan.encoding.chain
         proposed, outside_scores = self.embedded(anchors, plan.encoding, outside)
-        start_scores = self._stored_scores(anchors, visit)
+        start_scores = self._stored_scores(anchors, chain)
         if self.score == "fresh":
-            start_scores = self._fresh_scores(proposed, visit, outside_scores)
+            start_scores = self._fresh_scores(proposed, chain, outside_scores)
         walk = plan.walk
         if walk is None:
-            walk = self._walk(proposed, visit, start_scores)
-        self._store(proposed, visit, walk, start_scores)
+            walk = self._walk(proposed, start_scores)
+        self._store(proposed, plan.encoding, walk, start_scores)
+        losses: Tensor = proposed.in_blocks(self._block_losses, chain, walk, outside_scores)
+        return losses
 
-        def weigh(
-            block: Anchors,
-            is_found: Tensor,
-            column: Tensor,
-            outside_scores: Tensor,
-            weights: Tensor,
-            log_partition: Tensor,
-        ) -> Tensor:
-            scores = block.scores  # (X, a, C)
-            # States in the batch take their gradient through the batch, and are not encoded again.
-            state_scores = torch.where(is_found, scores.gather(-1, column), outside_scores)  # (X, a, 1)
-            return self.chain_losses(block, weights, scores, state_scores, log_partition)
-
-        rows = (visit.is_found, visit.column, outside_scores, walk.weights, visit.log_partition)
-        return proposed.by_blocks(weigh, *rows)
+    def _block_losses(self, block: Anchors, chain: ChainState, walk: Walk, outside_scores: Tensor) -> Tensor:
+        scores = block.scores  # (X, a, C)
+        # States in the batch take their gradient through the batch, and are not encoded again.
+        state_scores = torch.where(chain.is_found, scores.gather(-1, chain.column), outside_scores)  # (X, a, 1)
+        return self.chain_losses(block, chain, walk.weights, scores, state_scores)
 
     def keys_of_draws(self, ids: Tensor) -> Tensor:
         """One view of each image; items of no pair otherwise."""
@@ -119,61 +105,58 @@ class EMC2(ChainObjective):
             return 2 * ids + self.draws.integers(2, *ids.shape, device=ids.device)
         return self.keys_of(ids)
 
-    def _stored_scores(self, anchors: Anchors, visit: Visit) -> Tensor:
+    def _stored_scores(self, anchors: Anchors, chain: ChainState) -> Tensor:
         """(X, A) s/τ of the states as remembered; -inf for none, which accepts its first proposal."""
-        stored = self.similarity[visit.chains].to(anchors.embeddings) / anchors.temperature
-        scores = torch.where(visit.started, visit.start_scores, stored)
-        return scores.masked_fill(visit.state == NO_STATE, -torch.inf).detach()
+        stored = self.similarity[chain.chains].to(anchors.embeddings) / anchors.temperature
+        scores = torch.where(chain.started, chain.start_scores, stored)
+        return scores.masked_fill(chain.state == NO_STATE, -torch.inf).detach()
 
     @torch.no_grad()
-    def _fresh_scores(self, proposed: Anchors, visit: Visit, outside_scores: Tensor) -> Tensor:
+    def _fresh_scores(self, proposed: Anchors, chain: ChainState, outside_scores: Tensor) -> Tensor:
         """(X, A) s/τ of the states at the current parameters."""
-        proposed_scores = proposed.scores.gather(-1, visit.column)  # (X, A, 1)
-        scores = torch.where(visit.is_found, proposed_scores, outside_scores)
-        return scores[..., 0].masked_fill(visit.state == NO_STATE, -torch.inf)
+        proposed_scores = proposed.scores.gather(-1, chain.column)  # (X, A, 1)
+        scores = torch.where(chain.is_found, proposed_scores, outside_scores)
+        return scores[..., 0].masked_fill(chain.state == NO_STATE, -torch.inf)
 
     @torch.no_grad()
-    def _walk(self, proposed: Anchors, visit: Visit, start_scores: Tensor) -> Walk:
+    def _walk(self, proposed: Anchors, start_scores: Tensor) -> Walk:
         """Run each chain through the proposals in random order."""
         scores = proposed.scores
-        is_negative = ~proposed.not_negative
         num_directions, num_anchors, num_proposals = scores.shape
         # Order and uniforms are drawn for the global batch: the walk is the same on any number of ranks.
         order = self.draws.permutation(num_proposals, torch.device("cpu"))
         uniform = self.draws.uniform(num_proposals, num_directions, proposed.num_batch, like=start_scores.cpu())
         uniform = uniform[:, :, proposed.batch_rows.cpu()].flatten(1)  # (C, X·A)
         # Proposals come first, because each step of the walk reads one of them for all chains.
-        device_order = order.to(scores.device)
-        scores_in_order = scores.flatten(0, 1).T[device_order]
-        is_negative_in_order = is_negative.flatten(0, 1).T[device_order]
+        is_negative = ~proposed.not_negative.cpu().flatten(0, 1).T[order]
         visits, last = metropolis_hastings(
             start_scores.flatten().cpu().numpy(),
-            scores_in_order.cpu().numpy(),
-            is_negative_in_order.cpu().numpy(),
+            scores.cpu().flatten(0, 1).T[order].numpy(),
+            is_negative.numpy(),
             uniform.log().numpy(),
             self.burn_in,
         )
         # Back from the order of the walk to that of the proposals; the state stays last.
-        place = torch.cat([order, torch.tensor([num_proposals])])
+        columns = torch.cat([order, torch.tensor([num_proposals])])
         weights = torch.zeros(visits.shape, dtype=scores.dtype)
-        weights[place] = torch.from_numpy(visits).to(scores.dtype)
+        weights[columns] = torch.from_numpy(visits).to(scores.dtype)
         weights = weights.T.reshape(num_directions, num_anchors, num_proposals + 1)
-        column = place[torch.from_numpy(last)].view(num_directions, num_anchors)
+        column = columns[torch.from_numpy(last)].view(num_directions, num_anchors)
         return Walk(weights.to(scores.device), column.to(scores.device))
 
     @torch.no_grad()
-    def _store(self, proposed: Anchors, visit: Visit, walk: Walk, start_scores: Tensor) -> None:
+    def _store(self, proposed: Anchors, plan: ChainPlan, walk: Walk, start_scores: Tensor) -> None:
         """Remember where chains are, and the similarity of that."""
-        num_proposals = visit.keys.shape[1]
+        num_proposals = plan.keys.shape[1]
         has_moved = walk.column < num_proposals
         column = walk.column.clamp(max=num_proposals - 1)
-        state = torch.where(has_moved, visit.keys.gather(1, column), visit.state)
+        state = torch.where(has_moved, plan.keys.gather(1, column), plan.chain.state)
         # One product per anchor is cheaper than all (X, A, C) scores once more.
         accepted = proposed.candidates.take_along_dim(column[..., None], dim=1)  # (X, A, D)
         accepted_scores = (proposed.embeddings * accepted).sum(dim=-1) / proposed.temperature
         scores = torch.where(has_moved, accepted_scores, start_scores)
         # Stored without τ, which may be learned and change between visits.
-        self.store(proposed, visit, state, (self.similarity, scores * proposed.temperature))
+        self.store(proposed, plan.chain, state, (self.similarity, scores * proposed.temperature))
 
 
 def metropolis_hastings(
@@ -194,7 +177,7 @@ def metropolis_hastings(
     """
     num_proposals, num_chains = scores.shape
     num_steps = is_negative.sum(axis=0)
-    # The small term keeps a product such as 0.29·100 from falling short of its integer.
+    # Epsilon, so that a product such as 0.29·100 does not fall short of its integer.
     num_skipped = np.floor(num_steps * burn_in + 1e-9).astype(np.int64)
     visits = np.zeros((num_proposals + 1, num_chains))
     chains = np.arange(num_chains)

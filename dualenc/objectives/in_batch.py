@@ -1,6 +1,6 @@
 """Objectives of the batch alone, without memory: InfoNCE, DCL, HCL, and SigLIP to compare with.
 
-Shapes: X directions, A anchors, C candidates.
+Shapes: X directions, a anchors of a block, C candidates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from dualenc.objectives.anchors import Anchors, log_count
 from dualenc.objectives.base import Objective
-from dualenc.objectives.checks import fail
+from dualenc.objectives.checks import check_range
 
 
 class InfoNCE(Objective):
@@ -25,11 +25,7 @@ class InfoNCE(Objective):
     the sum, not counted as negatives.
     """
 
-    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
-        return anchors.by_blocks(self._losses)
-
-    @staticmethod
-    def _losses(block: Anchors) -> Tensor:
+    def block_losses(self, block: Anchors) -> Tensor:
         not_candidate = block.not_negative.scatter(-1, block.positive_column[..., None], False)
         logits = block.scores.masked_fill(not_candidate, -torch.inf)
         return logits.logsumexp(dim=-1) - block.positive_scores
@@ -41,11 +37,7 @@ class DCL(Objective):
     Source: Yeh et al. 2022, decoupled contrastive learning, arXiv:2110.06848, Eq. 6.
     """
 
-    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
-        return anchors.by_blocks(self._losses)
-
-    @staticmethod
-    def _losses(block: Anchors) -> Tensor:
+    def block_losses(self, block: Anchors) -> Tensor:
         return log_sum_exp(block.logits) - block.positive_scores
 
 
@@ -55,8 +47,7 @@ class HCL(Objective):
         −log( e⁺ / (e⁺ + G) ),   G = max( (Σ_c w_c e_c − n·τ⁺·e⁺) / (1 − τ⁺), n·exp(−1/τ) )
 
     with e = exp(s/τ), w_c = exp(β_h·s_c/τ) / mean over c, n negatives. Source: Robinson et al. 2021 (arXiv:2010.04592),
-    Eq. 2 (hard negatives) and Chuang et al. 2020 (arXiv:2007.00224; β_h = 0, debiased); both at zero give InfoNCE. The
-    paper's Fig. 5 writes β·e for the weight; Eq. 2 (and the authors) mean exp(β_h·s/τ).
+    Eq. 2 (hard negatives) and Chuang et al. 2020 (arXiv:2007.00224; β_h = 0, debiased); both at zero give InfoNCE.
 
     Args:
         hardness: β_h ≥ 0, concentration on hard negatives.
@@ -69,25 +60,20 @@ class HCL(Objective):
         self, *, hardness: float = 1.0, class_prior: float = 0.1, annealing_steps: int = 0, **common: Any
     ) -> None:
         super().__init__(**common)
-        if hardness < 0:
-            fail(self, "hardness", f"is {hardness}; it must be 0 or more")
-        if not 0 <= class_prior < 1:
-            fail(self, "class_prior", f"is {class_prior}; it must lie in [0, 1)")
-        if annealing_steps < 0:
-            fail(self, "annealing_steps", f"is {annealing_steps}; it must be 0 or more")
-        self.hardness = self.annealed_hardness = hardness
+        check_range("hardness", hardness, "[0, inf)")
+        check_range("class_prior", class_prior, "[0, 1)")
+        check_range("annealing_steps", annealing_steps, "[0, inf)")
+        self.hardness = hardness
+        self.annealed_hardness = hardness
         self.class_prior = class_prior
         self.annealing_steps = annealing_steps
 
     def set_progress(self, fraction: float) -> None:
         if self.annealing_steps:
-            passed = math.floor(min(max(fraction, 0.0), 1.0) * self.annealing_steps)
+            passed = math.floor(fraction * self.annealing_steps)
             self.annealed_hardness = self.hardness * (1 - passed / self.annealing_steps)
 
-    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
-        return anchors.by_blocks(self._losses)
-
-    def _losses(self, block: Anchors) -> Tensor:
+    def block_losses(self, block: Anchors) -> Tensor:
         scores = block.scores  # (X, a, C)
         not_negative = block.not_negative
         positive = block.positive_scores  # (X, a)
@@ -102,7 +88,7 @@ class HCL(Objective):
         return losses.where(~not_negative.all(dim=-1), positive - positive)
 
     def _debiased(self, log_sum: Tensor, log_num: Tensor, positive: Tensor, temperature: Tensor) -> Tensor:
-        """(X, A) log G, in the log domain."""
+        """(X, a) log G."""
         log_share = log_num + math.log(self.class_prior) + positive - log_sum  # log of n·τ⁺·e⁺ / Σ_c w_c e_c
         is_difference = log_share < 0
         # The inner where keeps log1p finite in rows that take the floor, whose gradient would else be NaN.
@@ -137,17 +123,14 @@ class SigLIP(Objective):
         super().__init__(temperature=temperature, learnable_temperature=learnable_temperature, **common)
         self.bias = nn.Parameter(torch.tensor(float(bias)), requires_grad=learnable_bias)
 
-    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
-        return anchors.by_blocks(self._losses)
-
-    def _losses(self, block: Anchors) -> Tensor:
+    def block_losses(self, block: Anchors) -> Tensor:
         attraction = logsigmoid(block.positive_scores + self.bias)
         repulsion = logsigmoid(-(block.scores + self.bias)).masked_fill(block.not_negative, 0.0)
         return -attraction - repulsion.sum(dim=-1)
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """(X, A) log Σ_c exp of logits (X, A, C); 0, without gradient, for an anchor without negatives."""
+    """(X, a) log Σ_c exp of logits (X, a, C); 0, without gradient, for an anchor without negatives."""
     has_no_negative = (logits == -torch.inf).all(dim=-1)
     # A row of -inf has a NaN gradient.
     return logits.masked_fill(has_no_negative[..., None], 0.0).logsumexp(dim=-1).masked_fill(has_no_negative, 0.0)

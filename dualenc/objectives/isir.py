@@ -10,27 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.chains import NO_STATE, ChainObjective, Plan, Visit, find
+from dualenc.objectives.anchors import Anchors, find
+from dualenc.objectives.chains import NO_STATE, ChainObjective, ChainPlan, ChainState
 from dualenc.objectives.memory import inverse_cdf
-
-
-def isir_step(proposed: Tensor, states: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """One transition of each chain.
-
-    Args:
-        proposed: (X, A, C) log weights of the proposals; -inf where one is not a negative.
-        states: (X, A, S) log weights of the state; -inf where there is none, or a proposal stands for it.
-        uniform: (X, A) draws in [0, 1).
-
-    Returns:
-        (X, A, C + S) the softmax over both, 0 in a row without negatives; (X, A) the column of the next state, C or
-        more where the chain stays.
-    """
-    logits = torch.cat([proposed, states], dim=-1)
-    # A row of -inf only is 0/0.
-    weights = torch.softmax(logits, dim=-1).nan_to_num(0.0)
-    return weights, inverse_cdf(weights, uniform)
 
 
 class ISIR(ChainObjective):
@@ -38,59 +20,43 @@ class ISIR(ChainObjective):
     next state is drawn.
 
     The softmax over the whole corpus is the chain's invariant law if the proposals are distinct and uniform, and the
-    state counts separately unless it is one of them. So it is for pairs, where copies of an item that come with other
-    pairs are proposals of their own. With uniform draws it is invariant if copies and the state count once. Source:
-    Andrieu, Lee and Vihola 2018 (arXiv:1312.6432); the use of the probabilities themselves as weights, Cardoso et al.
-    2022 (arXiv:2207.06364). Its variance is lower than that of Metropolis–Hastings (`EMC2`), but states outside the
-    batch are always encoded.
-
-    With 200 random pairs at τ = 0.02 the bias of the gradient is gone from the second epoch on (below the 0.1 that a
-    few runs resolve). With cold starts (`recent=0`) it is 0.93 and 0.48 after 1 and 30 epochs at B = 4, 0.67 and 0.31
-    after 1 and 10 at B = 16, 0.51 and 0.16 at B = 32 (`eval/estimator_bias.py --mixing`).
-
-    With views a chain moves between images, each with its two views; its state is named by the view that was drawn.
+    state counts separately unless it is one of them. Source: Andrieu, Lee and Vihola 2018 (arXiv:1312.6432); the
+    weights, Cardoso et al. 2022 (arXiv:2207.06364). Its variance is lower than that of Metropolis–Hastings (`EMC2`),
+    but states outside the batch are always encoded. With views a chain moves between images, each with its two views.
 
     Args:
         **chains: see `ChainObjective`.
     """
 
-    def plan(self, anchors: Anchors) -> Plan:
-        visit = self.visit(anchors)
-        return self.plan_encoding(visit, needed=visit.state != NO_STATE)
+    def plan(self, anchors: Anchors) -> ChainPlan:
+        chain, keys = self.visit(anchors)
+        return self.plan_encoding(chain, keys, needed=chain.state != NO_STATE)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None
-        visit = plan.visit
         proposed, outside_scores = self.embedded(anchors, plan, outside)
         # Drawn for the global batch, so that any number of ranks makes the same moves.
         uniform = self.draws.uniform(len(anchors.directions), anchors.num_batch, like=anchors.embeddings)
+        uniform = uniform[:, anchors.batch_rows]
         # A state whose own pair is proposed must not count twice.
-        first_keys = self._first_keys(visit.state)[..., None]
-        is_proposed, _ = find(visit.keys, first_keys)
-        counts_apart = (visit.state != NO_STATE)[..., None] & ~is_proposed  # (X, A, 1)
-        log_copies = self._log_copies(visit.keys)
+        is_proposed, _ = find(plan.keys, self._first_keys(plan.chain.state)[..., None])
+        counts_separately = (plan.chain.state != NO_STATE)[..., None] & ~is_proposed  # (X, A, 1)
+        log_copies = self._log_copies(plan.keys)
 
         def weigh(
-            block: Anchors,
-            is_found: Tensor,
-            column: Tensor,
-            outside_scores: Tensor,
-            counts_apart: Tensor,
-            log_partition: Tensor,
-            uniform: Tensor,
+            block: Anchors, chain: ChainState, outside_scores: Tensor, counts_separately: Tensor, uniform: Tensor
         ) -> tuple[Tensor, Tensor]:
             scores = block.scores  # (X, a, C)
-            state_scores = torch.where(is_found, scores.gather(-1, column), outside_scores)  # (X, a, S)
+            state_scores = torch.where(chain.is_found, scores.gather(-1, chain.column), outside_scores)  # (X, a, S)
             with torch.no_grad():
                 logits = scores.masked_fill(block.not_negative, -torch.inf)
                 logits = logits - log_copies[:, None]
-                state_logits = state_scores.masked_fill(~counts_apart, -torch.inf)
+                state_logits = state_scores.masked_fill(~counts_separately, -torch.inf)
                 weights, drawn = isir_step(logits, state_logits, uniform)
-            return self.chain_losses(block, weights, scores, state_scores, log_partition), drawn
+            return self.chain_losses(block, chain, weights, scores, state_scores), drawn
 
-        rows = (visit.is_found, visit.column, outside_scores, counts_apart, visit.log_partition)
-        losses, drawn = proposed.by_blocks(weigh, *rows, uniform[:, anchors.batch_rows])
-        self.store(anchors, visit, self._drawn_keys(visit, drawn))
+        losses, drawn = proposed.in_blocks(weigh, plan.chain, outside_scores, counts_separately, uniform)
+        self.store(anchors, plan.chain, self._drawn_keys(plan, drawn))
         return losses
 
     @property
@@ -126,14 +92,31 @@ class ISIR(ChainObjective):
         end = torch.searchsorted(ordered, keys, right=True)
         return (end - first).float().log()
 
-    def _drawn_keys(self, visit: Visit, drawn: Tensor) -> Tensor:
-        """(X, A) the keys in the drawn columns (X, A), of which those from C on are the state's."""
-        num_proposals = visit.keys.shape[1]
-        staying = visit.state
+    def _drawn_keys(self, plan: ChainPlan, drawn: Tensor) -> Tensor:
+        """(X, A) the keys in the drawn columns (X, A); columns from C on are the state's."""
+        num_proposals = plan.keys.shape[1]
+        staying = plan.chain.state
         if self.views:
             # An image that stays takes the name of the view that was drawn.
-            views = self.items_of_state(visit.state)  # (X, A, 2)
             view = (drawn - num_proposals).clamp(min=0)
-            staying = views.gather(-1, view[..., None])[..., 0]
-        proposed = visit.keys.gather(1, drawn.clamp(max=num_proposals - 1))
+            staying = self.items_of_state(staying).gather(-1, view[..., None])[..., 0]
+        proposed = plan.keys.gather(1, drawn.clamp(max=num_proposals - 1))
         return torch.where(drawn < num_proposals, proposed, staying)
+
+
+def isir_step(proposed: Tensor, states: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """One transition of each chain.
+
+    Args:
+        proposed: (X, A, C) log weights of the proposals; -inf where one is not a negative.
+        states: (X, A, S) log weights of the state; -inf where there is none, or a proposal stands for it.
+        uniform: (X, A) draws in [0, 1).
+
+    Returns:
+        (X, A, C + S) the softmax over both, 0 in a row without negatives; (X, A) the column of the next state, C or
+        more where the chain stays.
+    """
+    logits = torch.cat([proposed, states], dim=-1)
+    # A row of -inf only is 0/0.
+    weights = torch.softmax(logits, dim=-1).nan_to_num(0.0)
+    return weights, inverse_cdf(weights, uniform)

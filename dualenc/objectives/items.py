@@ -15,14 +15,14 @@ from dualenc.types import Side
 
 Encode = Callable[[Side, Tensor], Tensor]
 """`encode(side, ids)` embeds n items, whose ids are on the CPU, as (n, D). With several processes all make the same
-calls in the same order, even for no items: a pass through a sharded model is collective. It may have a method
-`encode.sides([(side, ids), …]) -> [(n, D), …]`, which embeds items of both sides at once."""
+calls in the same order, even for no items. It may have a method `encode.sides([(side, ids), …]) -> [(n, D), …]`, which
+embeds items of both sides at once."""
 
 CANDIDATE_SIDES: tuple[Side, Side] = ("right", "left")
 """The candidates' side of directions 0 and 1."""
 
 
-class ItemEncoder:
+class OutsideEncoder:
     """Embeds items of the candidates' side by an `encode` of ids.
 
     Args:
@@ -42,15 +42,7 @@ class ItemEncoder:
             self._autocast = torch.autocast(device, dtype=torch.get_autocast_dtype(device))
 
     def __call__(self, items: Tensor, directions: tuple[int, ...]) -> Tensor:
-        """(X, n, D) embeddings of items (X, n); zeros for -1.
-
-        Args:
-            items: on any device; the only ids that the host waits for in a step.
-            directions: (X) of `Anchors`, 0 for right candidates, 1 for left ones.
-
-        Raises:
-            DualencError: `encode` gives another shape, or vectors that are neither of norm 1 nor zero.
-        """
+        """(X, n, D) embeddings of items (X, n) of directions (X); zeros for -1."""
         # One transfer for both directions: each stalls the queue of an accelerator.
         ids = items.cpu()
         if self.views:
@@ -69,27 +61,33 @@ class ItemEncoder:
 
     def _embed(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
         """(n, D) embeddings of each part, a side and ids (n,) on the CPU; zeros for -1."""
-        distinct = [ids.unique(return_inverse=True) for _, ids in parts]
-        present = [(side, unique[unique >= 0]) for (side, _), (unique, _) in zip(parts, distinct)]
+        distinct = []
+        inverses = []
+        for side, ids in parts:
+            unique, inverse = ids.unique(return_inverse=True)
+            distinct.append((side, unique[unique >= 0]))
+            inverses.append(inverse.to(self.like.device))
         embeddings = []
-        for (unique, inverse), encoded in zip(distinct, self._encode(present)):
-            padding = encoded.new_zeros(len(unique) - len(encoded), encoded.shape[1])
+        for (_, ids), inverse, encoded in zip(parts, inverses, self._encode(distinct), strict=True):
             # -1 sorts first, so its row of zeros does too.
-            embeddings.append(torch.cat([padding, encoded])[inverse.to(self.like.device)])
+            num_padding = int((ids == PADDING).any())
+            padding = encoded.new_zeros(num_padding, encoded.shape[1])
+            embeddings.append(torch.cat([padding, encoded])[inverse])
         return embeddings
 
     def _encode(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
         """(n, D) embeddings of each part, a side and distinct ids (n,)."""
-        no_rows = self.like.new_zeros(0, self.like.shape[-1])
         # A single process has no collective pass to join.
-        to_encode = [part for part in parts if len(part[1]) or distributed.is_initialized()]
+        to_encode = [(side, ids) for side, ids in parts if len(ids) or distributed.is_initialized()]
         encode_sides = getattr(self.encode, "sides", None)
         with self._autocast:
             if encode_sides is not None and len(to_encode) > 1:
                 encoded = encode_sides(to_encode)
             else:
                 encoded = [self.encode(side, ids) for side, ids in to_encode]
-        for (_, ids), embeddings in zip(to_encode, encoded, strict=True):
+        by_side = {}
+        for (side, ids), embeddings in zip(to_encode, encoded, strict=True):
             check_encoded_rows(embeddings, len(ids), self.like.shape[-1])
-        by_side = {side: embeddings.to(self.like) for (side, _), embeddings in zip(to_encode, encoded)}
+            by_side[side] = embeddings.to(self.like)
+        no_rows = self.like.new_zeros(0, self.like.shape[-1])
         return [by_side.get(side, no_rows) for side, _ in parts]

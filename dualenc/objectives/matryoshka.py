@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.objectives.checks import check_encoded_rows, check_tensors, fail
+from dualenc.objectives.checks import check_encoded_rows, check_tensors, fail, names_class
 from dualenc.objectives.items import Encode
+from dualenc.objectives.metrics import Metrics
 from dualenc.types import Side
+
+DELEGATED = (
+    *("num_left", "num_right", "views", "num_views", "seed", "log_temperature", "reports_loss"),
+    *("needs_num_left", "needs_encode", "needs_teacher", "needs_uniform_batches"),
+    *("takes_mined", "momentum", "dims", "encodes_in_backward"),
+)
+"""What a wrapper takes from the wrapped objective, unless its class sets it."""
 
 
 class Wrapper(Objective):
@@ -22,21 +31,15 @@ class Wrapper(Objective):
         objectives: at least one.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in DELEGATED:
+            if name not in vars(cls):
+                setattr(cls, name, property(operator.attrgetter(f"main.{name}")))
+
     def __init__(self, objectives: Sequence[Objective]) -> None:
         nn.Module.__init__(self)
         self.objectives = nn.ModuleList(objectives)
-        self.num_left = self.main.num_left
-        self.num_right = self.main.num_right
-        self.views = self.main.views
-        self.num_views = self.main.num_views
-        self.seed = self.main.seed
-        self.needs_num_left = self.main.needs_num_left
-        self.needs_encode = self.main.needs_encode
-        self.needs_teacher = self.main.needs_teacher
-        self.takes_mined = self.main.takes_mined
-        self.momentum = self.main.momentum
-        self.encodes_in_backward = self.main.encodes_in_backward
-        self.dims = self.main.dims
 
     def __iter__(self) -> Iterator[Objective]:
         for objective in self.objectives:
@@ -51,18 +54,6 @@ class Wrapper(Objective):
     @property
     def name(self) -> str:
         return f"{type(self).__name__} of {self.main.name}"
-
-    @property
-    def log_temperature(self) -> nn.Parameter:  # type: ignore[override]
-        return self.main.log_temperature
-
-    @property
-    def reports_loss(self) -> bool:
-        return self.main.reports_loss
-
-    @property
-    def needs_uniform_batches(self) -> str | None:
-        return self.main.needs_uniform_batches
 
     def diagnostics(self) -> dict[str, Tensor]:
         return self.main.diagnostics()
@@ -82,25 +73,23 @@ class Matryoshka(Wrapper):
         Matryoshka(SogCLR(num_left=m), dims=[64, 128, 256])
 
     Source: Kusupati et al. 2022, "Matryoshka representation learning", arXiv:2205.13147, Eq. 1, with equal weights.
-
-    Each length has a copy of the objective with its own memory: what a chain, a moving average or a cache knows of an
-    item is about similarities, which differ between lengths. Items that several lengths ask for are encoded once.
+    Each length has a copy of the objective with its own memory. Items that several lengths ask for are encoded once.
 
     Args:
         objective: what is trained at every length.
         dims: lengths, each at most D, the size of the embeddings.
-
-    Raises:
-        DualencError: lengths that are not positive, or are given twice; in `forward`, one beyond the embeddings.
     """
+
+    dims = None  # its own, not those of the wrapped objective
 
     def __init__(self, objective: Objective, dims: Sequence[int]) -> None:
         lengths = sorted(dims)
         if not lengths or len(set(lengths)) != len(lengths) or any(type(d) is not int or d < 1 for d in lengths):
-            fail(self, "dims", f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]")
+            fail("dims", f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]")
         super().__init__([*(copy.deepcopy(objective) for _ in lengths[1:]), objective])
-        self.dims = self.lengths = lengths
+        self.dims = lengths
 
+    @names_class
     def forward(
         self,
         left: Tensor,
@@ -122,30 +111,20 @@ class Matryoshka(Wrapper):
             "keys_left": keys_left,
             "keys_right": keys_right,
         }
-        check_tensors(self, vectors)
-        if left.shape[-1] < self.lengths[-1]:
-            fail(
-                self, "dims", f"are {self.lengths}, but the embeddings have {left.shape[-1]}; leave out what is beyond"
-            )
+        check_tensors(vectors)
+        lengths = self.dims or []
+        if left.shape[-1] < lengths[-1]:
+            fail("dims", f"are {lengths}, but the embeddings have {left.shape[-1]}; leave out what is beyond")
         if encode is not None and not self.encodes_in_backward:
             encode = EncodedOnce(encode)
-        outputs = {
-            dim: objective(
-                prefix(left, dim),
-                prefix(right, dim),
-                left_id,
-                right_id,
-                None if encode is None else PrefixEncode(encode, dim),
-                negatives=None if negatives is None else prefix(negatives, dim),
-                keys_left=None if keys_left is None else prefix(keys_left, dim),
-                keys_right=None if keys_right is None else prefix(keys_right, dim),
-                **batch,
-            )
-            for dim, objective in zip(self.lengths, self, strict=True)
-        }
+        outputs = {}
+        for dim, objective in zip(lengths, self, strict=True):
+            prefixes = {name: prefix(value, dim) for name, value in vectors.items() if value is not None}
+            encode_prefix = None if encode is None else PrefixEncode(encode, dim)
+            outputs[dim] = objective(**prefixes, left_id=left_id, right_id=right_id, encode=encode_prefix, **batch)
         loss = torch.stack([output.loss for output in outputs.values()]).mean()
         per_anchor = torch.stack([output.per_anchor for output in outputs.values()]).mean(dim=0)
-        return ObjectiveOutput(loss, MetricsByDim({d: output.metrics for d, output in outputs.items()}), per_anchor)
+        return ObjectiveOutput(loss, Metrics(lambda: metrics_by_dim(outputs)), per_anchor)
 
 
 def prefix(vectors: Tensor, dim: int) -> Tensor:
@@ -178,46 +157,26 @@ class EncodedOnce:
 
     def __init__(self, encode: Encode) -> None:
         self.encode = encode
-        # By side, and by whether there is a gradient: the place of each id, and the embeddings (n, D).
-        self._places: dict[tuple[Side, bool], dict[int, int]] = {}
-        self._embeddings: dict[tuple[Side, bool], list[Tensor]] = {}
+        # By side, and by whether there is a gradient: the embedding (D,) of each id.
+        self._rows: dict[tuple[Side, bool], dict[int, Tensor]] = {}
 
     def __call__(self, side: Side, ids: Tensor) -> Tensor:
-        key = (side, torch.is_grad_enabled())
-        places = self._places.setdefault(key, {})
-        new = [item for item in dict.fromkeys(ids.tolist()) if item not in places]
-        places |= {item: number for number, item in enumerate(new, start=len(places))}
-        parts = self._embeddings.setdefault(key, [])
+        rows = self._rows.setdefault((side, torch.is_grad_enabled()), {})
+        numbers = ids.tolist()
+        new = [item for item in dict.fromkeys(numbers) if item not in rows]
         encoded = self.encode(side, ids.new_tensor(new))
         check_encoded_rows(encoded, len(new))
-        parts.append(encoded)
-        rows = torch.tensor([places[item] for item in ids.tolist()], dtype=torch.int64)
-        return torch.cat(parts)[rows.to(parts[-1].device)]
+        rows |= zip(new, encoded, strict=True)
+        if not numbers:
+            return encoded
+        return torch.stack([rows[item] for item in numbers])
 
 
-class MetricsByDim(Mapping[str, Tensor]):
-    """The metrics of the greatest length under their names, those of the others followed by `@d`."""
-
-    def __init__(self, by_dim: dict[int, Mapping[str, Tensor]]) -> None:
-        self.by_dim = by_dim
-        self._widest = max(by_dim)
-        self._places = {
-            name if dim == self._widest else f"{name}@{dim}": (dim, name)
-            for dim in sorted(by_dim, reverse=True)
-            for name in by_dim[dim]
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        dim, metric = self._places[name]
-        return self.by_dim[dim][metric]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @property
-    def per_anchor(self) -> Tensor | None:
-        """(2b,) the `batch_estimate` of each anchor at the greatest length."""
-        return getattr(self.by_dim[self._widest], "per_anchor", None)
+def metrics_by_dim(outputs: dict[int, ObjectiveOutput]) -> tuple[dict[str, Tensor], Tensor]:
+    """The metrics of the greatest length under their names, the others' followed by `@d`; the greatest's estimates."""
+    widest = outputs[max(outputs)].metrics
+    scalars = dict(widest)
+    for dim in sorted(outputs, reverse=True)[1:]:
+        scalars |= {f"{name}@{dim}": value for name, value in outputs[dim].metrics.items()}
+    assert isinstance(widest, Metrics)
+    return scalars, widest.per_anchor

@@ -1,6 +1,6 @@
 """EmbeddingMemory: the latest embeddings of a corpus, and what anchors see in them.
 
-Shapes: G anchors of all ranks of one direction, K hidden items of each, N items, n of them, D dimension.
+Shapes: A anchors of one direction, K hidden items of each, N items, n of them, D dimension.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from dualenc import distributed
 from dualenc.objectives.anchors import PADDING
 from dualenc.objectives.tables import first_occurrence
 
 MAX_BLOCKS = 2**14
-RUN_ENTRIES = 2**22
-"""Entries of a (G, n) matrix that exist at a time."""
+PART_ENTRIES = 2**22
+"""Entries of an (A, n) matrix that exist at a time."""
 
 
-class Draws(NamedTuple):
+class MemoryDraws(NamedTuple):
     """One item per anchor, drawn from its softmax over the memory.
 
     Attributes:
-        keys: (G,) -1 where an anchor sees nothing.
-        scores: (G,) s/τ with the remembered embedding; -inf where an anchor sees nothing.
-        log_sum: (G,) log of the sum of exp(s/τ) over what an anchor sees; -inf for nothing.
+        keys: (A,) -1 where an anchor sees nothing.
+        scores: (A,) s/τ with the remembered embedding; -inf where an anchor sees nothing.
+        log_sum: (A,) log of the sum of exp(s/τ) over what an anchor sees; -inf for nothing.
     """
 
     keys: Tensor
@@ -38,12 +39,11 @@ class Attention(NamedTuple):
     """The anchors' softmax over the memory.
 
     Attributes:
-        items: (n,) the items that this rank holds and looked at, by slot.
-        shares: (n,) the mean over all anchors of each item's share of their softmax; over all ranks they sum to 1, or
-            to 0 where no anchor sees anything.
-        mean: (G, D) each anchor's mean of what it sees; 0 for nothing.
-        log_sum: (G,) see `Draws`.
-        hardest: (G, k) the items most similar to each anchor, padded with -1.
+        items: (n,) by slot.
+        shares: (n,) the mean, over the anchors of all ranks that see anything, of each item's share of their softmax.
+        mean: (A, D) each anchor's mean of what it sees; 0 for nothing.
+        log_sum: (A,) see `MemoryDraws`.
+        hardest: (A, k) the items most similar to each anchor, padded with -1.
     """
 
     items: Tensor
@@ -53,15 +53,15 @@ class Attention(NamedTuple):
     hardest: Tensor
 
 
-class Run(NamedTuple):
-    """A part of this rank's rows, small enough for a (G, n) matrix.
+class MemoryPart(NamedTuple):
+    """Rows of the memory, few enough for an (A, n) matrix.
 
     Attributes:
         items: (n,).
         embeddings: (n, D).
-        shares: (G, n) each anchor's softmax over these rows; 0 where it sees nothing.
-        log_sum: (G,) of these rows, see `Draws`.
-        hardest: (G, k, 2) the items most similar to each anchor, and their s/τ.
+        shares: (A, n) each anchor's softmax over these rows; 0 where it sees nothing.
+        log_sum: (A,) of these rows, see `MemoryDraws`.
+        hardest: (A, k, 2) the items most similar to each anchor, and their s/τ.
     """
 
     items: Tensor
@@ -72,16 +72,11 @@ class Run(NamedTuple):
 
 
 class EmbeddingMemory(nn.Module):
-    """The latest embedding of each item, divided among ranks; empty slots are never seen.
+    """The latest embedding of each item, the same on every rank; empty slots are never seen.
 
-    Item k has slot k mod `num_slots`: with fewer slots than items, each holds the latest of its class. A rank's *rows*
-    are its slots, counted from its first. A *key* names an item, and where wanted the pair that it came with: item =
-    key // keys_per_item.
-
-    Embeddings are in half precision, which turns them by 2e-4 rad, less than a step of training does; on a CPU in
-    single precision, which it multiplies without a copy; in double precision if they come so.
-
-    The state dict holds all slots, whatever the number of ranks: `state_dict()` is collective.
+    Item k has slot k mod `num_slots`: with fewer slots than items, each holds the latest of its class. A *key* names an
+    item, and where wanted the pair that it came with: item = key // keys_per_item. Embeddings are in double precision
+    if they come so, else in single precision on a CPU and in half precision on an accelerator.
 
     Args:
         num_items: N.
@@ -92,22 +87,17 @@ class EmbeddingMemory(nn.Module):
     keys: Tensor
     embeddings: Tensor
 
-    def __init__(
-        self,
-        num_items: int,
-        num_slots: int | None = None,
-        keys_per_item: int = 1,
-    ) -> None:
+    def __init__(self, num_items: int, num_slots: int | None = None, keys_per_item: int = 1) -> None:
         super().__init__()
         self.num_items = num_items
         self.num_slots = num_items if num_slots is None else min(num_slots, num_items)
         self.keys_per_item = keys_per_item
-        self.block_size = max(64, -(-self.num_slots // MAX_BLOCKS))
-        self.num_blocks = -(-self.num_slots // self.block_size)
+        self.block_size = max(64, math.ceil(self.num_slots / MAX_BLOCKS))
+        self.num_blocks = math.ceil(self.num_slots / self.block_size)
         self.stride = _stride(self.num_slots)
-        # Allocated with the first write, when the dimension is known.
-        self.register_buffer("keys", torch.full((0,), PADDING), persistent=False)
-        self.register_buffer("embeddings", torch.zeros(0, 0), persistent=False)
+        # Whole blocks, allocated with the first write, when the dimension is known.
+        self.register_buffer("keys", torch.full((0,), PADDING))
+        self.register_buffer("embeddings", torch.zeros(0, 0))
         self.num_seen = 0
         self.num_refreshes = 0
         self.expect(num_items)
@@ -115,7 +105,7 @@ class EmbeddingMemory(nn.Module):
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever written."""
-        return self.embeddings.shape[1] == 0
+        return len(self.keys) == 0
 
     @property
     def has_every_slot(self) -> bool:
@@ -142,93 +132,75 @@ class EmbeddingMemory(nn.Module):
     def write(self, keys: Tensor, embeddings: Tensor) -> None:
         """Remember embeddings (n, D) of keys (n,), the same on every rank; of a slot's duplicates the first counts."""
         if self.is_empty:
-            self._allocate(embeddings)
+            num_rows = self.num_blocks * self.block_size
+            precision = _precision(embeddings)
+            self.keys = torch.full((num_rows,), PADDING, device=keys.device)
+            self.embeddings = torch.zeros(num_rows, embeddings.shape[1], dtype=precision, device=keys.device)
         slots = keys // self.keys_per_item % self.num_slots
         first = first_occurrence(slots)
-        keys = keys[first]
-        embeddings = embeddings.detach()[first]
-        rows = slots[first] - self._own_slots.start
-        # A single process holds all rows, and selecting them would wait for the device.
-        if distributed.is_initialized():
-            is_own = (rows >= 0) & (rows < len(self.keys))
-            rows = rows[is_own]
-            keys = keys[is_own]
-            embeddings = embeddings[is_own]
-        self.keys[rows] = keys
-        self.embeddings[rows] = embeddings.to(self.embeddings.dtype)
+        self.keys[slots] = keys[first]
+        self.embeddings[slots] = embeddings.detach()[first].to(self.embeddings)
 
     def due(self, share: float) -> Tensor:
         """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in turn."""
         step = self.num_refreshes
         self.num_refreshes += 1
-        # The small number makes up for rounding: a hundred hundredths are the whole corpus.
+        # Epsilon, so that 100 steps of 1 % cover the corpus despite rounding.
         start = int(step * share * self.num_items + 1e-9)
         stop = int((step + 1) * share * self.num_items + 1e-9)
         return torch.arange(start, stop) % self.num_items
 
     def recall(self, items: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, D) remembered embeddings of items (n,), the same on every rank, 0 where none; (n,) whether there is
-        one."""
-        found = like.new_zeros(len(items), like.shape[-1])
-        rows, is_known = self._find(items)
-        if len(self.keys):
-            found = self._embeddings_at(rows, like) * is_known[:, None]
-        return distributed.all_reduce(found), distributed.all_reduce(is_known.long()) > 0
+        """(n, D) remembered embeddings of items (n,), 0 where none; (n,) whether there is one."""
+        if self.is_empty:
+            return like.new_zeros(len(items), like.shape[-1]), torch.zeros_like(items, dtype=torch.bool)
+        is_known = self._knows(items)
+        return self._embeddings_at(items % self.num_slots, like) * is_known[:, None], is_known
 
     def scattered(self, blocks: Tensor) -> Tensor:
         """(n,) slots in blocks (k,) of a fixed permutation, -1 beyond the last: slots of one block are far apart, since
         neighbouring ids are often of one topic."""
-        places = blocks[:, None] * self.block_size + torch.arange(self.block_size, device=blocks.device)
-        return torch.where(places < self.num_slots, places * self.stride % self.num_slots, PADDING).flatten()
+        position = blocks[:, None] * self.block_size + torch.arange(self.block_size, device=blocks.device)
+        return torch.where(position < self.num_slots, position * self.stride % self.num_slots, PADDING).flatten()
 
     def num_remembered(self) -> Tensor:
-        """Scalar: items that have an embedding; all ranks ask together."""
-        return distributed.all_reduce((self.keys != PADDING).sum().double())
+        """Scalar: items that have an embedding."""
+        return (self.keys != PADDING).sum().double()
 
     def num_negatives(self, hidden: Tensor, counts: Tensor | None = None) -> Tensor:
-        """(G,) remembered items that anchors see, each as often as counts (N,) say; `hidden` (G, K) see `draw`."""
-        _, is_known = self._find(hidden)
-        total = _counts_of(self.keys // self.keys_per_item, counts).sum()
-        num_hidden = (_counts_of(hidden, counts) * is_known).sum(dim=1)
-        return distributed.all_reduce((total - num_hidden).double())
+        """(A,) remembered items that anchors see, each as often as counts (N,) say; `hidden` (A, K) see `draw`."""
+        if self.is_empty:
+            return torch.zeros(len(hidden), dtype=torch.float64, device=hidden.device)
+        total = _counts_of(self._items_at(slice(None)), counts).sum()
+        num_hidden = (_counts_of(hidden, counts) * self._knows(hidden)).sum(dim=1)
+        return (total - num_hidden).double()
 
     @torch.no_grad()
-    def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor, counts: Tensor | None = None) -> Draws:
+    def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor, counts: Tensor | None = None) -> MemoryDraws:
         """Draw an item per anchor from its softmax: first a block of items, then one of the block.
 
         Args:
-            queries: (G, D) anchors over τ, the same on every rank.
-            hidden: (G, K) items that an anchor does not see, padded with -1.
-            uniform: (2, G) draws in [0, 1).
+            queries: (A, D) anchors over τ.
+            hidden: (A, K) items that an anchor does not see, padded with -1.
+            uniform: (2, A) draws in [0, 1).
             counts: (N,) how often each item counts; by default once.
         """
-        block_sums = [queries.new_full((len(queries), 0), -torch.inf)]
-        for rows in self._split_rows(queries):
+        if self.is_empty:
+            nothing = queries.new_full((len(queries),), -torch.inf)
+            return MemoryDraws(torch.full_like(nothing, PADDING, dtype=torch.long), nothing, nothing)
+        block_sums = []
+        for rows in self._parts(queries):
             _, _, logits = self._logits(rows, queries, hidden, counts)
             by_block = logits.unflatten(1, (-1, self.block_size))
             block_sums.append(by_block.logsumexp(dim=2))
-        own_sums = torch.cat(block_sums, dim=1).double()  # (G, blocks of this rank)
-        rank_sums = _by_rank(own_sums.logsumexp(dim=1))  # (ranks, G)
-        log_sum = rank_sums.logsumexp(dim=0)
-        rank_shares = torch.exp(rank_sums - log_sum).nan_to_num(0.0)
-        start, end = _rank_bounds(rank_shares)
-        target = uniform[0] * rank_shares.cumsum(dim=0)[-1]
-        is_own = (target >= start) & (target < end)
-
-        keys = torch.full_like(is_own, PADDING, dtype=torch.long)
-        scores = torch.full_like(log_sum, -torch.inf)
-        if own_sums.shape[1]:
-            # What is left of the first draw places it among this rank's blocks.
-            inside = (target - start) / (end - start)
-            block_shares = torch.softmax(own_sums, dim=1).nan_to_num(0.0)
-            block = inverse_cdf(block_shares, inside.nan_to_num(0.0))
-            own_keys, own_scores = self._draw_in_block(queries, hidden, block, uniform[1], counts)
-            keys = torch.where(is_own, own_keys, keys)
-            scores = torch.where(is_own, own_scores, scores)
-        # One rank has drawn for an anchor; the others bring less than any key or score.
-        keys = distributed.all_reduce(keys, "max")
-        scores = distributed.all_reduce(scores, "max")
-        return Draws(keys, scores.to(queries), log_sum.to(queries))
+        log_sums = torch.cat(block_sums, dim=1).double()  # (A, blocks)
+        log_sum = log_sums.logsumexp(dim=1)
+        block = inverse_cdf(torch.softmax(log_sums, dim=1).nan_to_num(0.0), uniform[0])
+        keys, scores = self._draw_in_block(queries, hidden, block, uniform[1], counts)
+        sees = log_sum > -torch.inf
+        keys = keys.where(sees, PADDING)
+        scores = scores.where(sees, -torch.inf)
+        return MemoryDraws(keys, scores.to(queries), log_sum.to(queries))
 
     @torch.no_grad()
     def attend(
@@ -240,7 +212,7 @@ class EmbeddingMemory(nn.Module):
         log_weights: Tensor | None = None,
         num_hardest: int = 0,
     ) -> Attention:
-        """The anchors' softmax: the shares of items, and the mean that each anchor sees.
+        """The anchors' softmax: the shares of items (collective), and the mean that each anchor sees.
 
         Args:
             queries, hidden, counts: see `draw`.
@@ -249,70 +221,60 @@ class EmbeddingMemory(nn.Module):
             num_hardest: how many of the most similar items to return.
         """
 
-        def weigh(rows: Tensor) -> Run:
+        def weigh(rows: Tensor) -> MemoryPart:
             items, embeddings, logits = self._logits(rows, queries, hidden, counts)
             # Before weights come in: an item is no harder for standing for others.
             hardest = _hardest(items, logits, num_hardest)
             if slots is not None and log_weights is not None:
-                # Rows of this rank are neighbours in `slots`, which are ascending.
-                first = torch.searchsorted(slots, rows[:1] + self._own_slots.start)
-                logits += log_weights[first + torch.arange(len(rows), device=rows.device)]
+                logits += log_weights[torch.searchsorted(slots, rows)]
             # NaN for an anchor that sees nothing.
             shares = torch.softmax(logits, dim=1).nan_to_num_(0.0)
             # The largest share is 1/Σ exp(s/τ − peak): no second pass over all exponents.
             log_sum = logits.amax(dim=1) - shares.amax(dim=1).log()
-            return Run(items, embeddings, shares, log_sum.nan_to_num(nan=-torch.inf, posinf=-torch.inf), hardest)
+            log_sum = log_sum.nan_to_num(nan=-torch.inf, posinf=-torch.inf)
+            return MemoryPart(items, embeddings, shares, log_sum, hardest)
 
-        parts = self._split_rows(queries, slots)
-        # A single run is kept for the second pass; several would not fit, and are computed again.
-        kept = [weigh(rows) for rows in parts] if len(parts) == 1 else None
-
+        all_rows = self._parts(queries, slots)
+        # A single part is kept for the second pass; several would not fit, and are computed again.
+        single = [weigh(all_rows[0])] if len(all_rows) == 1 else None
         log_sum = queries.new_full((len(queries),), -torch.inf)
         hardest = [queries.new_zeros(len(queries), 0, 2, dtype=torch.float64)]
-        for run in kept or map(weigh, parts):
-            log_sum = torch.logaddexp(log_sum, run.log_sum)
-            hardest.append(run.hardest)
-        log_sum = _by_rank(log_sum).logsumexp(dim=0)
+        for part in single or map(weigh, all_rows):
+            log_sum = torch.logaddexp(log_sum, part.log_sum)
+            hardest.append(part.hardest)
 
         sees = log_sum.isfinite()
-        num_seeing = sees.sum().clamp(min=1)
+        num_seeing = distributed.all_reduce(sees.sum()).clamp(min=1)
         items = [hidden.new_zeros(0)]
         shares = [queries.new_zeros(0)]
         mean = torch.zeros_like(queries)
-        for run in kept or map(weigh, parts):
-            share_of_run = torch.exp(run.log_sum - log_sum).masked_fill(~sees, 0.0)  # (G,)
-            items.append(run.items)
-            shares.append(share_of_run / num_seeing @ run.shares)
-            mean += share_of_run[:, None] * (run.shares @ run.embeddings)
-        mean = distributed.all_reduce(mean)
+        for part in single or map(weigh, all_rows):
+            share_of_part = torch.exp(part.log_sum - log_sum).masked_fill(~sees, 0.0)  # (A,)
+            items.append(part.items)
+            shares.append(share_of_part / num_seeing @ part.shares)
+            mean += share_of_part[:, None] * (part.shares @ part.embeddings)
         hardest_items = _hardest_of_all(torch.cat(hardest, dim=1), num_hardest)
-        return Attention(torch.cat(items), torch.cat(shares), mean, log_sum, hardest_items)
+        return Attention(torch.cat(items), distributed.all_reduce(torch.cat(shares)), mean, log_sum, hardest_items)
 
-    def _split_rows(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(n,) ascending rows of this rank in parts of whole blocks; of slots, or all."""
-        rows = torch.arange(len(self.keys), device=queries.device)
-        if slots is not None:
-            rows = slots - self._own_slots.start
-            rows = rows[(rows >= 0) & (rows < len(self.keys))]
-        if not len(rows):
+    def _parts(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Ascending rows (n,), of slots or all, in parts of whole blocks."""
+        if self.is_empty:
             return ()
+        rows = torch.arange(len(self.keys), device=queries.device) if slots is None else slots
         entries_per_block = max(1, len(queries) * self.block_size)
-        num_blocks = max(1, RUN_ENTRIES // entries_per_block)
+        num_blocks = max(1, PART_ENTRIES // entries_per_block)
         return rows.split(num_blocks * self.block_size)
 
     def _logits(
         self, rows: Tensor, queries: Tensor, hidden: Tensor, counts: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(n,) items and (n, D) embeddings of ascending rows, and (G, n) s/τ plus the log of each item's count, -inf
+        """(n,) items and (n, D) embeddings of ascending rows, and (A, n) s/τ plus the log of each item's count, -inf
         for what is not seen."""
         items = self._items_at(rows)
         embeddings = self._embeddings_at(rows, queries)
         log_counts = _counts_of(items, counts).to(queries).log()
         logits = torch.addmm(log_counts, queries, embeddings.T)
-        column = self._rows_of(hidden)  # (G, K)
-        if not self._are_all(rows):
-            column = torch.searchsorted(rows, column)
-        column = column.clamp(0, len(rows) - 1)
+        column = torch.searchsorted(rows, hidden % self.num_slots).clamp(max=len(rows) - 1)  # (A, K)
         is_hidden = (items[column] == hidden) & (hidden != PADDING)
         # Added, not written: a column may be that of a hidden item and of padding at once.
         penalty = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(is_hidden, -torch.inf)
@@ -321,13 +283,13 @@ class EmbeddingMemory(nn.Module):
     def _draw_in_block(
         self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor, counts: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(G,) keys and (G,) scores of an item drawn from each anchor's block (G,) of this rank."""
+        """(A,) keys and (A,) scores of an item drawn from each anchor's block (A,)."""
         drawn_rows = []
         drawn_scores = []
         in_block = torch.arange(self.block_size, device=block.device)
-        anchors_per_chunk = max(1, RUN_ENTRIES // (self.block_size * queries.shape[1]))
+        anchors_per_chunk = max(1, PART_ENTRIES // (self.block_size * queries.shape[1]))
         for chunk in torch.arange(len(queries), device=queries.device).split(anchors_per_chunk):
-            rows = block[chunk, None] * self.block_size + in_block  # (g, n)
+            rows = block[chunk, None] * self.block_size + in_block  # (a, n)
             items = self._items_at(rows)
             scores = torch.einsum("gd,gnd->gn", queries[chunk], self._embeddings_at(rows, queries))
             is_hidden = (items[:, :, None] == hidden[chunk, None, :]).any(dim=2)
@@ -338,81 +300,38 @@ class EmbeddingMemory(nn.Module):
             drawn_scores.append(scores.gather(1, column)[:, 0])
         return self.keys[torch.cat(drawn_rows)], torch.cat(drawn_scores).double()
 
-    def _items_at(self, rows: Tensor) -> Tensor:
-        """(…) the items in rows (…) of this rank; -1 for an empty one, which floor division keeps."""
-        keys = self.keys if self._are_all(rows) else self.keys[rows]
-        return keys // self.keys_per_item
+    def _items_at(self, rows: Tensor | slice) -> Tensor:
+        """(…) the items in rows (…); -1 for an empty one, which floor division keeps."""
+        return self.keys[rows] // self.keys_per_item
 
     def _embeddings_at(self, rows: Tensor, like: Tensor) -> Tensor:
-        """(…, D) the embeddings in rows (…) of this rank."""
-        if self._are_all(rows):
-            return self.embeddings.to(like)
+        """(…, D) the embeddings in rows (…)."""
         # Several times as fast as indexing with them.
-        chosen = self.embeddings.index_select(0, rows.flatten())
-        return chosen.view(*rows.shape, self.embeddings.shape[1]).to(like)
+        selected = self.embeddings.index_select(0, rows.flatten())
+        return selected.view(*rows.shape, self.embeddings.shape[1]).to(like)
 
-    def _are_all(self, rows: Tensor) -> bool:
-        """Whether ascending rows are all of this rank: there is nothing to select, then."""
-        return rows.dim() == 1 and len(rows) == len(self.keys)
+    def _knows(self, items: Tensor) -> Tensor:
+        """(…) whether items (…) have an embedding."""
+        return self._items_at(items % self.num_slots) == items
 
-    def _find(self, items: Tensor) -> tuple[Tensor, Tensor]:
-        """(…) rows of items (…), any row where this rank has none; (…) whether it has one."""
-        rows = self._rows_of(items)
-        if not len(self.keys):
-            return rows, torch.zeros_like(items, dtype=torch.bool)
-        inside = rows.clamp(0, len(self.keys) - 1)
-        return inside, (self._items_at(inside) == items) & (rows == inside)
+    def saved_shapes(self) -> dict[str, list[tuple[int, ...]]]:
+        """The shapes that a saved table may have: it has no rows until something is written."""
+        return {"keys": [(self.num_blocks * self.block_size,), (0,)]}
 
-    def _rows_of(self, items: Tensor) -> Tensor:
-        """(…) where this rank holds items (…); outside [0, rows) for those that other ranks hold."""
-        return items % self.num_slots - self._own_slots.start
+    def get_extra_state(self) -> Tensor:
+        """Rows seen and refreshes made, for the state dict."""
+        return torch.tensor([self.num_seen, self.num_refreshes])
 
-    @property
-    def _own_slots(self) -> range:
-        """The slots of this rank: whole blocks, the last of which may go beyond `num_slots`."""
-        blocks = distributed.rank_slice(self.num_blocks)
-        return range(blocks.start * self.block_size, blocks.stop * self.block_size)
-
-    def _allocate(self, like: Tensor) -> None:
-        """Empty rows for this rank's slots, of embeddings such as `like` (n, D)."""
-        num_rows = len(self._own_slots)
-        self.keys = torch.full((num_rows,), PADDING, device=like.device)
-        self.embeddings = torch.zeros(
-            num_rows, like.shape[1], dtype=_precision(like.dtype, like.device), device=like.device
-        )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> EmbeddingMemory:
-        """Move, but convert only between single and half precision."""
-        device = fn(self.embeddings[:0]).device
-        self.keys = self.keys.to(device)
-        self.embeddings = self.embeddings.to(device, _precision(self.embeddings.dtype, device))
-        return self
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "progress"] = torch.tensor([self.num_seen, self.num_refreshes])
-        destination[prefix + "keys"] = distributed.gather(self.keys)[: self.num_slots]
-        destination[prefix + "embeddings"] = distributed.gather(self.embeddings)[: self.num_slots]
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore from `get_extra_state()`."""
+        self.num_seen, self.num_refreshes = state.long().tolist()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        _, _, missing_keys, _, _ = rest
-        names = [prefix + name for name in ("progress", "keys", "embeddings")]
-        missing = [name for name in names if name not in state_dict]
-        missing_keys.extend(missing)
-        if missing:
-            return
-        progress, keys, embeddings = (state_dict[name] for name in names)
-        self.num_seen, self.num_refreshes = progress.long().tolist()
-        device = self.keys.device
-        if not len(keys):
-            self.keys = keys.to(device, copy=True)
-            self.embeddings = embeddings.to(device, copy=True)
-            return
-        self._allocate(embeddings.to(device))
-        # This rank's last block may go beyond what was saved.
-        own = slice(self._own_slots.start, self._own_slots.stop)
-        num_saved = len(keys[own])
-        self.keys[:num_saved] = keys[own].to(device)
-        self.embeddings[:num_saved] = embeddings[own].to(self.embeddings)
+        for name in ("keys", "embeddings"):
+            saved = state_dict.get(prefix + name)
+            if saved is not None:
+                setattr(self, name, saved.new_zeros(saved.shape, device=self.keys.device))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
@@ -426,20 +345,14 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
         num_draws: how many; all are -1 where all shares are 0.
         uniform: (1,) a draw in [0, 1), the same on every rank.
     """
-    items = attention.items
+    if not len(attention.items):
+        return attention.items.new_full((num_draws,), PADDING)
     cumulative = attention.shares.cumsum(dim=0, dtype=torch.float64)
-    if not len(items):
-        # A rank that looked at nothing has an interval of length 0.
-        items = items.new_zeros(1)
-        cumulative = cumulative.new_zeros(1)
-    rank_sums = _by_rank(cumulative[-1])
-    start, end = _rank_bounds(rank_sums)
-    steps = torch.arange(num_draws, device=items.device) + uniform.double()
-    target = steps * (rank_sums.sum() / max(num_draws, 1))
-    is_own = (target >= start) & (target < end)
-    column = torch.searchsorted(cumulative, target - start, right=True)
-    drawn = items[column.clamp(max=len(items) - 1)]
-    return distributed.all_reduce(torch.where(is_own, drawn, PADDING), "max")
+    steps = torch.arange(num_draws, device=uniform.device) + uniform.double()
+    target = steps * (cumulative[-1] / max(num_draws, 1))
+    column = torch.searchsorted(cumulative, target, right=True)
+    drawn = attention.items[column.clamp(max=len(attention.items) - 1)]
+    return drawn.where(target < cumulative[-1], PADDING)
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -454,11 +367,11 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     return column.clamp(max=weights.shape[-1] - 1)
 
 
-def _precision(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The precision in which embeddings of type `dtype` are remembered on a device."""
-    if dtype == torch.float64:
-        return dtype
-    return torch.float32 if device.type == "cpu" else torch.float16
+def _precision(embeddings: Tensor) -> torch.dtype:
+    """The precision in which embeddings are remembered."""
+    if embeddings.dtype == torch.float64:
+        return torch.float64
+    return torch.float32 if embeddings.device.type == "cpu" else torch.float16
 
 
 def _stride(number: int) -> int:
@@ -470,19 +383,6 @@ def _stride(number: int) -> int:
     return stride
 
 
-def _rank_bounds(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(…) start and end of this rank in the cumulative sum of values (ranks, …), so that any number of ranks makes the
-    same draws."""
-    ends = values.cumsum(dim=0)
-    bounds = torch.cat([torch.zeros_like(ends[:1]), ends])
-    return bounds[distributed.rank()], bounds[distributed.rank() + 1]
-
-
-def _by_rank(value: Tensor) -> Tensor:
-    """(ranks, …) every rank's value (…)."""
-    return distributed.gather(value[None], [1] * distributed.world_size())
-
-
 def _counts_of(items: Tensor, counts: Tensor | None) -> Tensor:
     """(…) how often items (…) count, by counts (N,) or once; 0 for -1, an empty slot."""
     is_item = items != PADDING
@@ -492,21 +392,15 @@ def _counts_of(items: Tensor, counts: Tensor | None) -> Tensor:
 
 
 def _hardest(items: Tensor, logits: Tensor, number: int) -> Tensor:
-    """(G, k, 2) those of items (n,) with the largest logits (G, n), and these; exact in double precision."""
-    if not number:
-        return logits.new_zeros(len(logits), 0, 2, dtype=torch.float64)
+    """(A, k, 2) those of items (n,) with the largest logits (A, n), and these; exact in double precision."""
     best, column = logits.topk(min(number, logits.shape[1]), dim=1)
     best_items = items[column].masked_fill(best == -torch.inf, PADDING)
     return torch.stack([best_items.double(), best.double()], dim=-1)
 
 
-def _hardest_of_all(own: Tensor, number: int) -> Tensor:
-    """(G, k) of items and logits (G, n, 2) of this rank and others, the items with the largest logits; -1 for none."""
-    if not number:
-        return own[..., 0].long()
-    # No item at all, as often as there may be too few.
-    own = torch.nn.functional.pad(own, (0, 0, 0, number), value=-torch.inf)
-    best = own.gather(1, own[..., 1:].topk(number, dim=1).indices.expand(-1, -1, 2))
-    of_ranks = _by_rank(best).transpose(0, 1).flatten(1, 2)  # (G, ranks·k, 2)
-    items, logits = of_ranks.gather(1, of_ranks[..., 1:].topk(number, dim=1).indices.expand(-1, -1, 2)).unbind(dim=-1)
-    return items.masked_fill(logits == -torch.inf, PADDING).long()
+def _hardest_of_all(hardest: Tensor, number: int) -> Tensor:
+    """(A, k) of items and logits (A, n, 2) the items with the largest logits; -1 for none."""
+    # Pad with -1, so that topk always finds `number` entries.
+    hardest = pad(hardest, (0, 0, 0, number), value=-torch.inf)
+    best, column = hardest[..., 1].topk(number, dim=1)
+    return hardest[..., 0].gather(1, column).masked_fill(best == -torch.inf, PADDING).long()

@@ -14,10 +14,8 @@ from dualenc.objectives.memory import EmbeddingMemory
 
 
 class MemoryObjective(Objective):
-    """Base of the objectives that remember the latest embedding of every item.
-
-    The value of the loss takes the partition function from the memory, whose items stand for those that are missing:
-    `reports_loss` is False until every pair was seen once.
+    """Base of the objectives that remember the latest embedding of every item, from which the value of the loss is
+    taken; `reports_loss` is False until every pair was seen once.
 
     Args:
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
@@ -46,7 +44,7 @@ class MemoryObjective(Objective):
         return memory
 
     def remember(self, anchors: Anchors, items: Tensor, embeddings: Tensor) -> None:
-        """Write items (X, n) and their embeddings (X, n, D), those of the batch first; -1 for none."""
+        """Write items (X, n) and their embeddings (X, n, D), the batch's first; -1 for none."""
         is_item = items != PADDING
         for x, direction in enumerate(anchors.directions):
             memory = self.memory_of(direction)
@@ -54,13 +52,13 @@ class MemoryObjective(Objective):
             # The rest does not count: batches alone pass through the corpus.
             memory.count(anchors.num_batch)
 
-    def num_remembered(self, anchors: Anchors, hidden: Tensor) -> Tensor:
-        """(X, A) how many negatives of each anchor are remembered, by the hidden items (X, G, K) of all ranks'."""
+    def num_remembered(self, anchors: Anchors) -> Tensor:
+        """(X, A) how many negatives of each anchor are remembered."""
         numbers = [
-            self.memory_of(direction).num_negatives(hidden[x], self.corpus.item_counts(direction))
+            self.memory_of(direction).num_negatives(anchors.hidden_items[x], self.corpus.item_counts(direction))
             for x, direction in enumerate(anchors.directions)
         ]
-        return torch.stack(numbers)[:, anchors.batch_rows].to(anchors.embeddings)
+        return torch.stack(numbers).to(anchors.embeddings)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The logs of the mean of exp(s/τ) over the corpus, and what share of all items is remembered."""

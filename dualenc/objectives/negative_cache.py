@@ -5,24 +5,24 @@ Shapes: X directions, A anchors of this rank, G of all ranks, C candidates, D di
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dualenc import distributed
-from dualenc.objectives.anchors import PADDING, Anchors
-from dualenc.objectives.chains import find
-from dualenc.objectives.checks import fail
-from dualenc.objectives.items import ItemEncoder
+from dualenc.objectives.anchors import PADDING, Anchors, find
+from dualenc.objectives.base import Estimate
+from dualenc.objectives.checks import check_range
+from dualenc.objectives.items import OutsideEncoder
 from dualenc.objectives.memory_objective import MemoryObjective
-from dualenc.objectives.surrogate import Estimate
 
 REFRESH_CHUNK = 256
 """Items of a refresh that are encoded at a time."""
 
 
-class Plan(NamedTuple):
+class DrawPlan(NamedTuple):
     """The drawn negatives.
 
     Attributes:
@@ -42,26 +42,23 @@ class Plan(NamedTuple):
 class NegativeCache(MemoryObjective):
     """The drawn negative weighs one; it is encoded anew, so the gradient is of the current model, its law a bit old.
 
-    Source: Lindgren et al. 2021, "Efficient training of retrieval models using negative cache" (NeurIPS), Algorithm 1
-    (cached Gumbel-max gradient descent; here the draw from the same softmax inverts its cumulative sums). Each step
-    encodes a share of the corpus anew, the items that waited longest; the items of the batch, mined negatives and the
-    drawn negatives are remembered as they come, at no cost. Every item of the corpus counts once, however many pairs it
-    is in. With views an image is two items, its left and its right view. Evaluation draws from the memory as it stands.
+    Source: Lindgren et al. 2021, "Efficient training of retrieval models using negative cache" (NeurIPS), Algorithm 1.
+    Each step encodes a share of the corpus anew, the items that waited longest; the items of the batch, mined negatives
+    and the drawn negatives are remembered as they come. Every item of the corpus counts once, however many pairs it is
+    in. With views an image is two items, its left and its right view.
 
     Args:
         refresh: ρ in [0, 1], share of the corpus that a step encodes anew (without gradient).
         **memory: see `MemoryObjective`.
     """
 
-    corpus_of_pairs = False
-
     def __init__(self, *, refresh: float = 0.01, **memory: Any) -> None:
         super().__init__(**memory)
-        if not 0 <= refresh <= 1:
-            fail(self, "refresh", f"is {refresh}; it must lie in [0, 1], a share of the corpus")
+        check_range("refresh", refresh, "[0, 1]")
         self.refresh = refresh
+        self.corpus.counts_pairs = False
 
-    def anchor_losses(self, anchors: Anchors, encoder: ItemEncoder | None) -> Tensor:
+    def anchor_losses(self, anchors: Anchors, encoder: OutsideEncoder | None) -> Tensor:
         assert encoder is not None
         if self.updates_state:
             with torch.no_grad():
@@ -69,26 +66,24 @@ class NegativeCache(MemoryObjective):
                 self.remember(anchors, anchors.candidate_items, anchors.candidates)
         return super().anchor_losses(anchors, encoder)
 
-    def plan(self, anchors: Anchors) -> Plan:
-        queries = anchors.all_embeddings / anchors.temperature
-        hidden = anchors.gather_lists(anchors.hidden_items)
+    def plan(self, anchors: Anchors) -> DrawPlan:
+        queries = anchors.embeddings / anchors.temperature
+        hidden = anchors.hidden_items
+        # Drawn for the global batch, so that any number of ranks draws the same.
         uniform = self.draws.uniform(2, len(self.directions), anchors.num_batch, like=queries)
+        uniform = uniform[:, :, anchors.batch_rows]
         keys = []
         log_sums = []
         for x, direction in enumerate(anchors.directions):
             draws = self.memory_of(direction).draw(queries[x], hidden[x], uniform[:, direction])
             keys.append(draws.keys)
             log_sums.append(draws.log_sum)
-        # Every rank has drawn for the global batch, so that any number of ranks draws the same.
-        drawn = torch.stack(keys)[:, anchors.batch_rows]
+        drawn = torch.stack(keys)
         # The batch is remembered already, so that there is always something to go by.
-        log_mean = (
-            torch.stack(log_sums)[:, anchors.batch_rows] - self.num_remembered(anchors, hidden).clamp(min=1).log()
-        )
+        log_mean = torch.stack(log_sums) - self.num_remembered(anchors).clamp(min=1).log()
         log_partition = log_mean + self.corpus.log_num_negatives(anchors)
         is_found, column = find(anchors.candidate_items, drawn)
-        outside = drawn.masked_fill(is_found, PADDING)
-        return Plan(outside, drawn, is_found, column, log_partition)
+        return DrawPlan(drawn.masked_fill(is_found, PADDING), drawn, is_found, column, log_partition)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None
@@ -107,11 +102,11 @@ class NegativeCache(MemoryObjective):
         # An anchor that sees nothing has drawn none, and is only pulled to its positive.
         push = (plan.drawn != PADDING).to(scores)
         pull = torch.full_like(positive, -1.0)
-        weights = torch.stack([push, pull], dim=-1)
-        self.watch(log_mean_exp=plan.log_partition - self.corpus.log_num_negatives(anchors))
-        return Estimate.apply(self.log_odds(plan.log_partition, positive), scores, weights)
+        self.record(log_mean_exp=plan.log_partition - self.corpus.log_num_negatives(anchors))
+        value = self.log_odds(plan.log_partition, positive)
+        return Estimate.apply(value, scores, torch.stack([push, pull], dim=-1))
 
-    def _encode_oldest(self, anchors: Anchors, encoder: ItemEncoder) -> None:
+    def _encode_oldest(self, anchors: Anchors, encoder: OutsideEncoder) -> None:
         """Encode a share of the corpus anew, the items that waited longest; ranks split the work."""
         for direction in anchors.directions:
             memory = self.memory_of(direction)
@@ -119,9 +114,8 @@ class NegativeCache(MemoryObjective):
             if not len(due):
                 continue
             own, sizes = distributed.share(due)
-            # As many chunks on every rank: a pass through a sharded model is collective.
-            num_chunks = -(-max(sizes) // REFRESH_CHUNK)
-            chunks = own.tensor_split(num_chunks)
+            # As many chunks on every rank: all of them make the same passes.
+            chunks = own.tensor_split(math.ceil(max(sizes) / REFRESH_CHUNK))
             encoded = torch.cat([encoder(chunk[None], (direction,))[0] for chunk in chunks])
             embeddings = distributed.gather(encoded, sizes)
             memory.write(due.to(embeddings.device), embeddings)

@@ -1,20 +1,18 @@
 """MomentumQueue: MoCo's queue of a momentum encoder's embeddings.
 
-Shapes: X directions, A anchors of this rank, P pairs of all ranks, G anchors of all ranks (P, or with views 2P), C
-candidates, Q items in a queue, D dimension.
+Shapes: X directions, A anchors of this rank, G anchors of all ranks, C candidates, Q items in a queue, D dimension.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.base import Objective
-from dualenc.objectives.checks import fail
-from dualenc.objectives.embedding_queue import EmbeddingQueue
+from dualenc.objectives.checks import check_range
 
 
 class MomentumQueue(Objective):
@@ -22,12 +20,9 @@ class MomentumQueue(Objective):
 
     Source: MoCo (He et al. 2020, arXiv:1911.05722), Algorithm 1, in both directions as in v3 (Chen, Xie and He 2021,
     arXiv:2104.02057). The momentum encoder is a moving average of the towers, θ̄ ← μ·θ̄ + (1 − μ)·θ after each step:
-    `Trainer` keeps it and gives `forward` its embeddings of the batch, `keys_left` and `keys_right`. Gradients reach
-    anchors alone. Mined negatives join the queue's, with gradient. In the first step the momentum encoder's embeddings
-    of the batch itself are the negatives.
-
-    Copies of an anchor's known positives in the queue are not its negatives. A value over fewer negatives is smaller,
-    so `reports_loss` is False until the queue is full.
+    `Trainer` keeps it and gives `forward` its embeddings of the batch, `keys_left` and `keys_right`. Mined negatives
+    join the queue's, with gradient. In the first step the keys of the batch itself are the negatives. A value over
+    fewer negatives is smaller, so `reports_loss` is False until the queue is full.
 
     Args:
         queue_size: embeddings of each side in the queue; with views, of both together.
@@ -37,10 +32,8 @@ class MomentumQueue(Objective):
 
     def __init__(self, *, queue_size: int = 4096, momentum: float = 0.99, **common: Any) -> None:
         super().__init__(**common)
-        if queue_size < 1:
-            fail(self, "queue_size", f"is {queue_size}; it must be at least 1, a number of embeddings such as 4096")
-        if not 0 <= momentum < 1:
-            fail(self, "momentum", f"is {momentum}; it must lie in [0, 1), such as 0.99")
+        check_range("queue_size", queue_size, "[1, inf)")
+        check_range("momentum", momentum, "[0, 1)")
         self.momentum = momentum
         # By direction: left anchors look at right items.
         self.queues = nn.ModuleList(EmbeddingQueue(queue_size) for _ in self.directions)
@@ -61,7 +54,7 @@ class MomentumQueue(Objective):
         column = anchors.positive_column[..., None].expand(-1, -1, keys.shape[-1])
         own_keys = keys.gather(1, column)  # (X, A, D)
         positive = (anchors.embeddings * own_keys).sum(dim=-1) / anchors.temperature  # (X, A)
-        losses: Tensor = self._against_queue(anchors, keys).by_blocks(_info_nce, positive)
+        losses: Tensor = self._against_queue(anchors, keys).in_blocks(_info_nce, positive)
         if self.updates_state:
             for x, direction in enumerate(anchors.directions):
                 self.queue_of(direction).write(anchors.candidate_ids[x, : anchors.num_batch], keys[x])
@@ -71,7 +64,7 @@ class MomentumQueue(Objective):
         """The same anchors against mined negatives and the queues, or while these are empty the batch's keys."""
         # Behind the candidates of the batch stand mined negatives.
         mined = anchors.candidates[:, anchors.num_batch :]
-        if any(self.queue_of(direction).is_empty for direction in anchors.directions):
+        if any(self.queue_of(direction).num_written == 0 for direction in anchors.directions):
             return anchors.with_candidates(torch.cat([keys, mined], dim=1), anchors.candidate_ids)
         # Concatenation copies: the queues change before the backward pass.
         held = [self.queue_of(direction).held(anchors.candidates) for direction in anchors.directions]
@@ -85,3 +78,76 @@ def _info_nce(block: Anchors, positive: Tensor) -> Tensor:
     """(X, a) −log of the positive's share, whose score is s⁺/τ (X, a), beside the block's negatives."""
     logits = torch.cat([positive[..., None], block.logits], dim=-1)  # (X, a, 1 + C)
     return logits.logsumexp(dim=-1) - positive
+
+
+class Held(NamedTuple):
+    """What a queue holds, in no particular order.
+
+    Attributes:
+        embeddings: (Q, D).
+        ids: (Q,) of their items.
+    """
+
+    embeddings: Tensor
+    ids: Tensor
+
+
+class EmbeddingQueue(nn.Module):
+    """A ring of the latest embeddings with the ids of their items, the same on every rank.
+
+    Args:
+        size: embeddings that it can hold.
+    """
+
+    ids: Tensor
+    embeddings: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        # Embeddings have no dimension until the first write.
+        self.register_buffer("ids", torch.full((size,), PADDING))
+        self.register_buffer("embeddings", torch.zeros(size, 0))
+        self.num_written = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many embeddings were written as it can hold."""
+        return self.num_written >= self.size
+
+    def held(self, like: Tensor) -> Held:
+        """What it holds, without gradient, in the precision and, while it is empty, of the dimension of `like`."""
+        if not self.num_written:
+            return Held(like.new_zeros(0, like.shape[-1]), self.ids[:0])
+        count = min(self.num_written, self.size)
+        return Held(self.embeddings[:count].to(like), self.ids[:count])
+
+    @torch.no_grad()
+    def write(self, ids: Tensor, embeddings: Tensor) -> None:
+        """Put embeddings (n, D) of items (n,) in place of the oldest; of more than it can hold, the last."""
+        if not self.num_written:
+            self.embeddings = embeddings.new_zeros(self.size, embeddings.shape[1])
+        positions = torch.arange(self.num_written, self.num_written + len(ids), device=ids.device)
+        rows = positions[-self.size :] % self.size
+        self.ids[rows] = ids[-self.size :]
+        self.embeddings[rows] = embeddings[-self.size :].to(self.embeddings)
+        self.num_written += len(ids)
+
+    def saved_shapes(self) -> dict[str, list[tuple[int, ...]]]:
+        """The shapes that a saved table may have."""
+        return {"ids": [(self.size,)]}
+
+    def get_extra_state(self) -> Tensor:
+        """How many embeddings were ever written, for the state dict."""
+        return torch.tensor([self.num_written])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore from `get_extra_state()`."""
+        self.num_written = int(state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state_dict.get(prefix + "embeddings")
+        # The dimension is that of the saved embeddings.
+        if saved is not None:
+            self.embeddings = saved.new_zeros(saved.shape, device=self.embeddings.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)

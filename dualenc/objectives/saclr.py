@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors, log_count
-from dualenc.objectives.base import Objective
-from dualenc.objectives.checks import fail
+from dualenc.objectives.base import Objective, temperature_term
+from dualenc.objectives.checks import check_range
 from dualenc.objectives.draws import SharedRandom
-from dualenc.objectives.surrogate import FirstOrder, temperature_term
 from dualenc.objectives.tables import log_average, write_log_means
 
 LOG_NOTHING = -1e4
@@ -33,18 +32,10 @@ class SACLR(Objective):
 
         1/s ← ρ/s + (1 − ρ)·ξ,   ξ = (α·N + 1 − α)·q⁺ + (1 − α)·n·mean_{c ∈ M} q_c,
 
-    so with views the mean kernels of positives and negatives weigh α : 2(1 − α). The positive stands once in the
-    repulsive sum, as in Eq. 10, and not among the sampled negatives; so α = 0, all candidates and an exact scale are
-    SimCLR (Theorem 1). A step uses the scale that it has updated, and an item's first visit sets it: the repulsion
-    s·(q⁺ + n·mean q) is then at most 1/((1 − ρ)(1 − α)), whatever the temperature, in the row form for every anchor,
-    in the matrix form on average over the anchors.
-
-    variant="authors" is what Algorithm 1 and the authors' program do: ξ = n·(α·q⁺ + (1 − α)·mean q_c), weights
-    α : 1 − α; the positive stands in the scale only; a step uses the scale from before its update; and 1/s starts at
-    0.01·n (appendix A.1.5). Far below the paper's temperature its repulsion is not bounded.
-
-    The matrix form's 1/s is the mean of ξ over anchors: Eq. 7's sum over rows as well would leave the repulsion N times
-    too weak against the attraction, which sums to N rather than, as in its source (SCE), to 1.
+    with the positive once in the repulsive sum, as in Eq. 10, and a step uses the scale that it has updated, so that
+    the repulsion is at most 1/((1 − ρ)(1 − α)). variant="authors" is Algorithm 1 and the authors' program:
+    ξ = n·(α·q⁺ + (1 − α)·mean q_c), the positive in the scale only, the scale from before its update, and 1/s starts at
+    0.01·n (appendix A.1.5). The matrix form's 1/s is the mean of ξ over anchors.
 
     Args:
         form: "row" keeps a scale per item, "matrix" one for each direction.
@@ -73,10 +64,8 @@ class SACLR(Objective):
         **common: Any,
     ) -> None:
         super().__init__(**common)
-        if not 0 <= alpha <= 1:
-            fail(self, "alpha", f"is {alpha}; it must lie in [0, 1]")
-        if not 0 <= rho < 1:
-            fail(self, "rho", f"is {rho}; it must lie in [0, 1)")
+        check_range("alpha", alpha, "[0, 1]")
+        check_range("rho", rho, "[0, 1)")
         self.form = form
         self.negatives = negatives
         self.alpha = alpha
@@ -95,7 +84,7 @@ class SACLR(Objective):
             # Drawn for the global batch, so that any number of ranks draws alike.
             uniform = self.draws.uniform(len(anchors.directions), anchors.num_batch, like=anchors.embeddings)
             draws.append(uniform[:, anchors.batch_rows])
-        log_mean, has_negatives = anchors.by_blocks(self._log_mean_kernel, *draws)
+        log_mean, has_negatives = anchors.in_blocks(self._log_mean_kernel, *draws)
         log_positive = self._log_kernel(anchors.positive_similarities, anchors.temperature)
         log_num = has_negatives * self.corpus.log_num_negatives(anchors)
         with torch.no_grad():
@@ -107,7 +96,7 @@ class SACLR(Objective):
             repulsion = torch.exp(torch.logaddexp(log_positive, log_mean + log_num) - log_scale)
             log_inverse_scale = log_scale
         # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
-        losses = FirstOrder.apply(repulsion - log_positive) + log_inverse_scale - 1
+        losses = repulsion - log_positive + log_inverse_scale - 1
         fixed_positive = self._log_kernel(anchors.positive_similarities.detach(), anchors.temperature)
         return losses + temperature_term(fixed_positive, repulsion)
 
@@ -161,7 +150,7 @@ class SACLR(Objective):
             all_rows = anchors.gather(rows).flatten()
             is_usable = torch.ones_like(all_rows, dtype=torch.bool)  # the positive gives every anchor a scale
             write_log_means(self.log_scale, all_rows, anchors.gather(log_scale).flatten(), is_usable)
-        self.watch(log_scale=log_scale)
+        self.record(log_scale=log_scale)
         return old if self.variant == "authors" else log_scale
 
     def _log_xi(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor) -> Tensor:

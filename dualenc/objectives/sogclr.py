@@ -11,11 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dualenc.objectives.anchors import Anchors, log_count
-from dualenc.objectives.base import Objective
-from dualenc.objectives.checks import fail
-from dualenc.objectives.metrics import log_mean_exp
-from dualenc.objectives.surrogate import Estimate, temperature_term
+from dualenc.objectives.anchors import Anchors, log_count, log_mean
+from dualenc.objectives.base import Estimate, Objective, temperature_term
+from dualenc.objectives.checks import check_range, fail
 from dualenc.objectives.tables import (
     first_occurrence,
     log_average,
@@ -46,8 +44,7 @@ class SogCLR(Objective):
         self, *, gamma: float = 0.9, gamma_schedule: Literal["constant", "cosine"] = "constant", **common: Any
     ) -> None:
         super().__init__(**common)
-        if not 0 < gamma <= 1:
-            fail(self, "gamma", f"is {gamma}; it must lie in (0, 1]")
+        check_range("gamma", gamma, "(0, 1]")
         self.gamma = gamma
         self.gamma_schedule = gamma_schedule
         self.scheduled_gamma = gamma if gamma_schedule == "constant" else 1.0
@@ -55,17 +52,18 @@ class SogCLR(Objective):
 
     def set_progress(self, fraction: float) -> None:
         if self.gamma_schedule == "cosine":
-            fall = 0.5 * (1 + math.cos(math.pi * min(max(fraction, 0.0), 1.0)))
+            fall = 0.5 * (1 + math.cos(math.pi * fraction))
             self.scheduled_gamma = self.gamma + (1 - self.gamma) * fall
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            log_u = self.update_averages(anchors, anchors.by_blocks(log_mean_exp))
+            log_u = self.update_averages(anchors, anchors.in_blocks(lambda block: log_mean(block.logits)))
             value = self.log_odds(log_u + self.corpus.log_num_negatives(anchors), anchors.positive_scores)
-        return anchors.by_blocks(self._losses, log_u, value)
+        losses: Tensor = anchors.in_blocks(self._weigh, log_u, value)
+        return losses
 
     @staticmethod
-    def _losses(block: Anchors, log_u: Tensor, value: Tensor) -> Tensor:
+    def _weigh(block: Anchors, log_u: Tensor, value: Tensor) -> Tensor:
         scores = block.scores
         with torch.no_grad():
             not_negative = block.not_negative
@@ -76,16 +74,16 @@ class SogCLR(Objective):
         positive_scores = block.positive_similarities.detach() / block.temperature
         return Estimate.apply(value, scores, weights) + temperature_term(positive_scores, weight_sum)
 
-    def update_averages(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
+    def update_averages(self, anchors: Anchors, log_means: Tensor) -> Tensor:
         """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; -inf without a negative so far."""
-        remembered = self.log_u[anchors.rows].to(log_mean)
-        log_u = log_average(remembered, log_mean, self.scheduled_gamma)
+        remembered = self.log_u[anchors.rows].to(log_means)
+        log_u = log_average(remembered, log_means, self.scheduled_gamma)
         if self.updates_state:
             # All ranks write what all of them found, so that the table stays the same everywhere.
             rows = anchors.gather(anchors.rows).flatten()
-            has_negatives = anchors.gather(log_mean > -torch.inf).flatten()
+            has_negatives = anchors.gather(log_means > -torch.inf).flatten()
             write_log_means(self.log_u, rows, anchors.gather(log_u).flatten(), has_negatives)
-        self.watch(log_mean_exp=log_u)
+        self.record(log_mean_exp=log_u)
         return log_u.nan_to_num(nan=-torch.inf)
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -101,9 +99,6 @@ class ISogCLR(SogCLR):
     w_c = exp(s_c/τ_a)/(n·u_a),
 
         F_a(τ) = τ·log mean_c exp((s_c − s⁺)/τ) + τ·ρ,   ∂F_a/∂τ = log u_a − s⁺/τ_a + ρ − Σ_c w_c (s_c − s⁺)/τ_a
-
-    The weights of a step need not sum to 1. With s_c in place of s_c − s⁺, as in the authors' program for images (that
-    for images and texts has s_c − s⁺), errors of their sum move τ_a, and most anchors end at `min_temperature`.
 
     The embeddings' gradient Σ_c w_c ∇s_c − ∇s⁺ is scaled by 1/temperature, the starting τ, as in all other objectives;
     with frozen τ_a it is that of SogCLR.
@@ -131,18 +126,13 @@ class ISogCLR(SogCLR):
         **common: Any,
     ) -> None:
         super().__init__(**common)
-        if radius < 0 or temperature_rate < 0 or not 0 <= temperature_momentum < 1:
-            given = f"{radius}, {temperature_rate}, {temperature_momentum}"
-            fail(
-                self,
-                "radius and temperature_rate",
-                f"must be 0 or more, temperature_momentum in [0, 1); they are {given}",
-            )
-        if not 0 < min_temperature <= max_temperature:
-            ends = f"{min_temperature} and max_temperature {max_temperature}"
-            fail(self, "min_temperature", f"{ends} must satisfy 0 < min ≤ max")
+        check_range("radius", radius, "[0, inf)")
+        check_range("temperature_rate", temperature_rate, "[0, inf)")
+        check_range("temperature_momentum", temperature_momentum, "[0, 1)")
+        check_range("max_temperature", max_temperature, "(0, inf)")
+        check_range("min_temperature", min_temperature, f"(0, {max_temperature}]")
         if self.log_temperature.requires_grad:
-            fail(self, "learnable_temperature", "does not apply; every anchor learns its own temperature")
+            fail("learnable_temperature", "does not apply; every anchor learns its own temperature")
         self.radius = radius
         self.temperature_rate = temperature_rate
         self.temperature_momentum = temperature_momentum
@@ -155,28 +145,27 @@ class ISogCLR(SogCLR):
         with torch.no_grad():
             tau = self.tau[anchors.rows].to(anchors.embeddings)
             positive = anchors.positive_similarities
-            log_mean, mean_similarity = anchors.by_blocks(self._statistics, tau)
-            log_u = self.update_averages(anchors, log_mean)
+            log_means, mean_similarity = anchors.in_blocks(self._statistics, tau)
+            log_u = self.update_averages(anchors, log_means)
             if self.temperature_rate and self.updates_state:
-                weighted_margin = torch.exp(log_mean - log_u) * (mean_similarity - positive)  # Σ_c w_c (s_c − s⁺)
+                weighted_margin = torch.exp(log_means - log_u) * (mean_similarity - positive)  # Σ_c w_c (s_c − s⁺)
                 slope = log_u - positive / tau + self.radius - weighted_margin / tau
-                self._move_temperatures(anchors, slope, log_mean > -torch.inf)
+                self._move_temperatures(anchors, slope, log_means > -torch.inf)
             value = self.log_odds(log_u + self.corpus.log_num_negatives(anchors), positive / tau)
-        self.watch(own_temperature=tau)
-        return anchors.by_blocks(self._own_losses, tau, log_u, value)
+        self.record(own_temperature=tau)
+        losses: Tensor = anchors.in_blocks(self._weigh_by_own, tau, log_u, value)
+        return losses
 
     @staticmethod
     def _statistics(block: Anchors, tau: Tensor) -> tuple[Tensor, ...]:
         """(X, A) log of the mean of exp(s/τ_a); (X, A) the mean similarity under the softmax, NaN without negatives."""
         similarities = block.similarities  # (X, a, C)
-        not_negative = block.not_negative
-        logits = (similarities / tau[..., None]).masked_fill(not_negative, -torch.inf)
-        log_mean = logits.logsumexp(dim=-1) - log_count(~not_negative, like=logits)
+        logits = (similarities / tau[..., None]).masked_fill(block.not_negative, -torch.inf)
         mean_similarity = (logits.softmax(dim=-1) * similarities).sum(dim=-1)
-        return log_mean, mean_similarity
+        return log_mean(logits), mean_similarity
 
     @staticmethod
-    def _own_losses(block: Anchors, tau: Tensor, log_u: Tensor, value: Tensor) -> Tensor:
+    def _weigh_by_own(block: Anchors, tau: Tensor, log_u: Tensor, value: Tensor) -> Tensor:
         similarities = block.similarities
         with torch.no_grad():
             not_negative = block.not_negative

@@ -27,13 +27,11 @@ def log_average(log_old: Tensor, log_new: Tensor, rate: float) -> Tensor:
 
 
 def first_occurrence(ids: Tensor, preferred: Tensor | None = None) -> Tensor:
-    """(n,) for each position, the first position with the same id. Indexing with it makes duplicates write one value.
+    """(n,) for each row, the first row with the same id (n,), or the first `preferred` (n,) one.
 
-    Args:
-        ids: (n,) of 0 or more.
-        preferred: (n,) positions that come before all others of their id.
+    Indexing with it makes duplicates write one value: which of several writes to a row wins is undefined on a GPU.
     """
-    # Even keys for preferred positions, odd ones for others: the smallest key of an id sorts first.
+    # Even keys for preferred rows, odd ones for others: the smallest key of an id sorts first.
     smallest = 2 * ids
     keys = smallest
     if preferred is not None:
@@ -43,30 +41,15 @@ def first_occurrence(ids: Tensor, preferred: Tensor | None = None) -> Tensor:
 
 
 def mean_over_duplicates(values: Tensor, usable: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each item's usable values.
-
-    Args:
-        values: (n,).
-        usable: (n,) whether a value counts.
-        first: (n,) from `first_occurrence`.
-
-    Returns:
-        (n,) the mean over all positions of the same item; (n,) whether it has any usable value.
-    """
+    """(n,) the mean of the usable values (n,) of the same item, by `first_occurrence`; (n,) whether it has any."""
     total = torch.zeros_like(values).index_add(0, first, values.masked_fill(~usable, 0.0))[first]
     count = torch.zeros_like(values).index_add(0, first, usable.to(values))[first]
     return total / count.clamp(min=1), count > 0
 
 
 def write_log_means(table: Tensor, rows: Tensor, log_values: Tensor, usable: Tensor) -> None:
-    """Write logs into a table; an item with several rows (two views, several captions) takes the log of their mean.
-
-    Args:
-        table: (N,), changed in place.
-        rows: (n,) rows of the table.
-        log_values: (n,).
-        usable: (n,) whether a value counts; a row of the table without any stays as it is.
-    """
+    """Write logs (n,) into rows (n,) of a table where `usable` (n,); an item with several rows (two views, several
+    captions) takes the log of their mean."""
     first = first_occurrence(rows)
     log_values = log_values.masked_fill(~usable, -torch.inf)
     # Scaled by the largest of an item's values, so that exp stays in range.
@@ -76,7 +59,5 @@ def write_log_means(table: Tensor, rows: Tensor, log_values: Tensor, usable: Ten
 
 
 def write_rows(table: Tensor, rows: Tensor, values: Tensor, written: Tensor) -> None:
-    """Write values (n, …) into the rows (n,) of a table where `written` (n,); duplicates must bring equal values."""
-    mask = written.view(-1, *[1] * (values.dim() - 1))
-    # A masked assignment would wait for the device to count the mask.
-    table[rows] = torch.where(mask, values.to(table), table[rows])
+    """Write values (n,) into the rows (n,) of a table where `written` (n,); duplicates must bring equal values."""
+    table[rows] = torch.where(written, values.to(table), table[rows])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -77,6 +78,8 @@ WRAPPED = [
     Setting(_named("MomentumQueue"), False, {"queue_size": 12}, wrapper="Matryoshka"),
     Setting(_named("InfoNCE"), False, wrapper="Distilled"),
 ]
+# The further variants of an objective run at night.
+EVERY = [*FIRST, *WRAPPED, *(pytest.param(s, marks=pytest.mark.nightly) for s in SETTINGS if s not in FIRST)]
 # One of each mechanism: moving averages, chains, memories.
 THREE = [s for s in FIRST if s.objective.__name__ in ("SogCLR", "ISIR", "NegativeCache") and not s.views]
 

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from dualenc.objectives import memory
 from dualenc.objectives.global_cache import mean_shares
-from dualenc.objectives.memory import Attention, Draws, EmbeddingMemory, inverse_cdf, sample
+from dualenc.objectives.memory import Attention, EmbeddingMemory, MemoryDraws, inverse_cdf, sample
 
 N, D, TAU = 300, 8, 0.2
 EMPTY = torch.arange(N) % 3 == 0
@@ -29,7 +29,7 @@ def filled_memory(dtype: torch.dtype = torch.float32) -> tuple[EmbeddingMemory, 
     return found, vectors
 
 
-def draw_for(found: EmbeddingMemory, queries: Tensor, hidden: Tensor, counts: Tensor | None = None) -> Draws:
+def draw_for(found: EmbeddingMemory, queries: Tensor, hidden: Tensor, counts: Tensor | None = None) -> MemoryDraws:
     uniform = torch.rand(2, len(queries), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return found.draw(queries, hidden, uniform, counts)
 
@@ -93,8 +93,8 @@ def test_runs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found, vectors = filled_memory(torch.float64)
     query = vectors[:9] / TAU, torch.arange(9)[:, None]
     results = []
-    for entries in (memory.RUN_ENTRIES, 9 * found.block_size):
-        monkeypatch.setattr(memory, "RUN_ENTRIES", entries)
+    for entries in (memory.PART_ENTRIES, 9 * found.block_size):
+        monkeypatch.setattr(memory, "PART_ENTRIES", entries)
         results.append((*found.attend(*query, num_hardest=2), *draw_for(found, *query)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)

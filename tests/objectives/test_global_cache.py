@@ -316,7 +316,7 @@ def test_a_step_looks_at_a_random_pool_and_what_its_anchors_keep(monkeypatch: py
     assert len(torch.cat(looked_at).unique()) == 1000, "other blocks in every step"
     similarities = (corpus.left[0] @ corpus.right.T).detach()
     similarities[0] = -1
-    assert set(criterion.kept[0].tolist()) == set(similarities.topk(8).indices.tolist()), "the hardest are found"
+    assert set(criterion.hardest[0].tolist()) == set(similarities.topk(8).indices.tolist()), "the hardest are found"
 
 
 @pytest.mark.slow
@@ -324,7 +324,7 @@ def test_the_partition_function_of_a_pool_is_unbiased() -> None:
     """Over random pools, whatever is kept."""
     criterion, corpus = filled(1000, pool=256)
     criterion.eval()
-    criterion.kept[:4] = torch.arange(32).view(4, 8) * 31
+    criterion.hardest[:4] = torch.arange(32).view(4, 8) * 31
     exact = (corpus.left[:4] @ corpus.right.T / TAU).detach().exp()
     exact[torch.arange(4), torch.arange(4)] = 0
     sums = []
@@ -344,7 +344,7 @@ def test_what_lies_outside_a_pool_may_be_nearer_than_all_inside_it() -> None:
     far, near = torch.eye(4)[0], torch.eye(4)[1]
     nobody, items = torch.tensor([[-1]]), torch.arange(2)
     given = (near[None] / 0.005, nobody, torch.zeros(1), items, torch.stack([far, near]))
-    pool = Pool(items[:1], torch.zeros(1), is_looked_at=items < 1, log_chance=math.log(0.1))
+    pool = Pool(items[:1], torch.zeros(1), in_pool=items < 1, log_chance=math.log(0.1))
     shares = mean_shares(*(tensor[None] for tensor in given), pools=[pool])
     assert shares.tolist() == [pytest.approx([1.0, 0.1], rel=1e-5)]
     corpus = Corpus.make(0, 1000)

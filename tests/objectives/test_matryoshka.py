@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -127,19 +126,6 @@ def test_prefixes_of_half_precision_are_scaled_in_full(dtype: torch.dtype) -> No
     found = Matryoshka(InfoNCE(), [16])(left, right, torch.arange(NUM)).loss
     scaled = (normalize(vectors.double()[:, :16], dim=1) for vectors in (left, right))
     torch.testing.assert_close(found.double(), InfoNCE()(*scaled, torch.arange(NUM)).loss, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dims", [[], [2, 2], [0, 3], [2, 2.5], [True]])
-def test_lengths_that_are_none_are_refused(dims: Any) -> None:
-    with pytest.raises(DualencError, match="Matryoshka: dims are") as caught:
-        Matryoshka(InfoNCE(), dims)
-    assert "\n" not in str(caught.value)
-
-
-def test_more_components_than_the_embeddings_have_are_refused() -> None:
-    left, right = (normalize(values, dim=1) for values in features().values())
-    with pytest.raises(DualencError, match="but the embeddings have 6"):
-        Matryoshka(InfoNCE(), [3, 7])(left, right, torch.arange(NUM))
 
 
 def test_what_is_set_reaches_every_length() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dualenc.objectives import NegativeCache
-from dualenc.objectives.memory import Draws, EmbeddingMemory
+from dualenc.objectives.memory import EmbeddingMemory, MemoryDraws
 from tests.objectives.slow import Case, Corpus, Item, gradients, is_hidden, item_anchors, make_case, vector_of
 
 
@@ -18,7 +18,7 @@ def gradient_and_draws(criterion: NegativeCache, case: Case, corpus: Corpus) -> 
     drawn: list[Item | None] = []
     original = EmbeddingMemory.draw
 
-    def watched(memory: EmbeddingMemory, *query: Tensor) -> Draws:
+    def watched(memory: EmbeddingMemory, *query: Tensor) -> MemoryDraws:
         draws = original(memory, *query)
         side = "right" if memory is criterion.memories[0] else "left"
         for item in draws.keys.tolist():

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.errors import DualencError
-from dualenc.objectives import InfoNCE, MomentumQueue
+from dualenc.objectives import MomentumQueue
 from tests.objectives.slow import Case, Item, batch_items, gradients, is_hidden, item_anchors, make_case
 
 TAU, SIZE, STEPS = 0.3, 14, 5
@@ -117,21 +117,6 @@ def test_the_loss_is_reported_once_the_queue_is_full() -> None:
         criterion(left.requires_grad_(), right, torch.arange(3), keys_left=keys_left, keys_right=keys_right)
         reported.append(criterion.reports_loss)
     assert reported == [False, True, True]
-
-
-def test_keys_that_do_not_fit_are_refused() -> None:
-    left, right = unit(0, 2, 3)
-    ids = torch.arange(3)
-    for given, message in (
-        ({}, "MomentumQueue: keys_left and keys_right are missing; pass the momentum encoder's embeddings"),
-        ({"keys_left": left}, "keys_right are missing"),
-        ({"keys_left": left, "keys_right": right[:2]}, r"keys_right has shape \(2, 6\); it must be \(3, 6\)"),
-        ({"keys_left": left, "keys_right": 2 * right}, r"keys_right has rows of norm in \[2, 2\]"),
-    ):
-        with pytest.raises(DualencError, match=message):
-            MomentumQueue()(left, right, ids, **given)
-    with pytest.raises(DualencError, match="InfoNCE: keys_left and keys_right are of a momentum encoder; leave"):
-        InfoNCE()(left, right, ids, keys_left=left, keys_right=right)
 
 
 def test_a_queue_of_another_size_is_refused_and_nothing_is_loaded() -> None:
