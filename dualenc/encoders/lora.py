@@ -58,7 +58,8 @@ def adapt(module: nn.Module, rank: int, alpha: float | None = None, targets: Seq
         for name in WEIGHT_NAMES:
             weight = getattr(layer, name, None)
             if isinstance(weight, nn.Parameter):
-                low_rank = LowRank(*weight.shape, rank, 2 * rank if alpha is None else alpha)
+                rows, columns = weight.shape
+                low_rank = LowRank(rows, columns, rank, 2 * rank if alpha is None else alpha)
                 parametrize.register_parametrization(layer, name, low_rank.to(weight.device))
 
 

@@ -18,47 +18,44 @@ from dualenc.batching import BatchSelector, SpectralBatches
 class SelectedBatchSampler(DefaultBatchSampler):
     """Batch sampler of sentence-transformers that a `BatchSelector` fills; see `selected_batches`.
 
-    Before each epoch but the first, the processes share the work of embedding all pairs. A run that resumes within an
-    epoch embeds them with the weights of the checkpoint, so the rest of this epoch has other batches: for exact
-    resumption save at the ends of epochs.
+    Before each epoch but the first, all pairs are embedded. A run that resumes within an epoch embeds them with the
+    weights of the checkpoint, so for exact resumption save at the ends of epochs.
 
     Args:
         dataset: anchors and positives in its first two columns.
         model: embeds them.
         selector: chooses batches for all processes together.
-        encode_batch_size: texts that are encoded at once.
     """
 
-    def __init__(
-        self, dataset: Dataset, model: SentenceTransformer, selector: BatchSelector, encode_batch_size: int = 64
-    ) -> None:
+    def __init__(self, dataset: Dataset, model: SentenceTransformer, selector: BatchSelector) -> None:
         per_process = selector.batch_size // distributed.world_size()
         super().__init__(SequentialSampler(dataset), batch_size=per_process, drop_last=True)
         self.dataset = dataset
         self.model = model
         self.selector = selector
-        self.encode_batch_size = encode_batch_size
 
     def __len__(self) -> int:
         return self.selector.num_batches * distributed.world_size()
 
     def __iter__(self) -> Iterator[list[int]]:
-        left = right = None
+        left = None
+        right = None
         if self.epoch and self.selector.needs_embeddings:
-            left, right = (self._embed(name) for name in self.dataset.column_names[:2])
+            left = self._embed(self.dataset.column_names[0])
+            right = self._embed(self.dataset.column_names[1])
         for batch in self.selector.select(self.epoch, left, right):
             # The data loader deals them out to the processes in turn.
             for part in np.split(batch, distributed.world_size()):
                 yield part.tolist()
 
     def _embed(self, column: str) -> np.ndarray:
-        """(N, D) unit vectors of a column."""
+        """(N, D) unit vectors of a column; each process encodes its share."""
         texts = self.dataset[column]
         share = distributed.rank_slice(len(texts))
         was_training = self.model.training
         part = self.model.encode(
             list(texts[share]),
-            batch_size=self.encode_batch_size,
+            batch_size=64,
             normalize_embeddings=True,
             show_progress_bar=distributed.is_main(),
         )

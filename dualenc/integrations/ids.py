@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import Dataset
 from torch import Tensor
 
@@ -43,17 +42,13 @@ class PairTexts:
 def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
     """Add a column `label` of ids, [anchor, positive, *negatives]; equal texts have equal ids.
 
-    Ids are those of the data set's order: keep it for runs that resume, and shuffle by the trainer.
+    Ids follow the data set's order: keep it for runs that resume, and shuffle by the trainer.
 
     Args:
         dataset: text columns: anchor, positive, then negatives, whatever their names.
 
     Returns:
         The data set with ids, and the texts by id, for objectives that encode texts outside the batch.
-
-    Raises:
-        DualencError: no `datasets.Dataset`, fewer than two columns, a column that holds no texts, a row without a text,
-            or a `label` already.
     """
     if not isinstance(dataset, Dataset):
         kind = type(dataset).__name__
@@ -66,14 +61,16 @@ def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
         if not (pa.types.is_string(table[name].type) or pa.types.is_large_string(table[name].type)):
             raise DualencError(f"column {name} holds {table[name].type}, not texts; keep columns of texts")
         if count := table[name].null_count:
-            row = pc.index(pc.is_null(table[name]), True).as_py()
             advice = f"remove them: dataset.filter(lambda row: row[{name!r}] is not None)"
-            raise DualencError(f"column {name} has no text in {count} rows, the first of them row {row}; {advice}")
+            raise DualencError(f"column {name} has no text in {count} rows; {advice}")
     left_ids, left = _distinct(table[names[0]].chunks)
-    right_ids, right = _distinct([chunk for name in names[1:] for chunk in table[name].chunks])
+    right_chunks = [chunk for name in names[1:] for chunk in table[name].chunks]
+    right_ids, right = _distinct(right_chunks)
     ids = np.concatenate([left_ids[None], right_ids.reshape(len(names) - 1, -1)])
-    counts = np.bincount(ids[0], minlength=len(left)), np.bincount(ids[1], minlength=len(right))
-    return dataset.add_column("label", ids.T.tolist()), PairTexts(left, right, counts)
+    left_counts = np.bincount(ids[0], minlength=len(left))
+    right_counts = np.bincount(ids[1], minlength=len(right))
+    with_labels = dataset.add_column("label", ids.T.tolist())
+    return with_labels, PairTexts(left, right, (left_counts, right_counts))
 
 
 def _distinct(chunks: Sequence[pa.Array]) -> tuple[np.ndarray, pa.Array]:

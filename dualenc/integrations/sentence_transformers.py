@@ -37,17 +37,13 @@ Outside = list[tuple[Features, RandContext, Tensor]]
 class GlobalLoss(nn.Module):
     """An objective as a loss of sentence-transformers.
 
-    While training, the labels are ids, see `with_ids`. In evaluation nothing of the objective's state is read or
-    written: the value is InfoNCE's over the batch, with the same τ.
+    The labels are ids, see `with_ids`. In evaluation the value is InfoNCE's over the batch, with the same τ.
 
     Args:
         model: the encoder; its embeddings are scaled to length one.
         objective: of two towers, such as `SogCLR(num_left=…, num_right=…)`.
         texts: of `with_ids`; needed by objectives that encode texts outside the batch (ISIR, EMC2, GlobalCache, …).
-        prompts: what `args.prompts` puts before the anchors and before the other texts, if anything.
-
-    Raises:
-        DualencError: the objective needs texts, or is of other sizes; in `forward`, labels that are not ids.
+        prompts: put by `args.prompts` before the anchors and before the other texts, if any.
     """
 
     def __init__(
@@ -73,12 +69,7 @@ class GlobalLoss(nn.Module):
         self.prompts: dict[Side, str | None] = {"left": prompts[0], "right": prompts[1]}
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor) -> Tensor:
-        """The loss of this process's part of a batch, a scalar.
-
-        Args:
-            sentence_features: tokenized anchors, positives and negatives.
-            labels: (b, 2 + number of negative columns) ids.
-        """
+        """The loss of tokenized anchors, positives and negatives with ids (b, 2 + number of negative columns)."""
         embeddings = [self.model(features)["sentence_embedding"] for features in sentence_features]
         return self.loss(embeddings, labels, self.encode)
 
@@ -99,7 +90,8 @@ class GlobalLoss(nn.Module):
         if negatives:
             ids = torch.stack(negative_ids)
             # A negative that a row repeats counts once.
-            is_first = torch.stack([(ids[:column] != ids[column]).all(dim=0) for column in range(len(ids))]).flatten()
+            columns = [(ids[:column] != ids[column]).all(dim=0) for column in range(len(ids))]
+            is_first = torch.cat(columns)
             mined = {"negatives": torch.cat(negatives)[is_first], "negative_id": ids.flatten()[is_first]}
         encode = encode if self.objective.needs_encode else None  # type: ignore[assignment]
         return self.objective(left, right, left_id, right_id, encode, **mined).loss
@@ -128,7 +120,7 @@ class GlobalLoss(nn.Module):
         return getattr(self.model, "module", self.model)
 
     def get_config_dict(self) -> Mapping[str, Any]:
-        """What model cards say."""
+        """The settings in model cards."""
         return {"objective": self.objective.name, "temperature": self.objective.temperature.item()}
 
 

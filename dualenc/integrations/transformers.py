@@ -33,16 +33,12 @@ STATE_FILE = "objective.pt"
 class ObjectiveStateMixin:
     """Trainer mixin: saves, resumes and steps the objectives of a `transformers.Trainer`.
 
-    The trainer itself saves the model only, and averages the gradients of the model only. With the mixin a checkpoint
-    holds the objectives' state (averages, chains, memories, a learnable τ), `resume_from_checkpoint` restores it, a
-    learnable τ is trained with the mean gradient of all processes, and schedules follow the training.
+    A checkpoint holds the objectives' state (averages, chains, memories, a learnable τ), `resume_from_checkpoint`
+    restores it, a learnable τ is trained with the mean gradient of all processes, and schedules follow the training.
 
     Attributes:
         objective: the loss; set it before `train()`. Trainers that keep their losses in `loss`, as
             `SentenceTransformerTrainer` does, need not.
-
-    Raises:
-        DualencError: on resuming, if the checkpoint holds no state of the loss, or that of another one.
     """
 
     objective: nn.Module | None = None
@@ -54,16 +50,16 @@ class ObjectiveStateMixin:
     def objectives(self) -> dict[str, Objective]:
         """The objectives by name: of `objective`, or inside of the trainer's losses."""
         losses = self.objective if self.objective is not None else getattr(self, "loss", None)
-        named = losses.items() if isinstance(losses, dict) else [("loss", losses)]
-        found: dict[str, Objective] = {}
-        for name, loss in named:
+        named = losses if isinstance(losses, dict) else {"loss": losses}
+        objectives: dict[str, Objective] = {}
+        for name, loss in named.items():
             if isinstance(loss, nn.Module):
-                found |= _outermost(name, loss)
-        if not found:
+                objectives |= _outermost(name, loss)
+        if not objectives:
             raise DualencError("the trainer has no objective; set trainer.objective, or pass loss=GlobalLoss(…)")
-        for objective in found.values():
+        for objective in objectives.values():
             refuse_momentum(objective)
-        return found
+        return objectives
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The trainer's optimizer, which also trains a learnable τ."""
@@ -71,7 +67,7 @@ class ObjectiveStateMixin:
         present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         missing = [parameter for parameter in self._own_parameters() if id(parameter) not in present]
         if missing:
-            # Without weight decay, which would draw log τ to 0.
+            # Weight decay would draw log τ to 0.
             optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
         return optimizer
 
@@ -99,8 +95,7 @@ class ObjectiveStateMixin:
         state = torch.load(path, map_location="cpu", weights_only=True)
         objectives = self.objectives()
         if state.keys() != objectives.keys():
-            expected = ", ".join(state)
-            raise DualencError(f"{path}: of the losses {expected}, not {', '.join(objectives)}; resume with those")
+            raise DualencError(f"{path}: of the losses {list(state)}, not {list(objectives)}; resume with those")
         for name, objective in objectives.items():
             device = objective.log_temperature.device
             objective.load_state_dict(state[name])
@@ -111,14 +106,14 @@ def _outermost(name: str, module: nn.Module) -> dict[str, Objective]:
     """The objectives in a module; not those that others wrap."""
     if isinstance(module, Objective):
         return {name: module}
-    found: dict[str, Objective] = {}
+    objectives: dict[str, Objective] = {}
     for child_name, child in module.named_children():
-        found |= _outermost(f"{name}.{child_name}", child)
-    return found
+        objectives |= _outermost(f"{name}.{child_name}", child)
+    return objectives
 
 
 class _Steps(TrainerCallback):
-    """What objectives need around a step of the optimizer."""
+    """Steps the objectives with the optimizer."""
 
     def __init__(self, trainer: ObjectiveStateMixin) -> None:
         self.trainer = trainer

@@ -230,7 +230,7 @@ def test_mistakes_are_one_line(model_folder: Path) -> None:
     with pytest.raises(DualencError, match="column year holds int64"):
         with_ids(Dataset.from_dict({"text": ["a"], "year": [1]}))
     gaps = Dataset.from_dict({"q": ["a", "b", "c"], "p": ["x", None, None]})
-    with pytest.raises(DualencError, match="column p has no text in 2 rows, the first of them row 1; remove them"):
+    with pytest.raises(DualencError, match="column p has no text in 2 rows; remove them"):
         with_ids(gaps)
     assert with_ids(gaps.filter(lambda row: row["p"] is not None))[1].num_left == 1
     for other in (gaps.to_iterable_dataset(), DatasetDict(train=gaps), [{"q": "a", "p": "b"}], gaps.to_pandas()):
