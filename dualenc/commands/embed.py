@@ -24,9 +24,9 @@ def embed(
 ) -> None:
     """Embed a corpus with one side of a model, into a folder of Arrow files.
 
-    The same command again resumes an interrupted run. Started several times, on any machines that share the folder, at
-    any moment (`sbatch --array=1-8`, spot machines, `accelerate launch -m dualenc embed …`), it shares the work: each
-    process locks one shard after the other, and one that dies loses no more than its shard.
+    The same command resumes an interrupted run. Started several times, on machines that share the folder
+    (`sbatch --array=1-8`, `accelerate launch -m dualenc embed …`), it shares the work: each process locks one shard
+    after the other.
 
     Args:
         model: model folder or name.

@@ -13,7 +13,7 @@ from dualenc.commands.embed import embed
 from dualenc.commands.options import BUILD, SOURCE, BuildOptions, EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
 from dualenc.files import remove as remove_path
-from dualenc.reading import open_regular, read_json_object
+from dualenc.reading import read_json_object
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ def index(
     append: bool = False,
     remove: str | None = None,
     verify: bool = False,
-    embeddings: str | None = None,
     bm25: bool = False,
     texts: bool = False,
     side: Literal["left", "right"] | None = None,
@@ -43,13 +42,13 @@ def index(
 ) -> None:
     """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA; append to one, remove from one, or verify one.
 
-    What was built is measured: recall@10 against exact search, and how long a query takes. An IVF index that half of
-    the memory does not hold is filled in parts and merged on disk: the same command resumes an interrupted build, and
-    several of them at once share the parts.
+    The index is measured: recall@10 against exact search, and the time of a query. An IVF index that half of the memory
+    does not hold is filled in parts and merged on disk: the same command resumes an interrupted build, and several of
+    them at once share the parts.
 
-    With --bm25 the words of the texts are indexed, too, for `search --hybrid`, and with --texts the texts are kept for
-    `search --rerank`: from DATA, or from where the embeddings were made of. `dualenc index INDEX [DATA] --bm25 --texts`
-    does so for an index that is there.
+    --bm25 also indexes the words of the texts, for `search --hybrid`, and --texts keeps the texts, for
+    `search --rerank`: those of DATA, or those that were embedded. `dualenc index INDEX [DATA] --bm25 --texts` adds them
+    to an index.
 
     Args:
         source: folder of embeddings, model folder or name; for --remove, --verify, --bm25 and --texts also that of an
@@ -59,7 +58,6 @@ def index(
         append: add the vectors to the index that is in out.
         remove: file with ids, one a line, to take out of the index.
         verify: compare every file of an index or of embeddings with its checksum.
-        embeddings: with a model: folder to keep the embeddings in; by default they are removed when done.
         bm25: index the words of the texts beside the vectors.
         texts: keep the whole texts beside the vectors, for a cross-encoder to read.
         side: with a model: left or right; by default documents, or whatever the data holds.
@@ -68,44 +66,51 @@ def index(
     """
     from dualenc import distributed
     from dualenc.commands.output import start_processes, writing
-    from dualenc.search import is_index
-    from dualenc.search.qdrant import is_pushed
 
     if verify:
         return _verify(source)
     if remove is not None:
         return _remove(source, remove)
-    add_texts = bm25 or texts
-    if out is None and add_texts and (is_index(source) or (texts and is_pushed(source))):
-        if bm25 and is_pushed(source):
-            raise DualencError(f"{source}: an engine is searched by vectors alone; leave --bm25 out")
-        return _write_texts(source, _open_texts(source, data, items), bm25=bm25, texts=texts)
     if out is None:
-        raise DualencError("dualenc index needs --out; name the folder of the index")
+        return _add_texts(source, data, items, bm25=bm25, texts=texts)
     _check_build(source, data, out, build, items, append)
-    if append:
-        add_texts = _check_texts_of(out, bm25=bm25, texts=texts)
+    needs_texts = _check_texts_of(out, bm25=bm25, texts=texts) if append else bm25 or texts
     # Opened before the work: data that cannot be reached leaves no index without its texts.
-    corpus = _open_texts(source, data, items) if add_texts else None
+    corpus = _open_texts(source, data, items) if needs_texts else None
     folder = Path(source)
     with ExitStack() as lock:
         if data is not None:
             start_processes(device)
             lock.enter_context(writing(out, wait=append))
-            # Hidden beside the index unless the user wants to keep them. The hidden folder outlives a failed build: a
-            # factory string that FAISS refuses does not cost the embedding.
+            # Beside the index, and there after a failed build: a factory string that FAISS refuses does not cost the
+            # embedding.
             target = Path(os.path.abspath(out))
-            folder = Path(embeddings or target.with_name(f".{target.name}.embeddings"))
-            options = EmbedOptions(batch_size=batch_size, dim=None if embeddings else build.dim)
+            folder = target.with_name(f".{target.name}.embeddings")
+            options = EmbedOptions(batch_size=batch_size, dim=build.dim)
             embed(source, data, out=str(folder), side=side, source=items, options=options, device=device)
         if not distributed.is_main():
             return None
-        _build(folder, out, build, append, corpus)
-        if corpus is not None and not append:
-            _write_texts(out, corpus, bm25=bm25, texts=texts)
-        if data is not None and embeddings is None:
+        if append:
+            _append(folder, out, build.dim, corpus)
+        else:
+            _build(folder, out, build, corpus)
+            if corpus is not None:
+                _write_texts(out, corpus, bm25=bm25, texts=texts)
+        if data is not None:
             remove_path(folder)
     return None
+
+
+def _add_texts(source: str, data: str | None, items: SourceOptions, *, bm25: bool, texts: bool) -> None:
+    """Add BM25 or texts to an index or a pushed collection that is already there."""
+    from dualenc.search import is_index
+    from dualenc.search.qdrant import is_pushed
+
+    if not (bm25 or texts) or not (is_index(source) or is_pushed(source)):
+        raise DualencError("dualenc index needs --out; name the folder of the index")
+    if bm25 and is_pushed(source):
+        raise DualencError(f"{source}: an engine is searched by vectors alone; leave --bm25 out")
+    _write_texts(source, _open_texts(source, data, items), bm25=bm25, texts=texts)
 
 
 def _check_build(
@@ -134,24 +139,27 @@ def _check_build(
         raise DualencError(f"{source}: holds embeddings; `dualenc embed … --columns` keeps columns, not index")
 
 
-def _build(folder: Path, out: str, build: BuildOptions, append: bool, corpus: Corpus | None) -> None:
-    """Build an index from a folder of embeddings, or append them to one, and print what came of it."""
-    from dualenc.search import Embeddings, Index, change
+def _append(folder: Path, out: str, dim: int | None, corpus: Corpus | None) -> None:
+    from dualenc.search import Embeddings, change
+
+    added = _first(Embeddings.open(folder, verify=True), dim)
+    appended = change.append(out, added, corpus)
+    print(printable(f"{len(added):,} vectors appended, now {len(appended):,} → {out}"))
+
+
+def _build(folder: Path, out: str, build: BuildOptions, corpus: Corpus | None) -> None:
+    from dualenc.search import Embeddings, Index
     from dualenc.search.index import rows_in
     from dualenc.search.kinds import parse_bytes
 
-    added = _first(Embeddings.open(folder, verify=True), build.dim)
-    if append:
-        appended = change.append(out, added, corpus)
-        print(printable(f"{len(added):,} vectors appended, now {len(appended):,} → {out}"))
-        return
+    vectors = _first(Embeddings.open(folder, verify=True), build.dim)
     if corpus is not None:
-        rows_in(corpus, added, folder)
+        rows_in(corpus, vectors, folder)
     options: dict[str, Any] = {name: value for name, value in vars(build).items() if name != "dim"}
     if build.queries is not None:
         options["queries"] = _first(Embeddings.open(build.queries), build.dim).vectors[: build.recall_queries]
     options["memory"] = None if build.memory is None else parse_bytes(build.memory)
-    _describe(Index.build(added, None, folder=out, progress=True, **options), out, options["memory"])
+    _describe(Index.build(vectors, None, folder=out, progress=True, **options), out, options["memory"])
 
 
 def _first(embeddings: Embeddings, dim: int | None) -> Embeddings:
@@ -218,8 +226,8 @@ def _verify(folder: str) -> None:
     from dualenc.data.embeddings import is_embeddings
     from dualenc.search import Embeddings, Index
 
-    opened: Index | Embeddings
-    opened = Embeddings.open(folder, verify=True) if is_embeddings(folder) else Index.open(folder, verify=True)
+    kind: type[Index] | type[Embeddings] = Embeddings if is_embeddings(folder) else Index
+    opened = kind.open(folder, verify=True)
     size = sum(path.stat().st_size for path in Path(folder).iterdir())
     print(printable(f"{folder}: {len(opened):,} vectors, {size / 2**20:,.1f} MiB, every file as it was written"))
 
@@ -229,10 +237,10 @@ def _remove(folder: str, path: str) -> None:
     from dualenc.search import change
 
     try:
-        # Not `splitlines`: an id may hold other separators than a line break.
-        with open_regular(path) as stream:
-            ids = [line for line in stream.read().decode("utf-8-sig").replace("\r\n", "\n").split("\n") if line]
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DualencError(f"{path}: cannot be read ({error}); give a text file with one id a line") from None
+    # Not `splitlines`: an id may hold other separators than a line break.
+    ids = [line for line in text.split("\n") if line]
     changed = change.remove(folder, ids)
     print(printable(f"{len(set(ids)):,} removed, now {len(changed):,} vectors → {folder}"))

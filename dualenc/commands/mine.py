@@ -36,11 +36,11 @@ def mine(
 ) -> None:
     """Mine hard negatives: documents that a model ranks high for a query and that are not judged relevant.
 
-    Known positives are left out by their ids, and with them documents of the same text; queries of the same text share
-    their positives. What scores too close to its positive is left out as likely relevant: by default above 95 % of the
-    positive's score (Moreira et al. 2024); of several limits the lowest counts. Each row keeps the scores of its
-    positives and negatives, as a teacher's. The same command again resumes an interrupted run; with other limits it
-    embeds nothing anew. The processes of `accelerate launch` share the work, and write what one writes.
+    Known positives are removed by id and by text; queries of the same text share theirs. Documents that score too close
+    to the positive are removed as likely relevant: by default above 95 % of its score (Moreira et al. 2024); of several
+    limits the lowest counts. Each row has the scores of its positives and negatives, as of a teacher. The same command
+    resumes an interrupted run; with other limits it embeds nothing anew. The processes of `accelerate launch` share
+    the work.
 
     Args:
         model: model folder or name, of kind query-document or vector.
@@ -63,42 +63,38 @@ def mine(
     from dualenc.commands.output import embed_into, open_model, start_processes, writing
     from dualenc.data.corpus import corpora
     from dualenc.data.sources import open_pairs
+    from dualenc.evaluation import plots
     from dualenc.search.mining import mine as mine_negatives
     from dualenc.search.rerank import open_cross_encoder
 
-    kept = Path(embeddings or f"{Path(out)}-embeddings")
-    _check(rule, Path(out), kept, plot, factory, batch_size)
+    folder = Path(embeddings or f"{Path(out)}-embeddings")
+    _check(rule, Path(out), folder, plot, factory, batch_size)
     device_to_use = start_processes(device)
     pairs = open_pairs(data, **vars(columns), split=split)
     left, right = corpora(pairs)
     if "image" in (left.modality, right.modality):
         raise DualencError(f"{data}: holds images, and rows of mined negatives hold texts; give texts or vectors")
     encoder = open_model(model, ("query-document", "vector"), device_to_use)
-    rescore = None
-    rescored_by = ""
+    options: dict[str, Any] = {"rule": rule, "form": form, "factory": factory}
     if cross_encoder is not None:
-        rescore, rescored_by = open_cross_encoder(cross_encoder, batch_size=batch_size, device=str(device_to_use))
-    how: dict[str, Any] = {"batch_size": batch_size, "model": model, "dtype": dtype}
+        opened = open_cross_encoder(cross_encoder, batch_size=batch_size, device=str(device_to_use))
+        options["rescore"], options["rescored_by"] = opened
+    embedding: dict[str, Any] = {"batch_size": batch_size, "model": model, "dtype": dtype}
     with writing(out):
-        report = mine_negatives(
-            embed_into(kept / "queries", encoder.left, left, side="left", **how),
-            embed_into(kept / "documents", encoder.right, right, side="right", **how),
-            pairs,
-            Path(out),
-            rule=rule,
-            rescore=rescore,
-            rescored_by=rescored_by,
-            form=form,
-            factory=factory,
-        )
+        queries = embed_into(folder / "queries", encoder.left, left, side="left", **embedding)
+        documents = embed_into(folder / "documents", encoder.right, right, side="right", **embedding)
+        report = mine_negatives(queries, documents, pairs, Path(out), **options)
     if distributed.is_main():
-        _show(report, plot, needs_all=form == "sentence-transformers")
+        _print_report(report, needs_all=form == "sentence-transformers")
+        if plot is not None:
+            plots.save(plots.counts(*report.histogram(), xlabel="score"), plot)
+            print(printable(f"the histogram is in {plot}"))
         summary = f"{report.written:,} rows with {report.negatives:,} negatives → {out}"
-        print(printable(f"{summary}; embeddings in {kept}"))
+        print(printable(f"{summary}; embeddings in {folder}"))
     distributed.barrier()
 
 
-def _check(rule: Rule, target: Path, kept: Path, plot: str | None, factory: str, batch_size: int) -> None:
+def _check(rule: Rule, target: Path, folder: Path, plot: str | None, factory: str, batch_size: int) -> None:
     """Refuse options and output places that would fail after hours of work."""
     from dualenc.data.embeddings import are_embeddings
     from dualenc.search.build import check_factory
@@ -115,20 +111,20 @@ def _check(rule: Rule, target: Path, kept: Path, plot: str | None, factory: str,
             raise DualencError(f"{plot}: a plot is written as .svg, .png or .pdf; name such a file")
         check_writable(Path(plot).parent)
         check_file_target(plot)
-    check_folder_target(kept, are_embeddings, "embeddings of mining")
+    check_folder_target(folder, are_embeddings, "embeddings of mining")
 
 
-def _show(report: Report, plot: str | None, needs_all: bool) -> None:
-    """Print the histogram of scores and the counts, and save the plot; `needs_all`: rows have all their negatives."""
-    from dualenc.evaluation import plots
+def _print_report(report: Report, needs_all: bool) -> None:
+    """Print the histogram of scores and the counts; `needs_all`: rows have all their negatives."""
     from dualenc.evaluation.report import Table, print_table
 
     edges, counts = report.histogram()
-    rows = [
-        {"score": f"{low:.2f} to {high:.2f}", **{name: int(counted[place]) for name, counted in counts.items()}}
-        for place, (low, high) in enumerate(itertools.pairwise(edges))
-    ]
+    rows: list[dict[str, Any]] = []
+    for bin_number, (low, high) in enumerate(itertools.pairwise(edges)):
+        in_bin = {name: int(numbers[bin_number]) for name, numbers in counts.items()}
+        rows.append({"score": f"{low:.2f} to {high:.2f}", **in_bin})
     print_table(Table("Scores", rows))
+    dropped = " (no row)" if needs_all else ""
     numbers = {
         "queries": report.queries,
         "rows written": report.written,
@@ -137,11 +133,8 @@ def _show(report: Report, plot: str | None, needs_all: bool) -> None:
         "dropped as known positives or copies": report.known_positives,
         "dropped as likely false negatives": report.false_negatives,
         "dropped as repeated": report.repeated,
-        f"queries with fewer negatives than asked for{' (no row)' if needs_all else ''}": report.fewer_negatives,
+        f"queries with fewer negatives than asked for{dropped}": report.fewer_negatives,
         "queries without negatives (no row)": report.without_negatives,
         "queries without vectors (no row)": report.without_vectors,
     }
     print_table(Table("Mined", [{"what": name, "number": number} for name, number in numbers.items()]))
-    if plot is not None:
-        plots.save(plots.counts(edges, counts, xlabel="score"), plot)
-        print(printable(f"the histogram is in {plot}"))

@@ -70,7 +70,7 @@ def test_of_questions_with_answers_the_answers_are_embedded(
     questions = toy.texts(40)[:20]
     answers = toy.texts(40)[20:]
     table = write_csv(tmp_path / "qa.csv", ["question", "answer"], zip(questions, answers))
-    run("index", toy_text, table, "--out", tmp_path / "index", "--embeddings", tmp_path / "answers")
+    run("embed", toy_text, table, "--out", tmp_path / "answers")
     vectors = Embeddings.open(tmp_path / "answers").vectors[:]
     np.testing.assert_allclose(vectors, encoded(toy_text, "right", answers), atol=1e-5)
     run("embed", toy_text, table, "--side", "left", "--out", tmp_path / "queries")
@@ -145,9 +145,9 @@ def test_index_with_a_factory_string_keeps_embeddings_on_request(
     tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, kept = tmp_path / "index", tmp_path / "emb"
-    run("index", toy_text, documents, "--out", out, "--factory", "IVF2,Flat", "--nprobe", 2, "--embeddings", kept)
+    run("embed", toy_text, documents, "--out", kept)
+    run("index", kept, "--out", out, "--factory", "IVF2,Flat", "--nprobe", 2)
     assert "(IVF2,Flat, nprobe=2, cosine)" in capsys.readouterr().out
-    assert len(Embeddings.open(kept)) == 60
     run("index", kept, "--out", tmp_path / "hnsw", "--factory", "HNSW8", "--queries", kept, "--recall-queries", 20)
     meta = Index.open(tmp_path / "hnsw").meta
     assert meta["recall_queries"] == 20
