@@ -9,20 +9,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dualenc.data.bad_rows import BadRows
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.detect import detect
 from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_records, read_texts
+from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
-from dualenc.data.skips import Skips
 from dualenc.data.tables import open_table, peek_columns
 from dualenc.data.vectors import VECTOR_NAMES, open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import OnError
 
-MAX_GRADE = 1 << 20
-"""Far above any scale of relevance; the gain of nDCG is linear in the grade."""
-_GRADE = re.compile(r"[+-]?[0-9]{1,7}(\.0+)?")
+_GRADE = re.compile(r"[+-]?[0-9]{1,6}(\.0+)?")
 _HEADERS = ("score", "relevance", "grade")  # of the last column of a qrels file
 
 
@@ -56,11 +55,6 @@ class BeirPairs(PairDataset):
     Attributes:
         queries: the left items with their ids.
         corpus: the right items with their ids.
-
-    Raises:
-        DualencError: a missing file or split, nothing usable.
-        BadSample: under on_error="raise", a malformed line, an empty document, a repeated id, or a judgement that
-            names an unknown query or document.
     """
 
     def __init__(
@@ -75,26 +69,29 @@ class BeirPairs(PairDataset):
     ) -> None:
         if weigh_grades and min_grade < 1:
             raise DualencError(f"weigh_grades with min_grade {min_grade}: a weight is not below 0; give min_grade 1")
-        skips = Skips(path, on_error)
-        file, self.corpus, queries = _open(Path(path), split, titles, (), skips)
+        bad_rows = BadRows(path, on_error)
+        file = _qrels_file(Path(path), split)
+        self.corpus = read_corpus(path, "corpus", titles=titles, bad_rows=bad_rows)
+        queries = read_corpus(path, "queries", bad_rows=bad_rows)
         query_row = {name: row for row, name in enumerate(queries.ids)}
         document_row = {name: row for row, name in enumerate(self.corpus.ids)}
         query_rows = []
         right_id = []
         grades = []
         # Grades below the minimum are judged, but no positives: they are not counted as bad.
-        for line, query, document, grade in read_judgements(file, skips):
+        for line, query, document, grade in read_judgements(file, bad_rows):
             if grade < min_grade:
                 continue
+            position = f"{file}:{line}"
             if query not in query_row:
-                skips.bad("judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl")
+                bad_rows.add("judgement of an unknown query", position, f"{query!r} is not in queries.jsonl")
             elif document not in document_row:
-                skips.bad("judgement of an unknown document", f"{file}:{line}", f"{document!r} is not in corpus.jsonl")
+                bad_rows.add("judgement of an unknown document", position, f"{document!r} is not in corpus.jsonl")
             else:
                 query_rows.append(query_row[query])
                 right_id.append(document_row[document])
                 grades.append(grade)
-        skips.demand(len(right_id), "pair")
+        bad_rows.require(len(right_id), "pair")
         # Queries that no judgement of this split names are no items: training would never see them.
         used, left_id = np.unique(query_rows, return_inverse=True)
         self.queries = queries.take(used)
@@ -107,7 +104,7 @@ class BeirPairs(PairDataset):
             left_modality=self.queries.modality,
             right_modality=self.corpus.modality,
         )
-        self.skipped = skips.report()
+        self.skipped = bad_rows.report()
 
 
 def read_beir(
@@ -127,33 +124,78 @@ def read_beir(
         folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz. Vectors may
             take the place of texts, as for `BeirPairs`, whose arguments the others are.
         columns: further fields of the documents, for `corpus.columns`, to filter by.
-
-    Raises:
-        DualencError: a missing file, split or column, nothing usable.
-        BadSample: what `BeirPairs` raises, under on_error="raise".
     """
-    skips = Skips(folder, on_error)
-    file, corpus, queries = _open(Path(folder), split, titles, columns, skips)
-    row_of = {name: row for row, name in enumerate(queries.ids)}
+    bad_rows = BadRows(folder, on_error)
+    file = _qrels_file(Path(folder), split)
+    corpus = read_corpus(folder, "corpus", titles=titles, columns=columns, bad_rows=bad_rows)
+    queries = read_corpus(folder, "queries", bad_rows=bad_rows)
+    query_row = {name: row for row, name in enumerate(queries.ids)}
     documents = set(corpus.ids)
     qrels: dict[str, dict[str, int]] = {}
-    for line, query, document, grade in read_judgements(file, skips):
-        if query not in row_of:
-            skips.bad("judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl")
+    for line, query, document, grade in read_judgements(file, bad_rows):
+        if query not in query_row:
+            bad_rows.add("judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl")
             continue
         if document not in documents:
             reason = "judged document that is not in the corpus (kept as never found)"
-            skips.bad(reason, f"{file}:{line}", f"{document!r} is missing")
+            bad_rows.add(reason, f"{file}:{line}", f"{document!r} is missing")
         qrels.setdefault(query, {})[document] = grade
-    skips.demand(len(qrels), "judgement")
-    corpus.skipped = skips.report()
+    bad_rows.require(len(qrels), "judgement")
+    corpus.skipped = bad_rows.report()
     # In the order of queries.jsonl, so that the result does not depend on the order of the judgements.
-    rows = np.array(sorted(row_of[query] for query in qrels))
+    rows = sorted(query_row[query] for query in qrels)
     return RetrievalSet(queries.take(rows), corpus, qrels)
+
+
+def _qrels_file(folder: Path, split: str) -> Path:
+    if not folder.is_dir():
+        raise DualencError(f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/")
+    splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
+    if split not in splits:
+        available = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
+        raise DualencError(f"{folder}: no split {split!r}; {available}")
+    return folder / "qrels" / f"{split}.tsv"
+
+
+def read_corpus(
+    folder: str | Path, part: str = "corpus", *, titles: bool = True, columns: Sequence[str] = (), bad_rows: BadRows
+) -> Corpus:
+    """The documents (part "corpus") or queries (part "queries") of a BEIR folder, in the order of the file.
+
+    Further columns are fields of the lines besides `_id`, `title` and `text`, to keep for filters.
+    """
+    check_column_names(columns)
+    folder = Path(folder)
+    vectors = _vectors_of(folder, part)
+    if vectors is not None:
+        id_column = None if vectors.is_dir() else "_id"
+        return open_vectors(vectors, id_column=id_column, columns=columns, bad_rows=bad_rows)
+    file = _lines_of(folder, part)
+    if file is None:
+        raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
+    title_column = "title" if titles and part == "corpus" else None
+    to_read: dict[str, ColumnKind] = dict.fromkeys(["_id", "text", *columns], "value")
+    optional: tuple[str, ...] = ()
+    if title_column is not None:
+        to_read["title"] = "value"
+        optional = ("title", "text")
+    table = open_table(file, to_read, bad_rows, optional=optional)
+    what = "query" if part == "queries" else "document"
+    return table_corpus(table, "text", title_column=title_column, id_column="_id", columns=columns, what=what)
+
+
+def _lines_of(folder: Path, part: str) -> Path | None:
+    files = [folder / f"{part}.jsonl", folder / f"{part}.jsonl.gz"]
+    return next((file for file in files if file.is_file()), None)
 
 
 def _vectors_of(folder: Path, part: str) -> Path | None:
     """The file or the folder of embeddings of a part without texts."""
+    file = _lines_of(folder, part)
+    if file is not None:
+        # A file of texts with their embeddings is still one of texts; mostly the first line has one.
+        has_texts = any("text" in record for _, record in read_records(file, BadRows(file)))
+        return None if has_texts or not peek_columns(file).keys() & set(VECTOR_NAMES) else file
     # Not .npy files: rows as ids would be equal for queries and documents, and evaluation removes equal ids.
     file = folder / f"{part}.parquet"
     if file.is_file():
@@ -161,85 +203,41 @@ def _vectors_of(folder: Path, part: str) -> Path | None:
     return folder / part if detect(folder / part) == "vectors" else None
 
 
-def read_corpus(
-    folder: str | Path, part: str = "corpus", *, titles: bool = True, columns: Sequence[str] = (), skips: Skips
-) -> Corpus:
-    """The documents (part "corpus") or queries (part "queries") of a BEIR folder, in the order of the file.
-
-    Further columns are fields of the lines besides `_id`, `title` and `text`, to keep for filters.
-    """
-    file = next((f for end in ("", ".gz") if (f := Path(folder) / f"{part}.jsonl{end}").is_file()), None)
-    vectors = _vectors_of(Path(folder), part)
-    if file is not None:
-        # A file of texts with their embeddings is still one of texts; mostly the first line has one.
-        has_texts = any("text" in record for _, record in read_records(file, Skips(file)))
-        vectors = None if has_texts or not peek_columns(file).keys() & set(VECTOR_NAMES) else file
-    if vectors is not None:
-        return open_vectors(vectors, id_column=None if vectors.is_dir() else "_id", columns=columns, skips=skips)
-    if file is None:
-        raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
-    title = ["title"] if titles and part == "corpus" else []
-    to_read: dict[str, ColumnKind] = dict.fromkeys(["_id", "text", *title, *columns], "value")
-    table = open_table(file, to_read, skips, optional=[*title, "text"] if title else ())
-    what = "query" if part == "queries" else "document"
-    title_column = title[0] if title else None
-    return table_corpus(table, "text", title_column=title_column, id_column="_id", columns=columns, what=what)
-
-
-def read_judgements(file: Path, skips: Skips) -> Iterator[Judgement]:
+def read_judgements(file: Path, bad_rows: BadRows) -> Iterator[Judgement]:
     """The judgements of a BEIR file (`query-id, corpus-id, score` by tabs, with or without that header) or a TREC one
     (`query 0 document grade`).
 
     A grade is a whole number; 0 and below mean judged not relevant, as in trec_eval.
-
-    Raises:
-        DualencError: no regular file.
-        BadSample: a line that is not UTF-8, a malformed line, or a pair judged twice, under on_error="raise".
     """
     seen: set[tuple[str, str]] = set()
-    # Whatever the file's suffix: blank lines are left out.
-    for number, line in read_texts(file, skips):
+    for number, line in read_texts(file, bad_rows):
         fields = line.split("\t")
         if number == 1 and fields[-1].strip() in _HEADERS:
             continue
         # TREC separates by any space, and has a column of iterations that nobody uses.
-        if len(fields) != 3 and len(words := line.split()) == 4:
+        words = line.split()
+        if len(fields) != 3 and len(words) == 4:
             fields = [words[0], *words[2:]]
         grade = fields[-1].strip()
-        if len(fields) != 3 or not _GRADE.fullmatch(grade) or abs(float(grade)) > MAX_GRADE:
-            mend = f"write query-id, corpus-id and a whole score up to {MAX_GRADE:,}, by tabs"
-            skips.bad("malformed judgement", f"{file}:{number}", mend)
-        elif (fields[0], fields[1]) in seen:
-            skips.bad("pair judged twice", f"{file}:{number}", "keep one of the lines")
-        else:
-            seen.add((fields[0], fields[1]))
-            yield Judgement(number, fields[0], fields[1], int(float(grade)))
+        if len(fields) != 3 or not _GRADE.fullmatch(grade):
+            fix = "write query-id, corpus-id and a whole score of at most 6 digits, by tabs"
+            bad_rows.add("malformed judgement", f"{file}:{number}", fix)
+            continue
+        query, document, _ = fields
+        if (query, document) in seen:
+            bad_rows.add("pair judged twice", f"{file}:{number}", "keep one of the lines")
+            continue
+        seen.add((query, document))
+        yield Judgement(number, query, document, int(float(grade)))
 
 
 def read_qrels(file: str | Path) -> dict[str, dict[str, int]]:
-    """All judgements of a BEIR or TREC file, `qrels[query id][document id] = grade`.
-
-    Raises:
-        DualencError: no such file, a line that `read_judgements` rejects, or no judgement at all.
-    """
-    skips = Skips(file)
+    """All judgements of a BEIR or TREC file, `qrels[query id][document id] = grade`; a `DualencError` for bad lines."""
+    bad_rows = BadRows(file)
     qrels: dict[str, dict[str, int]] = {}
-    for _, query, document, grade in read_judgements(Path(file), skips):
+    for _, query, document, grade in read_judgements(Path(file), bad_rows):
         qrels.setdefault(query, {})[document] = grade
-    if skips.total:
-        raise DualencError(f"{file}: not all lines are judgements: {skips.describe()}; mend or remove them")
-    skips.demand(len(qrels), "judgement")
+    if bad_rows.total:
+        raise DualencError(f"{file}: not all lines are judgements: {bad_rows.describe()}; fix or remove them")
+    bad_rows.require(len(qrels), "judgement")
     return qrels
-
-
-def _open(folder: Path, split: str, titles: bool, columns: Sequence[str], skips: Skips) -> tuple[Path, Corpus, Corpus]:
-    """The qrels file of a split, the documents and all queries."""
-    if not folder.is_dir():
-        raise DualencError(f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/")
-    splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
-    if split not in splits:
-        found = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
-        raise DualencError(f"{folder}: no split {split!r}; {found}")
-    corpus = read_corpus(folder, "corpus", titles=titles, columns=columns, skips=skips)
-    queries = read_corpus(folder, "queries", skips=skips)
-    return folder / "qrels" / f"{split}.tsv", corpus, queries

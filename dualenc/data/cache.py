@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from tqdm import tqdm
 
+from dualenc.data.bad_rows import BadRows
 from dualenc.errors import DualencError, first_line
 from dualenc.files import atomic_path, write_json
 from dualenc.reading import read_json_object
@@ -19,11 +22,9 @@ from dualenc.reading import read_json_object
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from dualenc.data.skips import Skips
-
 IN_MEMORY_BYTES = 32 << 20
 """Files that are smaller than this together are kept in memory instead of the cache folder."""
-VERSION = 3
+VERSION = 4
 """Of what the cache holds; raise it when the reading changes."""
 
 
@@ -35,70 +36,70 @@ def cache_folder() -> Path:
 
 
 def dataset_of_batches(
-    batches: Iterable[pa.RecordBatch], schema: pa.Schema, size: int, key: Callable[[], str], skips: Skips | None = None
+    batches: Iterable[pa.RecordBatch],
+    schema: pa.Schema,
+    files: Sequence[Path],
+    key: Callable[[], str],
+    bad_rows: BadRows,
 ) -> Dataset:
-    """A data set of some batches: in memory if their files are small, else mapped from the cache folder.
-
-    Not `Dataset.from_generator`: a million rows of jsonl take 5.6 s of CPU here and 23.5 s there (datasets 5.2), and it
-    wraps our errors in its own. `Dataset.from_json` and `from_csv` are several times faster than reading line by line,
-    but stop at the first bad row, name no line, and guess types. A parquet file of a million rows takes 1.4 s and 225
-    MiB here, 1.6 s and 356 MiB with `Dataset.from_parquet`.
+    """A data set of record batches: in memory if their files are small, else mapped from the cache folder.
 
     Args:
-        batches: the rows, one batch in memory at a time; not read when the cache has them.
+        batches: the rows; not read when the cache has them.
         schema: of the batches.
-        size: of the files that the rows come from, in bytes.
+        files: where the rows come from.
         key: identifies the contents; called if they go into the cache.
-        skips: counts the bad rows; the counts are kept with the file and restored from it.
-
-    Raises:
-        DualencError: a cache that is damaged or cannot be written, or what reading the batches raises.
+        bad_rows: filled by reading the batches, or from the cache.
     """
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
-    if size <= IN_MEMORY_BYTES:
+    batches = _with_progress(batches, files[0].name)
+    if _total_size(files) <= IN_MEMORY_BYTES:
         return Dataset(InMemoryTable(pa.Table.from_batches(batches, schema=schema)))
     target = _cached_file(key(), ".arrow")
     counts = target.with_suffix(".json")
     # The counts are written after the table: a process killed in between leaves a table that is written again.
-    cached = target.is_file() and (skips is None or counts.is_file())
-    if not cached:
-        try:
-            with (
-                atomic_path(target) as part,
-                pa.OSFile(str(part), "wb") as sink,
-                pa.ipc.new_stream(sink, schema) as out,
-            ):
-                for batch in batches:
-                    out.write_batch(batch)
-            if skips is not None:
-                write_json(counts, {"counts": skips.counts, "first": skips.first})
-        except OSError as error:
-            raise unwritable_cache(target.parent, error) from None
+    is_cached = target.is_file() and counts.is_file()
+    if not is_cached:
+        with cache_written(target.parent):
+            with atomic_path(target) as part, pa.OSFile(str(part), "wb") as sink:
+                with pa.ipc.new_stream(sink, schema) as writer:
+                    for batch in batches:
+                        writer.write_batch(batch)
+            write_json(counts, {"counts": bad_rows.counts, "first": bad_rows.first})
     try:
-        if cached and skips is not None:
-            kept = read_json_object(counts, {"counts": dict, "first": dict})
-            skips.counts.update(kept["counts"])
-            skips.first.update(kept["first"])
+        if is_cached:
+            stored = read_json_object(counts, {"counts": dict, "first": dict})
+            bad_rows.counts.update(stored["counts"])
+            bad_rows.first.update(stored["first"])
         return Dataset.from_file(str(target))
     except (pa.ArrowException, OSError, DualencError) as error:
         raise DualencError(f"{target}: damaged data cache ({first_line(error)}); remove this file") from None
 
 
-def cached_result(compute: Callable[[], dict[str, Any]], size: int, key: Callable[[], str]) -> dict[str, Any]:
-    """A JSON object computed from files of `size` bytes, kept in the cache folder unless they are small."""
-    if size <= IN_MEMORY_BYTES:
+def cached_result(compute: Callable[[], dict[str, Any]], files: Sequence[Path], key: Callable[[], str]) -> dict[str, Any]:
+    """A JSON object computed from files, kept in the cache folder unless they are small."""
+    if _total_size(files) <= IN_MEMORY_BYTES:
         return compute()
     target = _cached_file(key(), ".json")
     if target.is_file():
         return read_json_object(target)
     result = compute()
-    try:
+    with cache_written(target.parent):
         write_json(target, result)
-    except OSError as error:
-        raise unwritable_cache(target.parent, error) from None
     return result
+
+
+@contextmanager
+def cache_written(folder: Path) -> Iterator[None]:
+    """Report a cache folder that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        fix = "set HF_DATASETS_CACHE to another folder"
+        raise DualencError(f"{folder}: cannot write the data cache ({reason}); {fix}") from None
 
 
 def _cached_file(key: str, suffix: str) -> Path:
@@ -107,7 +108,12 @@ def _cached_file(key: str, suffix: str) -> Path:
     return cache_folder() / f"{digest[:32]}{suffix}"
 
 
-def unwritable_cache(folder: Path, error: OSError) -> DualencError:
-    """The error of a cache folder that cannot be written."""
-    reason = error.strerror or first_line(error)
-    return DualencError(f"{folder}: cannot write the data cache ({reason}); set HF_DATASETS_CACHE to another folder")
+def _total_size(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
+
+
+def _with_progress(batches: Iterable[pa.RecordBatch], name: str) -> Iterator[pa.RecordBatch]:
+    with tqdm(desc=name, unit=" rows", delay=2, leave=False) as bar:
+        for batch in batches:
+            bar.update(len(batch))
+            yield batch

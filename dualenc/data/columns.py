@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import unicodedata
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types
 from PIL import Image
-from tqdm import tqdm
 
-from dualenc.data.identity import contents, file_identity, identities
+from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, existing_file
-from dualenc.data.line_tables import is_list
+from dualenc.data.item_lists import Picked
+from dualenc.data.line_tables import is_list, kind_of_type
 from dualenc.data.tables import DataTable
+from dualenc.data.vector_items import Faults, VectorItems, matrix_faults, usable
+from dualenc.data.vector_shards import ShardedVectors
 from dualenc.decoding import decode_image, open_image
 from dualenc.errors import BadSample, DualencError
 from dualenc.types import Items, Modality
+
+if TYPE_CHECKING:
+    from dualenc.data.corpus import Corpus
 
 logger = logging.getLogger("dualenc.data")
 
@@ -33,13 +37,12 @@ _VALUES_EXAMINED = 1000  # of a column of strings, which may name image files
 _STRINGS = ("string", "large_string")
 _BYTES = ("binary", "large_binary")
 _TEXT_LIKE = (*_STRINGS, "null", "boolean", "integer", "floating", "decimal", "temporal")
+_DERIVED = ("array", "rows", "lengths")  # what a column computes again in another process
 _RECORD_PARTS = {"bytes": _BYTES, "path": _STRINGS}  # of an image, as `datasets` writes them
 
 
 class Column:
-    """The values of one column, checked to be usable; a column of lists is laid flat.
-
-    Pickled, it carries the data set alone, as the path of its Arrow file.
+    """The texts or images of one column; a column of lists is laid flat.
 
     Args:
         table: the rows.
@@ -47,38 +50,35 @@ class Column:
         modality: "text" for texts, ids and labels: strings and numbers; "image": file contents, records of contents
             and path, or paths. By default records, contents and names of image files are images, all else is text.
         lists: whether a row may hold a list of values.
-
-    Raises:
-        DualencError: the column holds something else.
     """
 
     def __init__(self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False) -> None:
         self.source = table.source
         self.dataset = table.dataset
         self.name = name
-        kind = self.dataset.data.schema.field(name).type
+        kind = table.dataset.data.schema.field(name).type
         self.is_list = is_list(kind)
         if self.is_list and not lists:
             raise DualencError(f"{table.source}: column {name!r} holds lists; name one with a single value in each row")
         self.holds_strings = _is(self.array.type, *_STRINGS)
         self.modality: Modality = modality or self._guess_modality()
         if self.modality == "text":
-            usable = _is(self.array.type, *_TEXT_LIKE)
-            mend = "texts are needed; cast it to strings, or name another column"
+            is_usable = _is(self.array.type, *_TEXT_LIKE)
+            fix = "texts are needed; cast it to strings, or name another column"
         else:
-            usable = _holds_images(self.array.type)
-            mend = "images are needed: file contents, paths, or records with `bytes` and `path`; name another column"
-        if not usable:
-            raise DualencError(f"{table.source}: column {name!r} holds {kind}, where {mend}")
+            is_usable = _holds_images(self.array.type)
+            fix = "images are needed: file contents, paths, or records with `bytes` and `path`; name another column"
+        if not is_usable:
+            raise DualencError(f"{table.source}: column {name!r} holds {kind}, where {fix}")
 
     def _guess_modality(self) -> Modality:
         if not self.holds_strings:
             return "image" if _is(self.array.type, *_BYTES, "struct") else "text"
-        rows = np.unique(np.linspace(0, max(0, len(self) - 1), min(len(self), _VALUES_EXAMINED)).astype(np.int64))
-        values = [value.strip() for value in self.values(rows) if value and value.strip()]
+        rows = np.linspace(0, max(0, len(self) - 1), min(len(self), _VALUES_EXAMINED)).astype(np.int64)
+        values = [str(self[row] or "").strip() for row in np.unique(rows)]
+        values = [value for value in values if value]
         names = sum(value.lower().endswith(IMAGE_SUFFIXES) for value in values)
         modality: Modality = "image" if 0 < len(values) <= 2 * names else "text"
-        # What all values say needs no word.
         if 0 < names < len(values):
             logger.warning(
                 "%s: column %r is read as %s: %d of %d values examined end as names of image files do; left_modality "
@@ -91,13 +91,14 @@ class Column:
     def array(self) -> pa.ChunkedArray:
         """The values as Arrow, lists laid flat; NaN, as pandas writes missing values, is null."""
         array = self.dataset.data.column(self.name)
-        array = pc.list_flatten(array) if self.is_list else array
+        if self.is_list:
+            array = pc.list_flatten(array)
         return pc.if_else(pc.is_nan(array), None, array) if _is(array.type, "floating") else array
 
-    def row_of_values(self) -> np.ndarray:
+    @cached_property
+    def rows(self) -> np.ndarray:
         """The row of each value, (len(self),)."""
-        rows = np.arange(len(self.dataset))
-        return np.repeat(rows, list_lengths(self.dataset.data.column(self.name))) if self.is_list else rows
+        return _rows_of_values(self.dataset.data.column(self.name))
 
     def __len__(self) -> int:
         return len(self.array)
@@ -106,34 +107,28 @@ class Column:
         try:
             return self.array[int(index)].as_py()
         except UnicodeDecodeError:  # files may hold any bytes as strings
-            raise BadSample(f"column {self.name!r}, value {index}: not UTF-8 text; mend or remove it") from None
+            raise self._not_utf8() from None
 
-    def values(self, rows: np.ndarray) -> np.ndarray:
-        """The values at some positions (n,), in bulk, as an array of objects; bytes that are not UTF-8 as escapes."""
-        starts = np.cumsum([0, *(len(chunk) for chunk in self.array.chunks)])
-        # Chunk by chunk, so that one value that is not UTF-8 costs its chunk the slow path and not the column.
-        chunk_of = np.searchsorted(starts, rows, side="right") - 1
-        result = np.empty(len(rows), dtype=object)
-        for number in np.unique(chunk_of).tolist():
-            places = np.flatnonzero(chunk_of == number)
-            values = _as_python(self.array.chunk(number).take(rows[places] - starts[number]))
-            for place, value in zip(places.tolist(), values, strict=True):
-                result[place] = value
-        return result
+    def values(self) -> list[Any]:
+        """All values."""
+        try:
+            return self.array.to_pylist()
+        except UnicodeDecodeError:
+            raise self._not_utf8() from None
 
-    def places_in(self, names: Sequence[str]) -> np.ndarray:
+    def _not_utf8(self) -> DualencError:
+        return DualencError(f"{self.source}: column {self.name!r} holds bytes that are no UTF-8 text; write it again")
+
+    def positions_in(self, names: Sequence[str]) -> np.ndarray:
         """The position of each value among some strings, (len(self),); -1 for a value that is none of them."""
         # Both sides as large strings: numbers in one table are texts in another.
         value_set = pa.array(names, pa.large_string())
-        places = pc.index_in(pc.cast(self.array, value_set.type), value_set=value_set)
-        return np.asarray(pc.fill_null(places, -1).to_numpy(), dtype=np.int64)
-
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Bytes of the texts or file contents at some positions (n,); 0 for values of other kinds."""
-        return self._lengths[rows]
+        positions = pc.index_in(pc.cast(self.array, value_set.type), value_set=value_set)
+        return np.asarray(pc.fill_null(positions, -1).to_numpy(), dtype=np.int64)
 
     @cached_property
-    def _lengths(self) -> np.ndarray:
+    def lengths(self) -> np.ndarray:
+        """Bytes of each text or file content, (len(self),); 0 for values of other kinds."""
         array = self.array
         if _is(array.type, "struct") and array.type.get_field_index("bytes") >= 0:
             array = pc.struct_field(array, "bytes")
@@ -142,26 +137,33 @@ class Column:
         return np.zeros(len(self), dtype=np.int64)
 
     def filled(self) -> np.ndarray:
-        """Which values are usable: neither null, empty nor blank; of a record, one of its parts. (len(self),) bool."""
+        """Which values are neither null, empty nor blank; of records, those with contents or a path. (len(self),)"""
         if not _is(self.array.type, "struct"):
-            return _filled(self.array)
-        names = [name for name in _RECORD_PARTS if self.array.type.get_field_index(name) >= 0]
-        # A record is usable with contents or with a path; `datasets` writes either.
-        parts = [_filled(pc.struct_field(self.array, name)) for name in names]
-        return np.any([np.zeros(len(self), dtype=bool), *parts], axis=0)
+            return self._filled(self.array)
+        result = np.zeros(len(self), dtype=bool)
+        for part in _RECORD_PARTS:
+            if self.array.type.get_field_index(part) >= 0:
+                result |= self._filled(pc.struct_field(self.array, part))
+        return result
+
+    def _filled(self, array: pa.ChunkedArray) -> np.ndarray:
+        filled = pc.is_valid(array)
+        if _is(array.type, *_STRINGS, *_BYTES):
+            filled = pc.and_(filled, pc.greater(pc.binary_length(array), 0))
+        if _is(array.type, *_STRINGS):
+            try:
+                filled = pc.and_(filled, pc.invert(pc.utf8_is_space(array)))
+            except pa.ArrowInvalid:
+                raise self._not_utf8() from None
+        return pc.fill_null(filled, False).to_numpy()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("array", "_lengths")}
+        return {name: value for name, value in self.__dict__.items() if name not in _DERIVED}
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:
     """Whether `pyarrow.types.is_NAME` holds of an Arrow type, for one of the names."""
     return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
-
-
-def list_lengths(lists: pa.ChunkedArray) -> np.ndarray:
-    """The number of values in each list (n,), int64; 0 for null."""
-    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
 
 
 def _holds_images(kind: pa.DataType) -> bool:
@@ -171,31 +173,16 @@ def _holds_images(kind: pa.DataType) -> bool:
     return bool(parts) and all(_is(kind.field(name).type, *_RECORD_PARTS[name], "null") for name in parts)
 
 
-def _filled(array: pa.ChunkedArray) -> np.ndarray:
-    filled = pc.is_valid(array)
-    if _is(array.type, *_STRINGS, *_BYTES):
-        filled = pc.and_(filled, pc.fill_null(pc.greater(pc.binary_length(array), 0), False))
-    if not _is(array.type, *_STRINGS):
-        return filled.to_numpy()
-    try:
-        return pc.and_(filled, pc.fill_null(pc.invert(pc.utf8_is_space(array)), False)).to_numpy()
-    except pa.ArrowInvalid:  # not UTF-8 somewhere: a bad sample when it is read
-        values = [value for chunk in array.chunks for value in _as_python(chunk)]
-        return np.array([bool(value and value.strip()) for value in values], dtype=bool)
+def _list_lengths(lists: pa.ChunkedArray) -> np.ndarray:
+    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
 
 
-def _as_python(array: pa.Array) -> list[Any]:
-    try:
-        return array.to_pylist()
-    except UnicodeDecodeError:
-        values = array.cast(pa.large_binary()).to_pylist()
-        return [None if value is None else value.decode(errors="backslashreplace") for value in values]
+def _rows_of_values(array: pa.ChunkedArray) -> np.ndarray:
+    rows = np.arange(len(array))
+    return np.repeat(rows, _list_lengths(array)) if is_list(array.type) else rows
 
 
-# Collections of items. Each has `identities(rows, read)` for `dualenc.data.identity`.
-
-
-class Texts:
+class TextColumn:
     """Values of a column as text, numbers spelled out; with a column of titles, joined in front."""
 
     def __init__(self, column: Column, titles: Column | None = None) -> None:
@@ -212,12 +199,13 @@ class Texts:
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """The texts, or their lengths."""
-        what = Column.values if read else Column.lengths
-        texts: Iterable[Any] = what(self.column, rows)
-        if self.titles is not None:
-            titles = what(self.titles, rows)
-            texts = [f"{title or ''} {text or ''}".strip() for title, text in zip(titles, texts, strict=True)]
-        return [str(text).encode(errors="surrogatepass") for text in texts]
+        if read:
+            return [self[row].encode() for row in rows.tolist()]
+        lengths = self.column.lengths[rows].tolist()
+        if self.titles is None:
+            return [str(length).encode() for length in lengths]
+        titles = self.titles.lengths[rows].tolist()
+        return [f"{title} {length}".encode() for title, length in zip(titles, lengths)]
 
 
 class ColumnImages:
@@ -236,52 +224,48 @@ class ColumnImages:
 
     def __getitem__(self, index: int) -> Image.Image:
         data, path = _contents_and_path(self.column[index])
-        row = int(self.column.row_of_values()[index]) if self.column.is_list else index
-        where = f"{self.table.where(row)}, column {self.column.name!r}"
+        position = f"{self.table.position(int(self.column.rows[index]))}, column {self.column.name!r}"
         if data is not None:
-            return decode_image(data, where)
+            return decode_image(data, position)
         if path is None:
-            raise BadSample(f"{where}: no image; fill it in or remove the row")
+            raise BadSample(f"{position}: no image; fill it in or remove the row")
         try:
             return open_image(self._file(path))
         except BadSample as error:
-            raise BadSample(f"{error} (named in {where})") from None
+            raise BadSample(f"{error} (named in {position})") from None
 
     def _file(self, path: str) -> Path:
         """The file that a path of the table means; a `BadSample` if it is outside of the table's folder."""
-        if "\0" in path:
-            return self.table.root / path
-        file = existing_file(self.table.root, path)
+        root = self.table.root
+        file = existing_file(root, path)
         if self.table.allow_outside:
             return file
         # Resolved before it is compared and opened, so that no link leads out of the folder.
-        resolved = os.path.realpath(file)
-        if not Path(resolved).is_relative_to(os.path.realpath(self.table.root)):
-            raise BadSample(
-                f"{path!r}: image outside of the folder {self.table.root}; move it there, or pass allow_outside=True "
-                "if you trust the table"
-            )
-        return Path(resolved)
+        resolved = Path(os.path.realpath(file))
+        if not resolved.is_relative_to(os.path.realpath(root)):
+            fix = "move it there, or pass allow_outside=True if you trust the table"
+            raise BadSample(f"{path!r}: image outside of the folder {root}; {fix}")
+        return resolved
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """File contents, or lengths; of paths the `file_identity`."""
-        result = [str(length).encode() for length in self.column.lengths(rows).tolist()]
+        return [self._identity(row, read) for row in rows.tolist()]
+
+    def _identity(self, row: int, read: bool) -> bytes:
+        length = int(self.column.lengths[row])
         # Contents are known by their lengths unless they are read; the lengths of paths say nothing.
-        to_read = np.arange(len(rows))
-        # Only records without contents have a path to look at.
-        if not read and not self.column.holds_strings:
-            to_read = np.flatnonzero(self.column.lengths(rows) == 0)
-        for place, value in zip(to_read.tolist(), self.column.values(rows[to_read]).tolist(), strict=True):
-            data, path = _contents_and_path(value)
-            if data is not None:
-                result[place] = data
-            elif path:
-                try:
-                    identity = file_identity(self._file(path), read)
-                except BadSample:
-                    identity = b"outside"
-                result[place] = path.encode(errors="surrogatepass") + b" " + identity
-        return result
+        if length and not read and not self.column.holds_strings:
+            return str(length).encode()
+        data, path = _contents_and_path(self.column[row])
+        if data is not None:
+            return data
+        if not path:
+            return str(length).encode()
+        try:
+            identity = file_identity(self._file(path), read)
+        except BadSample:
+            identity = b"outside"
+        return path.encode(errors="surrogatepass") + b" " + identity
 
 
 class ImageKeys:
@@ -294,7 +278,7 @@ class ImageKeys:
     def __init__(self, images: ColumnImages) -> None:
         self.images = images
         column = images.column
-        self.sizes = np.zeros(len(column)) if column.holds_strings else column.lengths(np.arange(len(column)))
+        self.sizes = np.zeros(len(column)) if column.holds_strings else column.lengths
 
     def __len__(self) -> int:
         return len(self.images)
@@ -315,97 +299,132 @@ def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
     return None, value
 
 
-class Picked:
-    """Some items of another collection, in the order of `positions`."""
-
-    def __init__(self, items: Items, positions: np.ndarray) -> None:
-        self.items = items
-        self.positions = np.asarray(positions, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[int(self.positions[index])]
-
-    def identities(self, rows: np.ndarray, read: bool) -> Sequence[bytes]:
-        """Those of the items picked."""
-        return identities(self.items, self.positions[rows], read)
-
-
-class Joined:
-    """The items of several collections, one after the other; texts with the prompt of their collection, if it has one.
+@dataclass(frozen=True)
+class ItemColumn:
+    """One column as items, its lists laid flat: n values.
 
     Attributes:
-        starts: where each collection begins, and the end.
+        table: the rows.
+        modality: what the values are.
+        is_list: whether a row may hold several values.
+        rows: (n,) the row of each value.
+        items: (n,) texts, images or vectors.
+        keys: (n,) strings, file contents or vectors, equal for equal items.
+        faults: which values cannot be used; the first reason is also that of a row without any.
+        dim: size of vectors.
     """
 
-    def __init__(self, parts: Sequence[Items], prompts: Sequence[str] | None = None) -> None:
-        self.parts = list(parts)
-        self.prompts = list(prompts or [""] * len(parts))
-        self.starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
+    table: DataTable
+    modality: Modality
+    is_list: bool
+    rows: np.ndarray
+    items: Items
+    keys: Items
+    faults: Faults
+    dim: int | None = None
 
-    def __len__(self) -> int:
-        return self.starts[-1]
+    def usable(self) -> np.ndarray:
+        """Which values have no fault, (n,) bool."""
+        return usable(self.faults, len(self.rows))
 
-    def __getitem__(self, index: int) -> Any:
-        number = bisect_right(self.starts, index) - 1
-        item = self.parts[number][index - self.starts[number]]
-        return self.prompts[number] + item if self.prompts[number] else item
+    def with_fault(self, reason: str, bad: np.ndarray, fix: str) -> ItemColumn:
+        """The column with a further reason not to use values; those with another fault count for that one."""
+        return replace(self, faults={**self.faults, reason: (bad & self.usable(), fix)})
 
-    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """Those of all, in the order of `rows`, with their prompts."""
-        numbers = np.searchsorted(self.starts, rows, side="right") - 1
-        found: list[bytes] = [b""] * len(rows)
-        for number in np.unique(numbers).tolist():
-            places = np.flatnonzero(numbers == number)
-            own = identities(self.parts[number], rows[places] - self.starts[number], read)
-            prompt = self.prompts[number].encode()
-            for place, identity in zip(places.tolist(), own, strict=True):
-                found[place] = prompt + identity
-        return found
+    def skip(self, bad: np.ndarray, empty_rows: np.ndarray | None = None) -> None:
+        """Count values that are bad (n,), and rows that hold none, as bad samples."""
+        for reason, (mask, fix) in self.faults.items():
+            rows = self.rows[mask & bad]
+            if empty_rows is not None:
+                rows = np.sort(np.concatenate([empty_rows, rows]))
+                empty_rows = None
+            self.table.skip_rows(reason, rows, fix)
 
 
-def number_distinct(
-    read: Callable[[int], Any] | None,
-    positions: np.ndarray,
+def read_column(
+    table: DataTable,
+    name: str,
+    modality: Modality | None = None,
     *,
-    sizes: np.ndarray | None = None,
-    unreadable: Callable[[int], None] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Number equal strings, file contents or vectors alike, by 128-bit digests: a million cost 16 MB.
+    dim: int | None = None,
+    title_column: str | None = None,
+) -> ItemColumn:
+    """The items of a column.
 
     Args:
-        read: the item at a position; without it all are distinct.
-        positions: (n,) of the items to number.
-        sizes: (n,) of file contents; those of a unique size are distinct and not read.
-        unreadable: called with the position of a bad sample, whose number is -1; by default the error is raised.
-
-    Returns:
-        The position of the first of each distinct item (k,), in order of appearance; the number in [0, k) of each (n,).
+        table: the rows.
+        name: one of its columns.
+        modality: what it holds; by default as the values look.
+        dim: size that vectors must have; by default the most frequent one.
+        title_column: titles to join in front of texts.
     """
-    if read is None:
-        return positions, np.arange(len(positions))
-    digests = np.zeros(len(positions), dtype="S16")
-    to_read = np.arange(len(positions))
-    if sizes is not None:
-        _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-        is_unique = counts[inverse] == 1
-        digests[is_unique] = sizes[is_unique].astype("S16")
-        to_read = np.flatnonzero(~is_unique)
-    for i in tqdm(to_read, desc="finding equal items", delay=2, leave=False):
-        try:
-            digests[i] = hashlib.blake2b(contents(read(positions[i])), digest_size=16).digest()
-        except BadSample:
-            if unreadable is None:
-                raise
-            unreadable(int(positions[i]))
-    readable = np.flatnonzero(digests != b"")
-    _, first, inverse = np.unique(digests[readable], return_index=True, return_inverse=True)
-    # np.unique numbers by digest; numbers by first appearance do not depend on the hash.
-    order = np.argsort(first)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    number = np.full(len(positions), -1)
-    number[readable] = rank[inverse]
-    return np.asarray(positions)[readable][first[order]], number
+    kind = kind_of_type(table.dataset.data.schema.field(name).type)
+    if modality == "vector" or (modality is None and kind in ("vector", "vectors")):
+        return _read_vectors(table, name, dim)
+    column = Column(table, name, modality, lists=True)
+    filled = column.filled()
+    titles = None
+    if title_column is not None and not column.is_list:
+        titles = Column(table, title_column, "text")
+        # A title alone is a text too.
+        filled = filled | titles.filled()
+    items: Items = TextColumn(column, titles)
+    keys = items
+    if column.modality == "image":
+        items = ColumnImages(table, column)
+        keys = ImageKeys(items)
+    faults = {f"no {column.modality} in column {name!r}": (~filled, "fill it in or remove the row")}
+    return ItemColumn(table, column.modality, column.is_list, column.rows, items, keys, faults)
+
+
+def read_vector_ids(table: DataTable, name: str, vectors: Corpus) -> ItemColumn:
+    """The vectors whose ids a column holds."""
+    column = Column(table, name, "text", lists=True)
+    filled = column.filled()
+    positions = column.positions_in(vectors.ids)
+    missing = filled & (positions < 0)
+    faults = {
+        f"no id in column {name!r}": (~filled, "fill it in or remove the row"),
+        "id without a vector": (missing, f"column {name!r} names what is not embedded"),
+    }
+    # Position -1 is never read: those values are among the faults.
+    picked = Picked(vectors.items, positions)
+    return ItemColumn(table, vectors.modality, column.is_list, column.rows, picked, TextColumn(column), faults)
+
+
+def _read_vectors(table: DataTable, name: str, dim: int | None) -> ItemColumn:
+    array = table.column(name)
+    rows = np.arange(len(array))
+    holds_lists = is_list(array.type) and is_list(array.type.value_type)
+    if holds_lists:
+        rows = _rows_of_values(array)
+        array = pc.list_flatten(array)
+    kind = array.type.value_type if is_list(array.type) else pa.null()
+    if not _is(kind, "floating", "integer"):
+        reason = f"column {name!r} holds {table.column(name).type}, where vectors are needed"
+        raise DualencError(f"{table.source}: {reason}; name a column of lists of numbers")
+    lengths = _list_lengths(array)
+    if dim is None:
+        dim = max(1, int(np.bincount(lengths[lengths > 0], minlength=2).argmax()))  # 1 if there is no vector at all
+    fits = lengths == dim
+    shards = [np.zeros((0, dim), np.float32)]
+    start = 0
+    for chunk in array.chunks:
+        good = fits[start : start + len(chunk)]
+        start += len(chunk)
+        if not good.all():
+            chunk = chunk.filter(pa.array(good))
+        # A missing number becomes NaN, which is a fault below.
+        numbers = pc.list_flatten(chunk).to_numpy(zero_copy_only=False)
+        shards.append(numbers.reshape(-1, dim))
+    matrix = ShardedVectors([shard for shard in shards if len(shard)] or shards[:1])
+    faults: Faults = {
+        f"no vector in column {name!r}": (lengths == 0, "fill it in or remove the row"),
+        f"vector of another size than {dim}": (~fits & (lengths > 0), "embed it as the others, or remove it"),
+    }
+    for reason, (bad, fix) in matrix_faults(matrix).items():
+        mask = np.zeros(len(lengths), dtype=bool)
+        mask[fits] = bad
+        faults[reason] = mask, fix
+    items = Picked(VectorItems(matrix), np.cumsum(fits) - 1)
+    return ItemColumn(table, "vector", holds_lists, rows, items, items, faults, dim)

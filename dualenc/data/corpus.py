@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from dualenc.data.columns import Column, ColumnImages, Picked, Texts
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.columns import Column, read_column
 from dualenc.data.identity import digest_of, items_identity
+from dualenc.data.item_lists import Picked
 from dualenc.data.labels import labels_of_column
 from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset, by_position
-from dualenc.data.skips import Skips
 from dualenc.data.tables import DataTable
 from dualenc.decoding import rgb_item
 from dualenc.errors import DualencError
@@ -35,15 +36,8 @@ class Corpus:
         labels: (N,) class numbers, where the source has them.
         class_names: name of each class number.
         columns: (N,) rows of further columns, to filter search results by.
-
-    Attributes:
         skipped: number of bad samples that the reader left out.
-
-    Raises:
-        DualencError: unequal lengths, a repeated id, or a label without a name.
     """
-
-    skipped: int = 0
 
     def __init__(
         self,
@@ -54,6 +48,7 @@ class Corpus:
         labels: Sequence[int] | np.ndarray | None = None,
         class_names: Sequence[str] | None = None,
         columns: pa.Table | None = None,
+        skipped: int = 0,
     ) -> None:
         self.ids = list(ids)
         self.items = by_position(items)
@@ -61,6 +56,7 @@ class Corpus:
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
         self.class_names = None if class_names is None else list(class_names)
         self.columns = columns
+        self.skipped = skipped
         if len(self.ids) != len(self.items):
             raise DualencError(f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each")
         if len(set(self.ids)) != len(self.ids):
@@ -69,9 +65,10 @@ class Corpus:
         for name, rows in (("columns", self.columns), ("labels", self.labels)):
             if rows is not None and len(rows) != len(self.ids):
                 raise DualencError(f"{name} has {len(rows)} rows for {len(self.ids)} items; give one each")
-        highest = -1 if self.labels is None else self.labels.max(initial=-1)
-        if self.class_names is not None and highest >= len(self.class_names):
-            raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
+        if self.labels is not None and self.class_names is not None:
+            highest = self.labels.max(initial=-1)
+            if highest >= len(self.class_names):
+                raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -81,9 +78,6 @@ class Corpus:
 
     def identity(self, *, labels: bool = False) -> str:
         """Checksum of ids and items, in hexadecimal: equal for equal data, whatever files and folders it came from.
-
-        Changed texts and images under the same ids give another one (of huge collections as far as
-        `dualenc.data.identity.items_identity` reads them).
 
         Args:
             labels: whether class numbers and names count too, for results that depend on them.
@@ -96,13 +90,14 @@ class Corpus:
     def take(self, rows: Sequence[int] | np.ndarray) -> Corpus:
         """The items of some rows, in that order, with their labels and columns."""
         rows = np.asarray(rows, dtype=np.int64)
-        ids = [self.ids[row] for row in rows.tolist()]
-        taken = Corpus(ids, Picked(self.items, rows), self.modality, class_names=self.class_names)
-        if self.labels is not None:
-            taken.labels = self.labels[rows]
-        if self.columns is not None:
-            taken.columns = self.columns.take(rows)
-        return taken
+        return Corpus(
+            [self.ids[row] for row in rows.tolist()],
+            Picked(self.items, rows),
+            self.modality,
+            labels=None if self.labels is None else self.labels[rows],
+            class_names=self.class_names,
+            columns=None if self.columns is None else self.columns.take(rows),
+        )
 
     def text(self, index: int) -> str:
         """The beginning of a text in one line, to show with a search result; "" for an image or a vector."""
@@ -125,18 +120,12 @@ class RetrievalSet(NamedTuple):
     corpus: Corpus
     qrels: dict[str, dict[str, int]]
 
-    def among(self, kept: np.ndarray) -> RetrievalSet:
-        """The collection restricted to some documents, as in a search with a filter.
+    def among(self, mask: np.ndarray) -> RetrievalSet:
+        """The collection restricted to the documents of a mask (N,), as in a search with a filter.
 
         Judgements of all others are dropped, and with them queries that have no relevant document left.
-
-        Args:
-            kept: (N,) bool, of the documents.
-
-        Raises:
-            DualencError: no document is kept, or none that is relevant to a query.
         """
-        corpus = self.corpus.take(np.flatnonzero(kept))
+        corpus = self.corpus.take(np.flatnonzero(mask))
         if not len(corpus):
             raise DualencError(f"none of {len(self.corpus):,} documents is kept; ask for less")
         documents = set(corpus.ids)
@@ -157,14 +146,9 @@ class RetrievalSet(NamedTuple):
         return RetrievalSet(queries, self.corpus, {query: self.qrels[query] for query in queries.ids})
 
     def sampled(self, max_documents: int, seed: int = 0) -> RetrievalSet:
-        """The collection with a part of its corpus: every judged document, and a random sample of the others.
+        """The collection with every judged document and a random sample of the others, `max_documents` together.
 
-        Retrieval among fewer documents is easier: scores are higher than on the whole corpus, and compare only with
-        scores on the same sample.
-
-        Args:
-            max_documents: size of the sampled corpus; more if more documents than that are judged.
-            seed: of the sample.
+        Retrieval among fewer documents is easier: scores compare only with scores on the same sample.
         """
         judged = {document for grades in self.qrels.values() for document in grades}
         is_judged = np.array([name in judged for name in self.corpus.ids], bool)
@@ -189,7 +173,7 @@ def used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
     """The items of a side that belong to a pair, and each pair's row among them."""
     modality = pairs.left_modality if side == "left" else pairs.right_modality
     used, rows = np.unique(pairs.item_ids(side), return_inverse=True)
-    # Ids of the two sides must differ: a document with the id of the query would be taken for a copy of it.
+    # Prefix ids, so that removing self-matches does not drop documents.
     return Corpus([f"{side}-{item}" for item in used], Picked(pairs.items(side), used), modality), rows
 
 
@@ -202,91 +186,77 @@ def table_corpus(
     label_column: str | None = None,
     id_column: str | None = None,
     columns: Sequence[str] = (),
-    what: str = "document",
+    what: str | None = None,
 ) -> Corpus:
-    """The texts or images of a table, in the order of its rows, without empty ones and without repeated ids.
-
-    The arguments are those of `dualenc.data.open_corpus`.
+    """The items of a table's column, in the order of its rows, without unusable ones and without repeated ids.
 
     Args:
-        table: the rows; its `skips` counts bad ones.
-        main_column: images, texts, or lists of texts, whose ids then are `ID#0`, `ID#1`, …
-        what: names a text in errors.
+        table: the rows.
+        main_column: items, or lists of items, whose ids then are `ID#0`, `ID#1`, …
+        modality: of the items.
+        title_column: joined in front of texts; this and the following are as for `dualenc.data.open_corpus`.
+        what: names an item in errors.
     """
-    column = Column(table, main_column, modality, lists=modality == "text")
-    rows = column.row_of_values()
-    filled = column.filled()
-    titles = None
-    if title_column is not None and not column.is_list:
-        titles = Column(table, title_column, "text")
-        # A title alone is a text too.
-        filled = filled | titles.filled()
-    if modality == "image":
-        what = "image"
-        table.skip_rows(f"no image in column {main_column!r}", rows[~filled], "fill it in or remove the row")
-    else:
-        table.skip_rows(f"empty {what}", rows[~filled], "fill it in or remove it")
+    what = what or {"text": "document", "image": "image", "vector": "vector"}[modality]
+    values = read_column(table, main_column, modality, title_column=title_column)
+    usable = values.usable()
+    values.skip(~usable)
     names = row_ids(table, id_column)
-    if column.is_list:
+    if values.is_list:
         # 0, 1, 2, … within each row: the rows ascend.
-        place = np.arange(len(rows)) - np.searchsorted(rows, rows, side="left")
-        names = [None if names[row] is None else f"{names[row]}#{k}" for row, k in zip(rows, place)]
-    named = ((position, names[position]) for position in np.flatnonzero(filled).tolist())
-    ids, kept = distinct_ids(named, table.skips, lambda position: table.where(int(rows[position])), what)
-    corpus = Corpus(ids, Picked(Texts(column, titles) if modality == "text" else ColumnImages(table, column), kept))
-    corpus.modality = modality
-    if columns:
-        corpus.columns = metadata_columns(table, columns, rows[kept])
-    if label_column is not None:
-        labels = labels_of_column(table, label_column)
-        if labels is not None:
-            corpus.labels = labels.numbers[kept]
-            corpus.class_names = labels.names
-    return corpus
+        entry = np.arange(len(values.rows)) - np.searchsorted(values.rows, values.rows, side="left")
+        names = [f"{names[row]}#{k}" if names[row] else None for row, k in zip(values.rows, entry)]
+    named = ((position, names[position]) for position in np.flatnonzero(usable).tolist())
+    ids, positions = distinct_ids(named, table.bad_rows, lambda k: table.position(int(values.rows[k])), what)
+    rows = values.rows[positions]
+    labels = None if label_column is None else labels_of_column(table, label_column)
+    return Corpus(
+        ids,
+        Picked(values.items, positions),
+        modality,
+        labels=None if labels is None else labels.numbers[rows],
+        class_names=None if labels is None else labels.names,
+        columns=metadata_columns(table, columns, rows) if columns else None,
+    )
 
 
 def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
     """The id of each row in a column, None where it has none; without a column the row's number."""
     if id_column is None:
         return [str(row) for row in range(len(table))]
-    names = [id_of(value) for value in Column(table, id_column, "text").values(np.arange(len(table))).tolist()]
+    values = Column(table, id_column, "text").values()
+    names = [None if value is None or not str(value).strip() else str(value) for value in values]
     # Beside missing ids pandas writes id 7 as 7.0.
     if None in names and all(name is None or _WHOLE_FLOAT.fullmatch(name) for name in names):
         names = [name and name.removesuffix(".0") for name in names]
     return names
 
 
-def id_of(value: Any) -> str | None:
-    """A value of an id column as text; None if it is null, NaN, empty or blank."""
-    name = "" if value is None or value != value else str(value)
-    return name if name.strip() else None
-
-
 def distinct_ids(
-    named: Iterable[tuple[int, str | None]], skips: Skips, where: Callable[[int], str], what: str
+    named: Iterable[tuple[int, str | None]], bad_rows: BadRows, position_of: Callable[[int], str], what: str
 ) -> tuple[list[str], np.ndarray]:
-    """The ids (n,) of some positions and their positions (n,); `skips` counts missing and repeated ids.
+    """The ids (n,) of some rows and their rows (n,), without missing and repeated ids, which are bad.
 
     Args:
-        named: positions with their ids.
-        where: the place of a position, for messages.
+        named: rows with their ids.
+        bad_rows: counts missing and repeated ids.
+        position_of: the position of a row, for messages.
         what: names an item in messages.
     """
-    position_of: dict[str, int] = {}
-    for position, name in named:
+    row_of: dict[str, int] = {}
+    for row, name in named:
         if name is None:
-            skips.bad(f"{what} without an id", where(position), "give it one")
-        elif position_of.setdefault(name, position) != position:
-            skips.bad(f"{what} with an id used before", where(position), f"{name!r} is a duplicate")
-    skips.demand(len(position_of), what)
-    return list(position_of), np.array(list(position_of.values()), dtype=np.int64)
+            bad_rows.add(f"{what} without an id", position_of(row), "give it one")
+        elif row_of.setdefault(name, row) != row:
+            bad_rows.add(f"{what} with an id used before", position_of(row), f"{name!r} is a duplicate")
+    bad_rows.require(len(row_of), what)
+    return list(row_of), np.array(list(row_of.values()), dtype=np.int64)
 
 
 def corpora(pairs: PairDataset) -> tuple[Corpus, Corpus]:
     """The left and the right items of pairs, to embed: by their ids in a BEIR folder, else by their numbers."""
     queries = getattr(pairs, "queries", None)
     documents = getattr(pairs, "corpus", None)
-    # A BEIR folder has names for its items; all other pairs have numbers only.
     if isinstance(queries, Corpus) and isinstance(documents, Corpus):
         return queries, documents
     left = Corpus([str(i) for i in range(pairs.num_left)], pairs.left_items, pairs.left_modality)

@@ -6,14 +6,13 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from dualenc.data.embeddings import is_embeddings
 from dualenc.data.images import IMAGE_SUFFIXES
 from dualenc.data.lines import LINE_FORMATS
 from dualenc.data.urls import file_format, is_url, url_suffix
+from dualenc.data.vector_shards import is_embeddings
 
 Kind = Literal["beir", "tars", "vectors", "images", "saved", "saved_splits", "files", "folder", "hub"]
-"""beir: a BEIR folder, even if a part is missing. tars: one, a folder or a glob of them. vectors: a folder of
-embeddings or a .npy file. images: a folder of them. saved, saved_splits: written by `datasets`. files: a table by name,
+"""vectors: a folder of embeddings or a .npy file. saved, saved_splits: written by `datasets`. files: a table by name,
 glob or URL. folder: of tables. hub: a name on the hub."""
 
 ONLY_SPLIT = "train"
@@ -47,7 +46,6 @@ def _kind_of_folder(folder: Path) -> Kind:
         return "saved"
     if "dataset_dict.json" in entries:
         return "saved_splits"
-    # Another folder of data may have a meta.json of its own, of whatever kind.
     has_shards = any(name.startswith("data-") and name.endswith(".arrow") for name in entries)
     if has_shards and is_embeddings(folder):
         return "vectors"

@@ -1,15 +1,15 @@
 """Data fingerprints: checksums of item contents, to refuse resuming on changed data.
 
-Nothing depends on workers, processes or folders above the data: the same files give the same checksum wherever they
-are. Sets that are read in full are identified by their contents alone. Of huge sets only a sample of the contents is
-read; sizes and modification times of files count there too, so copy them with their times (`cp -p`, `rsync -t`).
+Nothing depends on workers, processes or folders above the data. Sets up to a size are identified by their contents
+alone; of larger ones a sample of the contents is read, and sizes and modification times of all files count too, so copy
+them with their times (`cp -p`, `rsync -t`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +40,23 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
 
     Vectors, and up to 2,097,152 texts or 65,536 images, are read in full. Of more, a fixed random sample (262,144
     texts, 4,096 images) is read; of the others only metadata count: the length of a text in a table, the name, size and
-    modification time of an image file. Files in tars count with their place in the tar and the tar's `file_identity`.
+    modification time of an image file. Files in tars count with their position in the tar and the tar's
+    `file_identity`.
 
     Args:
         items: N raw items. A collection may have a method `identities(rows, read) -> sequence of bytes` that
             identifies its items in bulk without decoding them.
         modality: of the items.
     """
-    if modality == "image":
-        max_read = MAX_IMAGES
-        sampled = SAMPLED_IMAGES
-        block = _IMAGE_BLOCK
-    else:
-        max_read = MAX_TEXTS
-        sampled = SAMPLED_TEXTS
-        block = _TEXT_BLOCK
-    passes = [(np.arange(len(items)), True)]
+    is_image = modality == "image"
+    max_read = MAX_IMAGES if is_image else MAX_TEXTS
+    block = _IMAGE_BLOCK if is_image else _TEXT_BLOCK
+    every = np.arange(len(items))
+    passes = [(every, True)]
     if len(items) > max_read and modality != "vector":
         # The seed is fixed: every process and every run looks at the same sample.
-        sample = np.unique(np.random.default_rng(0).integers(len(items), size=sampled))
-        passes = [(np.arange(len(items)), False), (sample, True)]
+        draws = np.random.default_rng(0).integers(len(items), size=SAMPLED_IMAGES if is_image else SAMPLED_TEXTS)
+        passes = [(every, False), (np.unique(draws), True)]
     digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
     for rows, read in passes:
         for start in range(0, len(rows), block):
@@ -69,20 +66,16 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
 
 def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
     """The identity of each item of some rows (n,): its contents (`read`), or metadata that cost no reading."""
-    in_bulk: Callable[[np.ndarray, bool], Sequence[bytes]] | None = getattr(items, "identities", None)
-    if in_bulk is not None:
-        return in_bulk(rows, read)
-    if not read:
-        return [b""] * len(rows)
-    result = []
-    for row in rows.tolist():
-        try:
-            item: Any = items[row]
-        except BadSample:
-            result.append(b"unreadable")
-            continue
-        result.append(contents(item))
-    return result
+    if hasattr(items, "identities"):
+        return items.identities(rows, read)
+    return [_identity(items, row) if read else b"" for row in rows.tolist()]
+
+
+def _identity(items: Items, row: int) -> bytes:
+    try:
+        return contents(items[row])
+    except BadSample:
+        return b"unreadable"
 
 
 def file_identity(path: Path, read: bool = True) -> bytes:
@@ -94,20 +87,18 @@ def file_identity(path: Path, read: bool = True) -> bytes:
         with open_regular(path) as stream:
             status = path.stat()
             size = status.st_size
-            changed = status.st_mtime_ns
             if not read:
-                return f"{size} {changed}".encode()
+                return f"{size} {status.st_mtime_ns}".encode()
             digest = hashlib.blake2b(digest_size=16)
             if size <= _MAX_BYTES:
-                while piece := stream.read(1 << 20):
-                    digest.update(piece)
+                digest.update(stream.read())
                 return f"{size} {digest.hexdigest()}".encode()
             # Pieces all over the file: a rewritten file differs nearly everywhere.
             for offset in np.linspace(0, size - _PIECE, _PIECES).astype(np.int64).tolist():
                 stream.seek(offset)
                 digest.update(stream.read(_PIECE))
-            return f"{size} {changed} {digest.hexdigest()}".encode()
-    except (OSError, ValueError):  # a name with a NUL byte is a ValueError
+            return f"{size} {status.st_mtime_ns} {digest.hexdigest()}".encode()
+    except (OSError, ValueError):
         return b"unreadable"
 
 
@@ -140,7 +131,7 @@ def sum_checksums(parts: Iterable[Any]) -> str | None:
 
 
 def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:
-    """Lengths first, so that no two lists of values look alike when laid behind one another."""
+    """Lengths first, so that no two lists of values look alike when concatenated."""
     digest.update(np.array([len(values), *map(len, values)], dtype="<i8").tobytes())
     digest.update(b"".join(values))
 

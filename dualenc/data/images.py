@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from dualenc.data.bad_rows import BadRows
 from dualenc.data.identity import file_identity
-from dualenc.data.skips import Skips
 from dualenc.decoding import image_suffixes, open_image
 from dualenc.errors import DualencError
 from dualenc.reading import is_utf8
@@ -36,8 +36,8 @@ class ImageFiles:
         return open_image(self.root / self.names[index])
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """Identities for `dualenc.data.identity`: name and `file_identity`."""
-        names = (self.names[row] for row in rows.tolist())
+        """Name and `file_identity`."""
+        names = [self.names[row] for row in rows.tolist()]
         return [name.encode(errors="surrogateescape") + b" " + file_identity(self.root / name, read) for name in names]
 
 
@@ -45,17 +45,14 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
     """The subfolder of a split, such as `val`; the folder itself if it is not divided into splits.
 
     Subfolders are splits if all of them have usual names of splits: `train` may also be a class among others.
-
-    Raises:
-        DualencError: the folder is divided into splits, and this one is missing.
     """
     root = Path(folder)
     if not root.is_dir():
         return root
     entries = [entry for entry in root.iterdir() if not entry.name.startswith(".")]
     subfolders = sorted(entry.name for entry in entries if entry.is_dir())
-    only_splits = all(name.lower() in SPLITS for name in subfolders)
-    only_splits = only_splits and not any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries)
+    has_images = any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries)
+    only_splits = not has_images and all(name.lower() in SPLITS for name in subfolders)
     if split in subfolders and (only_splits or split not in SPLITS):
         return root / split
     if subfolders and only_splits:
@@ -65,50 +62,48 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
 
 def existing_file(root: Path, name: str) -> Path:
     """The file `root / name`, or the one whose name differs only in composed (NFC) and decomposed (NFD) accents."""
-    if not name.isascii() and not (root / name).exists():
+    if not name.isascii():
         for form in ("NFC", "NFD"):
-            if (root / unicodedata.normalize(form, name)).exists():
-                return root / unicodedata.normalize(form, name)
+            other = root / unicodedata.normalize(form, name)
+            if other.exists():
+                return other
     return root / name
 
 
-def find_images(folder: str | os.PathLike[str], skips: Skips) -> list[str]:
+def find_images(folder: str | os.PathLike[str], bad_rows: BadRows) -> list[str]:
     """Names of all images in a folder and its subfolders, relative to it with forward slashes, sorted.
 
-    Links to folders are followed, but no folder is read twice, so links in a circle end. `skips` counts images whose
-    names are not UTF-8.
-
-    Raises:
-        DualencError: no such folder, one that cannot be read, or no image in it.
+    Links to folders are followed, but no folder is read twice, so links in a circle end.
     """
     root = Path(folder)
     if not root.is_dir():
         raise DualencError(f"{folder}: no such folder; give a folder of images")
     names = []
     seen = set()
-    # Links to folders wait until all real folders are read, and each folder is read once.
+    # Links to folders wait until all real folders are read, so that an image has the name of its own folder.
     waiting = deque([root])
     while waiting:
         for parent, subfolders, files in os.walk(waiting.popleft(), onerror=_unreadable_folder):
-            # By device and inode, which links cannot disguise.
-            status = os.stat(parent)
-            if (status.st_dev, status.st_ino) in seen:
+            real = os.path.realpath(parent)
+            if real in seen:
                 subfolders.clear()
                 continue
-            seen.add((status.st_dev, status.st_ino))
+            seen.add(real)
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-            waiting.extend(Path(parent, name) for name in subfolders if os.path.islink(Path(parent, name)))
-            inside = Path(parent).relative_to(root)
-            images = [name for name in files if name.lower().endswith(IMAGE_SUFFIXES) and name[0] != "."]
-            for name in ((inside / image).as_posix() for image in images):
+            paths = [Path(parent, name) for name in subfolders]
+            waiting.extend(path for path in paths if path.is_symlink())
+            for file in files:
+                name = (Path(parent).relative_to(root) / file).as_posix()
+                if file.startswith(".") or not file.lower().endswith(IMAGE_SUFFIXES):
+                    continue
                 if is_utf8(name):
                     names.append(name)
                 else:
-                    skips.bad("file name that is not UTF-8", repr(str(root / name)), "rename it")
+                    bad_rows.add("file name that is not UTF-8", repr(str(root / name)), "rename it")
     if not names:
         raise DualencError(f"{folder}: no image in this folder; known are {', '.join(IMAGE_SUFFIXES)}")
     return sorted(names)
 
 
 def _unreadable_folder(error: OSError) -> None:
-    raise DualencError(f"{error.filename}: folder cannot be read ({error.strerror}); mend its permissions") from None
+    raise DualencError(f"{error.filename}: folder cannot be read ({error.strerror}); fix its permissions") from None

@@ -35,20 +35,17 @@ _BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 
 
 class Texts(Sequence[str]):
-    """N strings of a column, mapped from files and decoded when they are asked for.
+    """N strings of a column, mapped from files and decoded when they are requested.
 
-    Errors name the file or folder `path`, and how to repair it, `mend`.
-
-    Raises:
-        DualencError: offsets that point outside the data, or a missing string.
+    Errors name the file or folder `path`, and how to repair it, `fix`.
     """
 
-    def __init__(self, strings: pa.ChunkedArray, path: Path, mend: str) -> None:
+    def __init__(self, strings: pa.ChunkedArray, path: Path, fix: str) -> None:
         self.strings = strings
         self.path = path
-        self.mend = mend
+        self.fix = fix
         # Offsets are checked here, so that no other memory is ever read; strings only when they are decoded.
-        with _damage_reported(path, mend):
+        with _damage_reported(path, fix):
             if strings.type not in _BYTES:
                 raise ValueError(f"{strings.type} instead of strings")
             self.as_bytes = pa.chunked_array([chunk.view(_BYTES[strings.type]) for chunk in strings.chunks])
@@ -61,9 +58,10 @@ class Texts(Sequence[str]):
 
     def __getitem__(self, row: Any) -> Any:
         try:
-            return self.strings[row].to_pylist() if isinstance(row, slice) else self.strings[row].as_py()
+            value = self.strings[row]
+            return value.to_pylist() if isinstance(row, slice) else value.as_py()
         except UnicodeDecodeError as error:
-            raise DualencError(f"{self.path}: corrupt ({error}); {self.mend}") from None
+            raise DualencError(f"{self.path}: corrupt ({error}); {self.fix}") from None
 
     def __iter__(self) -> Iterator[str]:
         for start in range(0, len(self), BATCH_ROWS):
@@ -80,11 +78,11 @@ class Texts(Sequence[str]):
 class Ids(Texts):
     """N distinct ids and their rows: `Texts`, and a file with the rows in the order of the ids."""
 
-    def __init__(self, strings: pa.ChunkedArray, path: Path, mend: str, order_path: Path) -> None:
-        super().__init__(strings, path, mend)
+    def __init__(self, strings: pa.ChunkedArray, path: Path, fix: str, order_path: Path) -> None:
+        super().__init__(strings, path, fix)
         self._order_path = order_path
         # Mapped now: the folder may be replaced while it is in use.
-        with _damage_reported(order_path, mend):
+        with _damage_reported(order_path, fix):
             order = np.load(order_path, mmap_mode="r", allow_pickle=False)
             if order.dtype != np.uint32 or order.shape != (len(self),):
                 raise ValueError(f"no row numbers of {len(self)} ids")
@@ -101,20 +99,23 @@ class Ids(Texts):
         # An id may have half a surrogate pair, which is no string of Arrow's.
         encoded = [name.encode("utf-8", "surrogatepass") for name in names]
         requested = pa.array(encoded, self.as_bytes.type).dictionary_encode()
-        places = pc.fill_null(pc.index_in(self.as_bytes, value_set=requested.dictionary), -1).to_numpy()
-        found = np.flatnonzero(places >= 0)
+        positions = pc.index_in(self.as_bytes, value_set=requested.dictionary)
+        positions = pc.fill_null(positions, -1).to_numpy()
+        present = np.flatnonzero(positions >= 0)
         row_of = np.full(len(requested.dictionary), -1, dtype=np.int64)
-        row_of[places[found]] = found
+        row_of[positions[present]] = present
         return row_of[requested.indices.to_numpy()]
 
     def _row(self, name: str) -> int:
         try:
             # Code points have the order of their UTF-8 bytes, by which the ids were sorted.
-            place = bisect.bisect_left(self._order, name, key=self.__getitem__)
-            row = int(self._order[place]) if place < len(self) else -1
-            return row if row >= 0 and self[row] == name else -1
+            position = bisect.bisect_left(self._order, name, key=self.__getitem__)
+            if position == len(self):
+                return -1
+            row = int(self._order[position])
+            return row if self[row] == name else -1
         except IndexError:
-            raise DualencError(f"{self._order_path}: corrupt (a row beyond {len(self)}); {self.mend}") from None
+            raise DualencError(f"{self._order_path}: corrupt (a row beyond {len(self)}); {self.fix}") from None
 
 
 def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
@@ -126,22 +127,19 @@ def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
 
 
 class ItemTable:
-    """N = `count` items in Arrow files `paths`; `mend` tells in error messages how to repair them.
+    """N = `count` items in Arrow files `paths`; `fix` tells in error messages how to repair them.
 
     Attributes:
         batches: all record batches.
         ids: (N,) ids.
         texts: (N,) texts, or None if none are kept.
         columns: (N,) rows of the user's columns, or None if there are none.
-
-    Raises:
-        DualencError: a file is missing, truncated, damaged or of something else, or there are not N rows.
     """
 
-    def __init__(self, paths: Sequence[Path], count: int, mend: str) -> None:
-        where = paths[0] if len(paths) == 1 else paths[0].parent
-        self.batches = [batch for path in paths for batch in read_batches(path, mend)]
-        with _damage_reported(where, mend):
+    def __init__(self, paths: Sequence[Path], count: int, fix: str) -> None:
+        location = paths[0] if len(paths) == 1 else paths[0].parent
+        self.batches = [batch for path in paths for batch in read_batches(path, fix)]
+        with _damage_reported(location, fix):
             # Files with different columns are an error of Arrow's.
             table = pa.Table.from_batches(self.batches, self.batches[0].schema.remove_metadata())
             names = table.schema.names
@@ -151,20 +149,16 @@ class ItemTable:
                 raise ValueError(f"it has {len(table)} rows instead of {count}")
             columns = table.drop_columns([name for name in ("id", "vector", "text") if name in names])
             columns.validate(full=True)
-        self.texts = Texts(table.column("text"), where, mend) if "text" in names else None
-        self.ids = Ids(table.column("id"), where, mend, paths[0].with_name(ORDER))
+        self.texts = Texts(table.column("text"), location, fix) if "text" in names else None
+        self.ids = Ids(table.column("id"), location, fix, paths[0].with_name(ORDER))
         self.columns = columns if columns.column_names else None
 
 
-def read_batches(path: Path, mend: str) -> list[pa.RecordBatch]:
-    """Map the record batches of an Arrow file; their values are not read.
-
-    Raises:
-        DualencError: the file is missing, truncated, damaged, or no Arrow file.
-    """
+def read_batches(path: Path, fix: str) -> list[pa.RecordBatch]:
+    """Map the record batches of an Arrow file; their values are not read."""
     if not path.is_file():
-        raise DualencError(f"{path}: missing; {mend}")
-    with _damage_reported(path, mend, "truncated or corrupt"):
+        raise DualencError(f"{path}: missing; {fix}")
+    with _damage_reported(path, fix, "truncated or corrupt"):
         reader = ipc.open_file(pa.memory_map(os.fsencode(path)))
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         for batch in batches:
@@ -176,12 +170,12 @@ def read_batches(path: Path, mend: str) -> list[pa.RecordBatch]:
 
 
 @contextmanager
-def _damage_reported(path: Path, mend: str, what: str = "corrupt") -> Iterator[None]:
+def _damage_reported(path: Path, fix: str, what: str = "corrupt") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Arrow's, numpy's, and those of the tokenizer and the zip reader behind numpy
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise DualencError(f"{path}: {what} ({lines[0][:120]}); {mend}") from None
+        raise DualencError(f"{path}: {what} ({lines[0][:120]}); {fix}") from None
 
 
 def item_batch(
@@ -194,7 +188,7 @@ def item_batch(
 
     Args:
         ids: (n,).
-        texts: (n,), or None. Half a surrogate pair, which UTF-8 lacks, becomes a question mark.
+        texts: (n,), or None. Lone surrogates are replaced by "?".
         columns: (n,) rows of the user's columns, or None.
         vectors: (n, D) float16 or float32, or None.
     """
@@ -211,7 +205,7 @@ def item_batch(
 
 
 def in_utf8(text: str) -> str:
-    """A text as UTF-8 can hold it: half a surrogate pair becomes a question mark."""
+    """A text with lone surrogates replaced by "?"."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -229,19 +223,19 @@ def write_items(
     folder: Path, ids: Iterable[str], texts: Iterable[str] | None = None, columns: pa.Table | None = None
 ) -> None:
     """Write items.arrow and order.npy: ids (N,), at least one, that have passed `check_ids`, and texts and columns."""
-    count = 0
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        nonlocal count
-        names = iter(ids)
-        shown = None if texts is None else iter(texts)
-        while block := list(itertools.islice(names, BATCH_ROWS)):
-            own = None if shown is None else list(itertools.islice(shown, len(block)))
-            yield item_batch(block, own, None if columns is None else columns.slice(count, len(block)))
-            count += len(block)
-
-    write_batches(folder / ITEMS, batches())
+    write_batches(folder / ITEMS, _item_batches(iter(ids), None if texts is None else iter(texts), columns))
     write_order([folder / ITEMS])
+
+
+def _item_batches(
+    ids: Iterator[str], texts: Iterator[str] | None, columns: pa.Table | None
+) -> Iterator[pa.RecordBatch]:
+    start = 0
+    while block := list(itertools.islice(ids, BATCH_ROWS)):
+        own_texts = None if texts is None else list(itertools.islice(texts, len(block)))
+        own_columns = None if columns is None else columns.slice(start, len(block))
+        yield item_batch(block, own_texts, own_columns)
+        start += len(block)
 
 
 def write_order(paths: Sequence[Path]) -> None:
@@ -253,12 +247,8 @@ def write_order(paths: Sequence[Path]) -> None:
 
 
 def check_ids(ids: Sequence[str]) -> None:
-    """Insist that ids are distinct texts that files can hold; mapped ids were checked when they were written.
-
-    Raises:
-        DualencError: an id is no text, contains a line break, is not valid Unicode, or is a duplicate.
-    """
-    if isinstance(ids, Ids):
+    """Raise a `DualencError` for ids that are no texts, hold line breaks or lone surrogates, or are duplicates."""
+    if isinstance(ids, Ids):  # checked when they were written
         return
     for row, name in enumerate(ids):
         if not isinstance(name, str):
@@ -267,10 +257,10 @@ def check_ids(ids: Sequence[str]) -> None:
             raise DualencError(f"id {name!r} at row {row} contains a line break; give it another id")
         if not is_utf8(name):
             raise DualencError(f"id {name!r} at row {row} is not valid Unicode; rename it")
-    names = pa.array(ids, pa.large_string())
-    order = pc.array_sort_indices(names)  # stable: of duplicates the first row comes first
-    ordered = names.take(order)
-    again = pc.index(pc.equal(ordered[1:], ordered[:-1]), True).as_py()
-    if again >= 0:
-        rows = order[again].as_py(), order[again + 1].as_py()
-        raise DualencError(f"id {ids[rows[0]]!r} is a duplicate, at rows {rows[0]} and {rows[1]}; ids must differ")
+    if len(set(ids)) == len(ids):
+        return
+    first_row: dict[str, int] = {}
+    for row, name in enumerate(ids):
+        first = first_row.setdefault(name, row)
+        if first != row:
+            raise DualencError(f"id {name!r} is a duplicate, at rows {first} and {row}; ids must differ")

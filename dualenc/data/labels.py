@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import Column
-from dualenc.data.skips import Skips
 from dualenc.data.tables import DataTable
 
 _WHOLE_FLOAT = re.compile(r"-?[0-9]{1,6}(\.0)?|nan")
@@ -22,10 +22,6 @@ class Labels(NamedTuple):
 
     numbers: np.ndarray
     names: list[str]
-
-    def take(self, rows: np.ndarray) -> Labels:
-        """The labels of some rows, with all classes."""
-        return Labels(self.numbers[rows], self.names)
 
 
 def labels_of_names(names: Sequence[str]) -> Labels:
@@ -40,8 +36,9 @@ def labels_of_names(names: Sequence[str]) -> Labels:
 def labels_of_column(table: DataTable, name: str) -> Labels | None:
     """The labels in a column of class numbers or names; `datasets.ClassLabel` names its numbers. None without any."""
     column = Column(table, name, "text")
+    values = column.values()
     rows = np.flatnonzero(column.filled())
-    texts = [str(value) for value in column.values(rows).tolist()]
+    texts = [str(values[row]) for row in rows.tolist()]
     # Beside missing values pandas writes class 3 as 3.0, and the missing ones in csv may be nan.
     if all(_WHOLE_FLOAT.fullmatch(text) for text in texts):
         rows = rows[[text != "nan" for text in texts]]
@@ -59,10 +56,10 @@ def rows_with_label(labels: np.ndarray, source: object, ids: Sequence[str] | Non
     """The rows (n,) of those labels (N,) that name a class; the others are counted and reported as bad samples."""
     without = np.flatnonzero(labels < 0)
     if len(without):
-        skips = Skips(source)
-        place = f"row {without[0]}" if ids is None else ids[without[0]]
-        skips.bad("image without a label", place, "give it one", len(without))
-        skips.report()
+        bad_rows = BadRows(source)
+        position = f"row {without[0]}" if ids is None else ids[without[0]]
+        bad_rows.add("image without a label", position, "give it one", len(without))
+        bad_rows.report()
     return np.flatnonzero(labels >= 0)
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pyarrow as pa
 
+from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import cached_result, dataset_of_batches
 from dualenc.data.identity import file_identity
 from dualenc.data.lines import is_json, read_records
-from dualenc.data.skips import Skips
 from dualenc.data.urls import display_name
 from dualenc.errors import DualencError
 
@@ -28,7 +28,7 @@ ColumnKind = Literal["value", "list", "vector", "vectors"]
 Reshape = Callable[[dict[str, Any]], dict[str, Any]]
 FILE = "__file__"
 LINE = "__line__"
-"""Columns that hold the place of each row."""
+"""Columns that hold the position of each row."""
 
 _BATCH_ROWS = 2000
 _MAX_LISTED = 50
@@ -46,7 +46,7 @@ def table_of_lines(
     files: Sequence[Path],
     columns: Mapping[str, ColumnKind],
     optional: Collection[str],
-    skips: Skips,
+    bad_rows: BadRows,
     quotes: bool | None = None,
     limit: int | None = None,
     reshape: Reshape | None = None,
@@ -54,24 +54,29 @@ def table_of_lines(
     """Read columns of line-based files of one format, and the file number and line of each row.
 
     The arguments are those of `dualenc.data.tables.open_table`. A single value in a column of lists is a list of one.
-    The cache keeps the counts of `skips` too.
     """
     fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
     schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
+    own = BadRows(bad_rows.source, bad_rows.on_error)
     # The limit counts usable rows, so it applies behind the reader.
-    rows = islice(_rows(files, columns, optional, skips, quotes, reshape), limit)
-    blocks = iter(lambda: list(islice(rows, _BATCH_ROWS)), [])
-    batches = (pa.RecordBatch.from_pylist(block, schema=schema) for block in blocks)
+    rows = islice(_rows(files, columns, optional, own, quotes, reshape), limit)
 
     def key() -> str:
-        reshaped = str(reshape and reshape.__qualname__)
-        return json.dumps([_facts(files), list(columns.items()), quotes, limit, skips.on_error, reshaped])
+        reshaped = "" if reshape is None else reshape.__qualname__
+        return json.dumps([_facts(files), list(columns.items()), quotes, limit, own.on_error, reshaped])
 
-    return dataset_of_batches(batches, schema, sum(file.stat().st_size for file in files), key, skips)
+    dataset = dataset_of_batches(_batches(rows, schema), schema, files, key, own)
+    bad_rows.update(own)
+    return dataset
+
+
+def _batches(rows: Iterator[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    while block := list(islice(rows, _BATCH_ROWS)):
+        yield pa.RecordBatch.from_pylist(block, schema=schema)
 
 
 def _facts(files: Sequence[Path]) -> list[tuple[str, int, str]]:
-    """What identifies the contents of files, and their paths, which rows remember for messages."""
+    """What identifies the contents of files, and their paths, which messages name."""
     return [(str(file.resolve()), file.stat().st_mtime_ns, file_identity(file).decode()) for file in files]
 
 
@@ -79,36 +84,35 @@ def _rows(
     files: Sequence[Path],
     columns: Mapping[str, ColumnKind],
     optional: Collection[str],
-    skips: Skips,
+    bad_rows: BadRows,
     quotes: bool | None,
     reshape: Reshape | None,
 ) -> Iterator[dict[str, Any]]:
     """Each record's columns. A required column may be missing in some records, but not in all."""
-    convert_to = {"value": _text, "list": _texts, "vector": _vector, "vectors": _vectors}
-    converters = [(name, convert_to[kind]) for name, kind in columns.items()]
+    converters = {name: _CONVERTERS[kind] for name, kind in columns.items()}
     absent = {name for name in columns if name not in optional}
     seen: dict[str, None] = {}
-    count = 0
     for number, file in enumerate(files):
-        for line, record in read_records(file, skips, quotes):
+        for line, record in read_records(file, bad_rows, quotes):
             try:
                 if reshape is not None:
                     record = reshape(record)
                 if absent:
                     seen.update(dict.fromkeys(record))
                     absent -= record.keys()
-                count += 1
-                row = {name: convert(record.get(name)) for name, convert in converters}
+                row = {name: convert(record.get(name)) for name, convert in converters.items()}
             except (TypeError, UnicodeEncodeError) as error:
-                skips.bad("value of a wrong type", f"{file}:{line}", f"{error}; mend the line")
-            else:
-                yield {**row, FILE: number, LINE: line}
-    if count:
+                bad_rows.add("value of a wrong type", f"{file}:{line}", f"{error}; fix the line")
+                continue
+            row[FILE] = number
+            row[LINE] = line
+            yield row
+    if seen:
         check_columns(str(files[0]), seen, absent)
 
 
 def check_columns(source: str, available: Iterable[str], required: Iterable[str]) -> None:
-    """Insist that columns exist: a `DualencError` names the missing one, the nearest one and all that exist."""
+    """Raise a `DualencError` for a column that does not exist, with the nearest name."""
     names = [name for name in available if name not in (FILE, LINE)]
     for name in required:
         if name not in names:
@@ -119,18 +123,15 @@ def check_columns(source: str, available: Iterable[str], required: Iterable[str]
 
 def listed(columns: Collection[str]) -> str:
     """The names of columns for a message; of many the first."""
-    more = [f"and {len(columns) - _MAX_LISTED:,} more"] if len(columns) > _MAX_LISTED else []
-    return ", ".join([*islice(columns, _MAX_LISTED), *more])
+    text = ", ".join(islice(columns, _MAX_LISTED))
+    more = len(columns) - _MAX_LISTED
+    return f"{text}, and {more:,} more" if more > 0 else text
 
 
 def _text(value: Any) -> str | None:
-    """A record's value as one text; a TypeError or UnicodeEncodeError if it is none."""
     if isinstance(value, str):
-        if not value.isascii():
-            # Half a surrogate pair, which JSON can escape, is no text.
-            value.encode()
-        if "\0" in value:
-            raise TypeError("a NUL character in the text, as when UTF-16 is read as UTF-8")
+        # Half a surrogate pair, which JSON can escape, is no text: a UnicodeEncodeError.
+        value.encode()
         return value
     if isinstance(value, (dict, list)):
         raise TypeError(f"a {type(value).__name__} where one text is expected")
@@ -145,7 +146,7 @@ def _texts(value: Any) -> list[str | None]:
 
 
 def _vector(value: Any) -> list[float] | None:
-    """A record's value as numbers; a TypeError if it is something else. null becomes NaN, a fault found later."""
+    """Numbers; null becomes NaN, which is found when the vectors are checked."""
     if value is None:
         return None
     if not isinstance(value, list) or not all(type(entry) in (int, float, NoneType) for entry in value):
@@ -161,32 +162,34 @@ def _vectors(value: Any) -> list[list[float] | None]:
     return [_vector(value)]
 
 
-def kinds_of_records(
-    files: Sequence[Path], skips: Skips, quotes: bool | None = None, limit: int | None = None
-) -> dict[str, ColumnKind]:
-    """The columns that any record of the files has, and what most records hold in each, whatever their order.
+_CONVERTERS: dict[ColumnKind, Callable[[Any], Any]]
+_CONVERTERS = {"value": _text, "list": _texts, "vector": _vector, "vectors": _vectors}
 
-    With a limit only so many records count.
-    """
+
+def kinds_of_records(
+    files: Sequence[Path], bad_rows: BadRows, quotes: bool | None = None, limit: int | None = None
+) -> dict[str, ColumnKind]:
+    """The columns of any record, of the first `limit` if given, and what most records hold in each."""
+    json_files = [file for file in files if is_json(file)]
 
     def count_kinds() -> dict[str, dict[str, int]]:
         # The records of other formats than JSON all have the columns of the first.
-        readers = (islice(read_records(file, skips, quotes), None if is_json(file) else 1) for file in files)
+        readers = (islice(read_records(file, bad_rows, quotes), None if is_json(file) else 1) for file in files)
         kinds: dict[str, Counter[str]] = {}
         for _, record in islice(chain.from_iterable(readers), limit):
             for name, value in record.items():
                 kinds.setdefault(name, Counter())[_kind_of_value(value)] += 1
         return dict(kinds)
 
-    size = sum(file.stat().st_size for file in files if is_json(file))
-    kinds = cached_result(count_kinds, size, lambda: json.dumps(["columns", _facts(files), limit]))
+    kinds = cached_result(count_kinds, json_files, lambda: json.dumps(["columns", _facts(files), limit]))
     return {name: _most_frequent(counts) for name, counts in kinds.items()}
 
 
 def _most_frequent(counts: Mapping[str, int]) -> ColumnKind:
-    """The kind of a column by the number of its values that suggest each."""
     kind = max(get_args(ColumnKind), key=lambda kind: counts.get(kind, 0))
-    return kind if kind in counts else "list" if "several" in counts else "value"
+    if kind in counts:
+        return kind
+    return "list" if "several" in counts else "value"
 
 
 def _kind_of_value(value: Any) -> ColumnKind | Literal["missing", "several"]:

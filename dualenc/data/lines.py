@@ -7,62 +7,49 @@ import csv
 import gzip
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, cast
 
-from tqdm import tqdm
-
-from dualenc.data.skips import Skips
+from dualenc.data.bad_rows import BadRows
 from dualenc.data.urls import file_format
 from dualenc.errors import DualencError
 from dualenc.reading import open_regular
 
 LINE_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-
 Numbered = tuple[int, dict[str, Any]]
 
-
-MAX_LINE_BYTES = 64 << 20
-"""Longer lines are skipped unread."""
-MAX_LIST_BYTES = 1 << 30
-"""Size up to which a JSON list of records is read, as a whole."""
-
+_MAX_FIELD_BYTES = 1 << 30
 # NaN, as `json.dumps` writes the missing values of pandas, is null.
 _parse_json = partial(json.loads, parse_constant=lambda name: None)
 
 
-def read_records(path: Path, skips: Skips, quotes: bool | None = None) -> Iterator[Numbered]:
+def read_records(path: Path, bad_rows: BadRows, quotes: bool | None = None) -> Iterator[Numbered]:
     """Yield (line number from 1, record) for each record of a file of `LINE_FORMATS`, decompressed on the fly.
 
     A .json file holds a list of records or one record per line; a .txt file one text per line, as {"text": …}.
 
     Args:
         path: the file, also with .gz.
-        skips: counts malformed lines, and lines above 64 MiB.
+        bad_rows: counts malformed lines.
         quotes: whether `"` encloses fields. By default it does in csv, and in tsv if the header is in quotes; in other
             tsv files it encloses only fields in which quotes are doubled, as csv writers do.
-
-    Raises:
-        DualencError: the file is missing, no regular file, not UTF-8, broken, or names a column twice.
-        BadSample: a malformed line, under on_error="raise".
     """
     suffix = file_format(path)
     with _open(path) as stream:
         if suffix in (".jsonl", ".ndjson"):
-            yield from _json_lines(path, stream, skips)
+            yield from _json_lines(path, stream, bad_rows)
         elif suffix == ".json":
-            yield from _json_records(path, stream, skips)
+            yield from _json_records(path, stream, bad_rows)
         elif suffix == ".txt":
-            for number, line in _text_lines(path, stream, skips):
+            for number, line in _text_lines(path, stream, bad_rows):
                 yield number, {"text": line}
         else:
-            yield from _separated(path, stream, skips, "," if suffix == ".csv" else "\t", quotes)
+            yield from _separated(path, stream, bad_rows, "," if suffix == ".csv" else "\t", quotes)
 
 
 def is_json(path: Path) -> bool:
@@ -70,28 +57,20 @@ def is_json(path: Path) -> bool:
     return file_format(path) in (".jsonl", ".ndjson", ".json")
 
 
-def read_texts(path: Path, skips: Skips) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, line without its end) for each line of a text file that is not blank.
-
-    Raises:
-        DualencError: the file is missing or no regular file.
-        BadSample: a line that is not UTF-8 or above 64 MiB, under on_error="raise".
-    """
+def read_texts(path: Path, bad_rows: BadRows) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, line without its end) for each line of a text file that is not blank."""
     with _open(path) as stream:
-        yield from _text_lines(path, stream, skips)
+        yield from _text_lines(path, stream, bad_rows)
 
 
 @contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, decompressed, with a progress bar; errors of opening and reading become one line."""
+    """Open a file for reading, decompressed; errors of opening and reading become one line."""
     try:
-        with open_regular(path) as raw:
-            size = os.fstat(raw.fileno()).st_size
-            with tqdm(total=size, desc=path.name, unit="B", unit_scale=True, delay=2, leave=False) as bar:
-                stream = cast(BinaryIO, io.BufferedReader(_Counted(raw, bar), 1 << 20))
-                if path.suffix.lower() == ".gz":
-                    stream = cast(BinaryIO, gzip.GzipFile(fileobj=stream))
-                yield stream
+        with open_regular(path) as stream:
+            if path.suffix.lower() == ".gz":
+                stream = cast(BinaryIO, gzip.GzipFile(fileobj=stream))
+            yield stream
     except UnicodeDecodeError as error:
         raise DualencError(f"{path}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
     except csv.Error as error:
@@ -102,165 +81,121 @@ def _open(path: Path) -> Iterator[BinaryIO]:
         raise DualencError(f"{path}: cannot be read ({error.strerror or error}); check the path") from None
 
 
-class _Counted(io.RawIOBase):
-    """A readable stream that advances a progress bar by the bytes read."""
-
-    def __init__(self, stream: BinaryIO, bar: tqdm) -> None:
-        self.stream = stream
-        self.bar = bar
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        block = self.stream.read(len(buffer))
-        buffer[: len(block)] = block
-        self.bar.update(len(block))
-        return len(block)
-
-
-def _byte_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines with their ends; a line that is too long is skipped without being in memory."""
-    number = 0
-    while line := stream.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if len(line) <= MAX_LINE_BYTES:
-            yield number, line
-            continue
-        # The rest of the line is read in pieces that are dropped.
-        while line and not line.endswith(b"\n"):
-            line = stream.readline(MAX_LINE_BYTES)
-        skips.bad(f"line above {MAX_LINE_BYTES >> 20} MiB", f"{path}:{number}", "write one record on each line")
-
-
-def _text_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[int, str]]:
-    for number, line in _byte_lines(path, stream, skips):
+def _text_lines(path: Path, stream: BinaryIO, bad_rows: BadRows) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(stream, 1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            skips.bad("line that is not UTF-8 text", f"{path}:{number}", f"{error.reason}; convert the file to UTF-8")
+            fix = f"{error.reason}; convert the file to UTF-8"
+            bad_rows.add("line that is not UTF-8 text", f"{path}:{number}", fix)
             continue
         # Blank lines separate and are no samples.
         if text.strip():
             yield number, text.removesuffix("\n").removesuffix("\r")
 
 
-def _json_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered]:
-    for number, line in _byte_lines(path, stream, skips):
+def _json_lines(path: Path, stream: BinaryIO, bad_rows: BadRows) -> Iterator[Numbered]:
+    for number, line in enumerate(stream, 1):
         if not line.strip():
             continue
         try:
             record = _parse_json(line)
         except (ValueError, RecursionError) as error:
-            skips.bad("malformed JSON line", f"{path}:{number}", f"{_json_fault(error)}; mend or remove the line")
+            fix = f"{_json_fault(error)}; fix or remove the line"
+            bad_rows.add("malformed JSON line", f"{path}:{number}", fix)
             continue
         if isinstance(record, dict):
             yield number, record
         else:
-            skips.bad("not a JSON object", f"{path}:{number}", 'write {"column": value, …} on each line')
+            bad_rows.add("not a JSON object", f"{path}:{number}", 'write {"column": value, …} on each line')
 
 
 def _json_fault(error: ValueError | RecursionError) -> str:
-    """Why JSON cannot be read."""
-    if isinstance(error, json.JSONDecodeError):
-        return error.msg
-    if isinstance(error, UnicodeDecodeError):
-        return error.reason
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    # Numbers of thousands of digits are a plain ValueError, with advice for programmers behind the semicolon.
-    return str(error).partition(";")[0]
+    # The position is named by file and line.
+    return str(error).partition(": line ")[0]
 
 
-def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered]:
+def _json_records(path: Path, stream: BinaryIO, bad_rows: BadRows) -> Iterator[Numbered]:
     """Records of a list, which is read as a whole, or of lines."""
-    # To look at the first byte without consuming it.
-    stream = cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream)))
-    if stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":  # type: ignore[attr-defined]
-        yield from _json_lines(path, stream, skips)
+    head = stream.peek(1)  # type: ignore[attr-defined]
+    if not head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        yield from _json_lines(path, stream, bad_rows)
         return
-    data = stream.read(MAX_LIST_BYTES + 1)
-    if len(data) > MAX_LIST_BYTES:
-        raise DualencError(f"{path}: a JSON list above {MAX_LIST_BYTES >> 20} MiB; write one record on each line")
+    text = stream.read().decode("utf-8-sig")
     try:
-        records = _parse_json(data)
-    # `_open` explains it.
-    except UnicodeDecodeError:
-        raise
+        records = _parse_json(text)
     except (ValueError, RecursionError) as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-        raise DualencError(f"{path}:{line}: malformed JSON ({_json_fault(error)}); mend the file") from None
+        raise DualencError(f"{path}:{line}: malformed JSON ({_json_fault(error)}); fix the file") from None
     for number, record in enumerate(records, 1):
         if isinstance(record, dict):
             yield number, record
         else:
-            skips.bad("not a JSON object", f"{path} record {number}", 'write a list of {"column": value, …}')
+            bad_rows.add("not a JSON object", f"{path} record {number}", 'write a list of {"column": value, …}')
 
 
-def check_distinct(where: str, columns: Sequence[str]) -> None:
-    """Insist that no two columns have one name."""
+def check_distinct(location: str, columns: Sequence[str]) -> None:
+    """Raise a `DualencError` if two columns have one name."""
     seen: set[str] = set()
     for name in columns:
         if name in seen:
-            raise DualencError(f"{where}: two columns are called {name!r}; rename one of them")
+            raise DualencError(f"{location}: two columns are called {name!r}; rename one of them")
         seen.add(name)
 
 
-def _csv_line(text: io.TextIOWrapper) -> str:
-    line = text.readline(MAX_LINE_BYTES + 1)
-    if len(line) > MAX_LINE_BYTES:
-        while line and not line.endswith(("\n", "\r")):
-            line = text.readline(MAX_LINE_BYTES)
-        raise csv.Error(f"line above {MAX_LINE_BYTES >> 20} MiB")
-    return line
-
-
-def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quotes: bool | None) -> Iterator[Numbered]:
+def _separated(
+    path: Path, stream: BinaryIO, bad_rows: BadRows, delimiter: str, quotes: bool | None
+) -> Iterator[Numbered]:
     # The default refuses documents longer than 131,072 characters.
-    csv.field_size_limit(MAX_LINE_BYTES)
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    # Not a generator, which ends with the first error: the csv module reads on after a line that is too long.
-    lines = iter(partial(_csv_line, text), "")
+    csv.field_size_limit(_MAX_FIELD_BYTES)
+    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     first = next(lines, "")
     # In tsv a quote is a character of the text, unless the writer has put even the names of columns in quotes.
-    in_quotes = (delimiter == "," or first.startswith('"')) if quotes is None else quotes
-    lines = chain([first] if first else [], lines)
-    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if in_quotes else csv.QUOTE_NONE
-    rows = csv.reader(lines, delimiter=delimiter, strict=True, quoting=quoting)
+    in_quotes = delimiter == "," or first.startswith('"')
+    may_double = quotes is None and not in_quotes
+    if quotes is not None:
+        in_quotes = quotes
+    quoting = csv.QUOTE_MINIMAL if in_quotes else csv.QUOTE_NONE
+    rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True, quoting=quoting)
     header = next(rows, None)
-    if header is None:
+    if not header:
         raise DualencError(f"{path}: empty file; its first line must name the columns")
-    # The csv module reads UTF-16 as text with NUL characters, without an error.
-    if any("\0" in name for name in header):
-        raise DualencError(f"{path}:1: NUL characters in the header, as in UTF-16; convert the file to UTF-8")
     check_distinct(f"{path}:1", [name for name in header if name.strip()])
     while True:
-        before = rows.line_num
+        start = rows.line_num + 1
+        row: list[str] = []
         try:
             row = next(rows)
             fault = f"{len(row)} fields under a header of {len(header)}"
         except StopIteration:
             return
         except csv.Error as error:
-            row = ["?"] * (len(header) + 1)
             fault = str(error)
+        else:
+            if not row:
+                continue
         if len(row) == len(header):
-            if quotes is None and not in_quotes:
+            if may_double:
                 row = [_unquoted(field) for field in row]
-            yield rows.line_num, dict(zip(header, row, strict=True))
-        elif row:
-            # A stray quote swallows the lines up to the next quote: all of them are lost, and counted.
-            reason = "malformed line"
-            mend = f"{fault}: quote fields that hold the delimiter, or pass quotes=false if quotes are characters"
-            if not in_quotes:
-                mend = f"{fault}: write a field for each column"
-                if any('"' in field for field in row):
-                    reason = "malformed line with a quote (pass quotes=true if quotes enclose fields)"
-            skips.bad(reason, f"{path}:{before + 1}", mend, max(1, rows.line_num - before))
+            yield rows.line_num, dict(zip(header, row))
+            continue
+        # A stray quote swallows the lines up to the next quote: all of them are lost, and counted.
+        count = max(1, rows.line_num + 1 - start)
+        reason = "malformed line"
+        fix = f"{fault}: quote fields that hold the delimiter, or pass quotes=false if quotes are characters"
+        if not in_quotes:
+            fix = f"{fault}: write a field for each column"
+            if any('"' in field for field in row):
+                reason = "malformed line with a quote (pass quotes=true if quotes enclose fields)"
+        bad_rows.add(reason, f"{path}:{start}", fix, count)
 
 
 def _unquoted(field: str) -> str:
     """A field as its writer had it: quotes are doubled only by writers that enclose the field in quotes."""
     inner = field[1:-1]
-    enclosed = field[:1] == field[-1:] == '"' and '""' in inner and '"' not in inner.replace('""', "")
-    return inner.replace('""', '"') if enclosed else field
+    is_enclosed = field[:1] == field[-1:] == '"'
+    if is_enclosed and '""' in inner and '"' not in inner.replace('""', ""):
+        return inner.replace('""', '"')
+    return field

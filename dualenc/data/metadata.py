@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from dualenc.data.line_tables import LINE
 from dualenc.data.tables import DataTable
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 
 RESERVED = ("id", "vector", "text", "snippet", "score")
 """Columns that dualenc or an engine adds itself."""
@@ -25,18 +25,17 @@ _LOOKS = {
 
 
 def check_column_names(names: Sequence[str]) -> None:
-    """Insist that columns can be named in a filter, and in every engine.
-
-    Raises:
-        DualencError: a name with other signs than letters, digits and _, one that is taken, or one that stands twice.
-    """
-    for place, name in enumerate(names):
+    """Raise a `DualencError` for names that a filter or an engine cannot use, and for names given twice."""
+    seen: set[str] = set()
+    for name in names:
+        lower = name.lower()
         if not _NAME.fullmatch(name):
             raise DualencError(f"column {name!r} cannot be kept: give it a name of letters, digits and _ in the table")
-        if name.lower() in RESERVED:
-            raise DualencError(f"column {name!r} cannot be kept: every result has its own {name.lower()}; rename it")
-        if name.lower() in [other.lower() for other in names[:place]]:
+        if lower in RESERVED:
+            raise DualencError(f"column {name!r} cannot be kept: every result has its own {lower}; rename it")
+        if lower in seen:
             raise DualencError(f"column {name!r} is asked for twice; name each column once")
+        seen.add(lower)
 
 
 def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -> pa.Table:
@@ -44,31 +43,30 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
 
     Of lines every value arrives as a text: a column of nothing but numbers is one of numbers. Dates become texts in
     ISO's order. What is empty or NaN is missing.
-
-    Raises:
-        DualencError: a name that `check_column_names` refuses, or a column of lists, records or bytes.
     """
-    check_column_names(names)
     columns: dict[str, pa.ChunkedArray] = {}
     for name in names:
-        values = table.dataset.data.column(name).combine_chunks().take(pa.array(rows))
-        kind = values.type
+        values = table.column(name).combine_chunks().take(pa.array(rows))
         try:
-            if pa.types.is_integer(kind):
-                values = values.cast(pa.int64())
-            elif pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-                values = values.cast(pa.float64())
-                values = pc.if_else(pc.is_finite(values), values, None)
-            elif not pa.types.is_boolean(kind):
-                values = values.cast(pa.large_string())
-                values = pc.if_else(pc.equal(pc.utf8_trim_whitespace(values), ""), None, values)
-                if LINE in table.dataset.column_names:
-                    values = _read_as_looks(values)
+            columns[name] = _plain_values(values, from_lines=table.has(LINE))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            why = str(error).splitlines()[0][:100]
-            raise DualencError(f"{table.source}: column {name!r} holds {kind}, which cannot be kept ({why})") from None
-        columns[name] = values
+            reason = f"column {name!r} holds {values.type}, which cannot be kept ({first_line(error)[:100]})"
+            raise DualencError(f"{table.source}: {reason}; leave it out") from None
     return pa.table(columns)
+
+
+def _plain_values(values: pa.Array, from_lines: bool) -> pa.Array:
+    kind = values.type
+    if pa.types.is_boolean(kind):
+        return values
+    if pa.types.is_integer(kind):
+        return values.cast(pa.int64())
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        values = values.cast(pa.float64())
+        return pc.if_else(pc.is_finite(values), values, None)
+    values = values.cast(pa.large_string())
+    values = pc.if_else(pc.equal(pc.utf8_trim_whitespace(values), ""), None, values)
+    return _read_as_looks(values) if from_lines else values
 
 
 def _read_as_looks(values: pa.Array) -> pa.Array:

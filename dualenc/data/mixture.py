@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dualenc.data.columns import Joined
 from dualenc.data.identity import digest_of
+from dualenc.data.item_lists import Joined
 from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.errors import DualencError
 from dualenc.types import Side
@@ -19,20 +19,16 @@ SourceBatches = Literal["mixed", "one_source"]
 
 
 class Mixture(PairDataset):
-    """The pairs of several sources: first those of the first one, then those of the second, and so on.
+    """The pairs of several sources, one source after the other.
 
         Mixture({"papers": BeirPairs("papers"), "medical": BeirPairs("medquad")}, weights={"medical": 2.0})
 
-    Ids of a source begin where those of the sources before it end, so that what objectives remember of an item stays
-    with it. Equal texts of different sources are different items. The corpus of the global loss is that of all sources
-    together.
-
-    Mined negatives, weights of pairs and a teacher's scores come from the sources that have them; in the others a pair
-    has no negatives, the weight 1 and no score.
+    Ids of a source begin where those of the sources before it end. Equal texts of different sources are different
+    items. Where a source lacks mined negatives, weights or a teacher's scores, its pairs have no negatives, the weight
+    1 and no score.
 
     In an epoch each pair of a source of weight w comes w times: of M pairs round(w·M) are drawn, every one ⌊w⌋ or ⌈w⌉
-    times (see `dualenc.batching.mixture.MixtureBatches`). So the share of a source is its size times its weight over
-    the sum of that, and with all weights 1, the default, every pair comes once.
+    times (see `dualenc.batching.mixture.MixtureBatches`). With all weights 1, the default, every pair comes once.
 
     Args:
         sources: pairs by a name of letters, digits, "_" and "-".
@@ -45,9 +41,6 @@ class Mixture(PairDataset):
         sources, source_weights, batches: as given, with a weight for every source.
         prompts: left and right prompt of each source that has one.
         sizes: (K,) how many pairs each source has.
-
-    Raises:
-        DualencError: no source, a name that is no source's, a weight that is not above 0, or items of different kinds.
     """
 
     def __init__(
@@ -80,21 +73,19 @@ class Mixture(PairDataset):
         self.skipped = sum(part.skipped for part in parts)
         self.sizes = [len(part) for part in parts]
         self._ends = np.cumsum(self.sizes)
-        # Items keep their order by source, so ids are those of the source plus an offset.
         left_items = Joined([part.left_items for part in parts], [left.get(name, "") for name in self.sources])
         right_items = left_items
         if not self.views:
             right_items = Joined([part.right_items for part in parts], [right.get(name, "") for name in self.sources])
-        negatives, negative_scores = _joined_negatives(parts, right_items.starts)
         super().__init__(
             left_items,
             right_items,
             np.concatenate([part.left_id + first for part, first in zip(parts, left_items.starts)]),
             np.concatenate([part.right_id + first for part, first in zip(parts, right_items.starts)]),
-            negatives=negatives,
-            weights=_filled([part.weights for part in parts], self.sizes, 1.0),
-            scores=_filled([part.scores for part in parts], self.sizes, np.nan),
-            negative_scores=negative_scores,
+            negatives=_joined_negatives(parts, right_items.starts),
+            weights=_joined_numbers([part.weights for part in parts], self.sizes, 1.0),
+            scores=_joined_numbers([part.scores for part in parts], self.sizes, np.nan),
+            negative_scores=_joined_numbers([part.negative_scores for part in parts], _num_negatives(parts), np.nan),
             left_modality=parts[0].left_modality,
             right_modality=parts[0].right_modality,
         )
@@ -110,7 +101,6 @@ class Mixture(PairDataset):
 
     def pair_counts(self, side: Side) -> np.ndarray:
         """(N,) the mean number of times that each item of a side occurs in an epoch's pairs."""
-        # In proportion to the weights, because pairs come that often.
         weights = np.repeat(list(self.source_weights.values()), self.sizes)
         return np.bincount(self.item_ids(side), weights=weights, minlength=len(self.items(side)))
 
@@ -119,8 +109,9 @@ class Mixture(PairDataset):
         lines = []
         for name, part in self.sources.items():
             facts = [f"{len(part)} pairs", f"weight {self.source_weights[name]:g}"]
-            prompts = zip(("left", "right"), self.prompts.get(name, ("", "")))
-            facts += [f"{side} prompt {prompt!r}" for side, prompt in prompts if prompt]
+            for side, prompt in zip(("left", "right"), self.prompts.get(name, ("", ""))):
+                if prompt:
+                    facts.append(f"{side} prompt {prompt!r}")
             lines.append(f"{name} ({', '.join(facts)})")
         return lines
 
@@ -135,7 +126,7 @@ class Mixture(PairDataset):
 
 
 def _check_sources(sources: Mapping[str, PairDataset]) -> None:
-    """Insist that the sources can be trained on together."""
+    """Refuse sources that cannot be trained on together."""
     first_name, first = next(iter(sources.items()))
     for name, pairs in sources.items():
         if not re.fullmatch(r"[\w-]+", name):
@@ -144,16 +135,14 @@ def _check_sources(sources: Mapping[str, PairDataset]) -> None:
             raise DualencError(f"Mixture: source {name} is a mixture itself; name its sources in this one")
         if pairs.views != first.views:
             views, others = (name, first_name) if pairs.views else (first_name, name)
-            raise DualencError(
-                f"Mixture: {views} is images alone, in two views each, and {others} is pairs; train on one kind"
-            )
+            reason = f"{views} is images alone, in two views each, and {others} is pairs"
+            raise DualencError(f"Mixture: {reason}; train on one kind")
         for side in ("left", "right"):
-            kind, first_kind = (_kind(source, side) for source in (pairs, first))
+            kind = _kind(pairs, side)
+            first_kind = _kind(first, side)
             if kind != first_kind:
-                raise DualencError(
-                    f"Mixture: the {side} side of {name} is {kind}, but that of {first_name} is {first_kind}; mix "
-                    "sources of one kind"
-                )
+                reason = f"the {side} side of {name} is {kind}, but that of {first_name} is {first_kind}"
+                raise DualencError(f"Mixture: {reason}; mix sources of one kind")
 
 
 def _kind(pairs: PairDataset, side: str) -> str:
@@ -173,26 +162,30 @@ def _check_prompts(side: Side, prompts: Mapping[str, str], sources: Mapping[str,
     for name in prompts:
         kind = getattr(sources[name], f"{side}_modality")
         if kind != "text":
-            raise DualencError(
-                f"Mixture: {side}_prompts names {name}, whose {side} side is {kind}; prompts are for texts"
-            )
+            reason = f"{side}_prompts names {name}, whose {side} side is {kind}"
+            raise DualencError(f"Mixture: {reason}; prompts are for texts")
 
 
-def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> tuple[Ragged | None, np.ndarray | None]:
-    """The mined negatives of all sources by their ids in the mixture, and the teacher's scores of these."""
+def _num_negatives(parts: Sequence[PairDataset]) -> list[int]:
+    return [0 if part.negatives is None else len(part.negatives.values) for part in parts]
+
+
+def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> Ragged | None:
+    """The mined negatives of all sources by their ids in the mixture."""
     if all(part.negatives is None for part in parts):
-        return None, None
-    # Sources without mined negatives have an empty list for each pair.
-    lists = [part.negatives or Ragged.from_rows([[]] * len(part)) for part in parts]
-    values = [ragged.values + first for ragged, first in zip(lists, starts)]
-    lengths = np.concatenate([ragged.lengths for ragged in lists])
-    negatives = Ragged(np.concatenate(values), np.concatenate([[0], np.cumsum(lengths)]))
-    return negatives, _filled([part.negative_scores for part in parts], [len(ids) for ids in values], np.nan)
+        return None
+    values = []
+    lengths = []
+    for part, start in zip(parts, starts):
+        negatives = part.negatives or Ragged.from_rows([[]] * len(part))
+        values.append(negatives.values + start)
+        lengths.append(negatives.lengths)
+    return Ragged.from_lengths(np.concatenate(values), np.concatenate(lengths))
 
 
-def _filled(parts: Sequence[np.ndarray | None], lengths: Sequence[int], missing: float) -> np.ndarray | None:
+def _joined_numbers(parts: Sequence[np.ndarray | None], lengths: Sequence[int], missing: float) -> np.ndarray | None:
     """One array after the other, with a value for those that are missing; None if all are."""
     if all(part is None for part in parts):
         return None
-    blank = (np.full(length, missing, np.float32) for length in lengths)
+    blank = [np.full(length, missing, np.float32) for length in lengths]
     return np.concatenate([filler if part is None else part for part, filler in zip(parts, blank)])

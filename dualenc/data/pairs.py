@@ -15,7 +15,7 @@ from dualenc.types import Items, Modality, Side
 
 
 class Ragged(NamedTuple):
-    """Row `r` is `values[offsets[r] : offsets[r + 1]]`.
+    """Rows of integers of unequal lengths: row `r` is `values[offsets[r] : offsets[r + 1]]`.
 
     Attributes:
         values: every row's integers, one row after the other, int64.
@@ -26,15 +26,22 @@ class Ragged(NamedTuple):
     offsets: np.ndarray
 
     @classmethod
+    def from_lengths(cls, values: np.ndarray, lengths: np.ndarray | Sequence[int]) -> Ragged:
+        """Rows of these lengths."""
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        return cls(np.asarray(values, dtype=np.int64), offsets.astype(np.int64))
+
+    @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int]]) -> Ragged:
         """Lay rows of integers one after the other."""
-        arrays = [np.zeros(0, dtype=np.int64), *(np.asarray(row, dtype=np.int64) for row in rows)]
-        return cls(np.concatenate(arrays), _offsets([len(array) for array in arrays[1:]]))
+        arrays = [np.asarray(row, dtype=np.int64) for row in rows]
+        values = np.concatenate([np.zeros(0, dtype=np.int64), *arrays])
+        return cls.from_lengths(values, [len(array) for array in arrays])
 
     @classmethod
     def from_sorted(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
         """Row `k` holds the values of key `k`, in their order; `keys` ascend."""
-        return cls(np.asarray(values, dtype=np.int64), _offsets(np.bincount(keys, minlength=num_keys)))
+        return cls.from_lengths(values, np.bincount(keys, minlength=num_keys))
 
     @classmethod
     def from_pairs(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
@@ -42,7 +49,7 @@ class Ragged(NamedTuple):
         # One number for each (key, value): its order is that of keys first, and equal pairs are equal numbers.
         span = int(values.max(initial=0)) + 1
         unique = np.unique(keys.astype(np.int64) * span + values)
-        return cls(unique % span, _offsets(np.bincount(unique // span, minlength=num_keys)))
+        return cls.from_sorted(unique // span, unique % span, num_keys)
 
     def row(self, index: int) -> np.ndarray:
         """The integers of a row."""
@@ -52,10 +59,10 @@ class Ragged(NamedTuple):
         """The given rows, in that order, repeats allowed."""
         starts = self.offsets[rows]
         lengths = self.offsets[np.asarray(rows) + 1] - starts
-        offsets = _offsets(lengths)
-        # Each value's place: the start of its row, and its position within the row.
-        places = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return Ragged(self.values[places], offsets)
+        first = np.cumsum(lengths) - lengths
+        # Each value's position: the start of its row, and its position within the row.
+        positions = np.repeat(starts - first, lengths) + np.arange(lengths.sum())
+        return Ragged.from_lengths(self.values[positions], lengths)
 
     def keep(self, mask: np.ndarray) -> Ragged:
         """The same rows with only those values for which `mask`, (len(values),) bool, is true."""
@@ -81,10 +88,6 @@ class Ragged(NamedTuple):
         result = np.full(inside.shape, -1, dtype=np.int64)
         result[inside] = taken.values
         return result
-
-
-def _offsets(lengths: np.ndarray | list[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def by_position(items: Items) -> Items:
@@ -115,6 +118,8 @@ class Pair(NamedTuple):
 class PairDataset:
     """M training pairs over two collections of items; a map-style dataset whose row `i` is pair `i`.
 
+        PairDataset(["a query", "another"], ["its document", "the other's"])
+
     Usable as it is with items in memory; every reader of this package is a subclass whose items lie in files.
     A collection may hold items that no pair names: they are still candidates of the global loss.
 
@@ -133,9 +138,6 @@ class PairDataset:
     Attributes:
         views: True when left and right are the same image, to be augmented twice (unimodal training).
         skipped: number of bad samples that the reader left out.
-
-    Raises:
-        DualencError: ids out of range, unequal lengths, or no pair at all.
     """
 
     views: bool = False
@@ -166,24 +168,30 @@ class PairDataset:
             raise DualencError(f"{counts}; give one of each per pair")
         if not len(self.left_id):
             raise DualencError("no pairs: the data holds no row with a left and a right item")
-        if negatives is not None and not isinstance(negatives, Ragged):
-            negatives = Ragged.from_rows(negatives)
-        if negatives is not None:
-            rows = len(negatives.lengths)
-            if rows != len(self):
-                raise DualencError(f"negatives has {rows} rows for {len(self)} pairs; give one row per pair")
-            _checked_ids("negatives", negatives.values, self.num_right)
-        self.negatives = negatives
         self.weights = _checked_numbers("weights", weights, len(self))
         if self.weights is not None and not (np.isfinite(self.weights) & (self.weights >= 0)).all():
             raise DualencError("weights: some are negative or not finite; give each pair 0 or more")
         self.scores = _checked_numbers("scores", scores, len(self))
+        if negatives is not None and not isinstance(negatives, Ragged):
+            negatives = Ragged.from_rows(negatives)
+        self.negatives = negatives
         num_negatives = 0 if negatives is None else len(negatives.values)
         self.negative_scores = _checked_numbers("negative_scores", negative_scores, num_negatives)
-        if self.negatives is not None and not (first := self.negatives.first_in_row()).all():
-            self.negatives = self.negatives.keep(first)
-            self.negative_scores = None if self.negative_scores is None else self.negative_scores[first]
+        if negatives is not None:
+            self._check_negatives(negatives)
         self._positives: dict[Side, Ragged] = {}
+
+    def _check_negatives(self, negatives: Ragged) -> None:
+        """Check the ids, and drop repeated ones."""
+        rows = len(negatives.lengths)
+        if rows != len(self):
+            raise DualencError(f"negatives has {rows} rows for {len(self)} pairs; give one row per pair")
+        _checked_ids("negatives", negatives.values, self.num_right)
+        first = negatives.first_in_row()
+        if not first.all():
+            self.negatives = negatives.keep(first)
+            if self.negative_scores is not None:
+                self.negative_scores = self.negative_scores[first]
 
     @property
     def num_left(self) -> int:
@@ -241,27 +249,24 @@ class PairDataset:
         return self.left_id if side == "left" else self.right_id
 
     def item(self, side: Side, item_id: int) -> Any:
-        """The raw item of one side by its id, images as RGB.
-
-        Raises:
-            BadSample: it cannot be read, such as an image that does not decode.
-        """
+        """The raw item of one side by its id, images as RGB; a `BadSample` if it cannot be read."""
         return rgb_item(self.items(side)[int(item_id)], f"{side} item {int(item_id)}")
 
     def identities(self) -> dict[str, str]:
         """Checksums, in hexadecimal, of the pairs' ids ("pairs"), "negatives", "left_items" and "right_items".
 
-        Equal for equal data on every process, whatever files it came from; changed contents under the same ids give
-        other ones (of huge collections as far as `dualenc.data.identity.items_identity` reads them).
+        Equal for equal data on every process, whatever files it came from.
         """
-        # Views have one collection: it is read once.
         left = items_identity(self.left_items, self.left_modality)
-        same = self.right_items is self.left_items and self.right_modality == self.left_modality
+        right = left
+        # Views have one collection: it is read once.
+        if self.right_items is not self.left_items or self.right_modality != self.left_modality:
+            right = items_identity(self.right_items, self.right_modality)
         return {
             "pairs": digest_of(self.left_id, self.right_id, self.weights, self.scores),
             "negatives": "" if self.negatives is None else digest_of(*self.negatives, self.negative_scores),
             "left_items": left,
-            "right_items": left if same else items_identity(self.right_items, self.right_modality),
+            "right_items": right,
         }
 
     def identity(self) -> str:
@@ -284,17 +289,11 @@ class PairDataset:
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
 
     def split(self, share: float, seed: int = 0) -> tuple[PairDataset, PairDataset]:
-        """Divide the pairs at random into two parts with the same items and ids.
+        """Divide the pairs at random into the rest and a share, with the same items and ids.
 
         Args:
             share: of the pairs, in (0, 1), that the second part has, about; all pairs of a left item are in one part.
             seed: of the choice.
-
-        Returns:
-            The rest, and the share.
-
-        Raises:
-            DualencError: one of the parts would be empty.
         """
         items = np.random.default_rng(seed).permutation(np.unique(self.left_id))
         chosen = items[: max(1, round(share * len(items)))]

@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 from fsspec.callbacks import TqdmCallback
 
-from dualenc.data.cache import cache_folder, unwritable_cache
+from dualenc.data.cache import cache_folder, cache_written
 from dualenc.data.urls import SCHEMES, display_name, split_url
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
@@ -26,9 +26,6 @@ def local_copies(url: str) -> list[Path]:
     """The files that a URL names, as copies in the cache folder; `{000..123}` counts up, `*` matches on s3 and hf.
 
     A copy is stored by URL and version (ETag, modification time, size): a changed file is fetched again.
-
-    Raises:
-        DualencError: a scheme that is not opened, no file that matches, or one that cannot be fetched.
     """
     scheme = split_url(url).scheme
     try:
@@ -40,10 +37,8 @@ def local_copies(url: str) -> list[Path]:
     if "*" in split_url(url).path:
         urls = _matches(system, scheme, urls)
     folder = cache_folder() / "remote"
-    try:
+    with cache_written(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable_cache(folder, error) from None
     return [_local_copy(system, name, folder) for name in urls]
 
 
@@ -53,8 +48,8 @@ def _expand_braces(url: str) -> list[str]:
         numbers = range(int(match[1]), int(match[2]) + 1)
         if not 0 < len(numbers) * len(urls) <= MAX_FILES:
             raise DualencError(f"{display_name(url)}: {match[0]} names no file, or more than {MAX_FILES:,} together")
-        width = len(match[1])
-        urls = [pattern.replace(match[0], str(number).zfill(width), 1) for pattern in urls for number in numbers]
+        names = [str(number).zfill(len(match[1])) for number in numbers]
+        urls = [pattern.replace(match[0], name, 1) for pattern in urls for name in names]
     return urls
 
 
@@ -97,5 +92,4 @@ def _unreachable(url: str, error: Exception) -> DualencError:
     cause = error.__cause__ or error
     status = getattr(cause, "status", None)
     reason = f"HTTP {status}" if status else type(cause).__name__
-    advice = "check the URL, your credentials and the network"
-    return DualencError(f"{display_name(url)}: cannot be fetched ({reason}); {advice}")
+    return DualencError(f"{display_name(url)}: cannot be fetched ({reason}); check URL, credentials and network")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import BeirPairs, read_corpus
 from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.detect import detect
@@ -14,7 +14,6 @@ from dualenc.data.labels import labels_of_folders
 from dualenc.data.line_tables import ColumnKind, listed
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
-from dualenc.data.skips import Skips
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
 from dualenc.data.tables import check_whole, default_column, first_of, open_table, peek_columns
 from dualenc.data.urls import display_name
@@ -84,17 +83,22 @@ def open_corpus(
     if kind == "tars":
         check_whole(path, split)
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
-    bad_rows = Skips(path, on_error)
-    options: dict[str, Any] = {"split": split, "subset": subset, "limit": limit}
+    bad_rows = BadRows(path, on_error)
     if kind == "images":
         corpus = _folder_corpus(split_folder(path, split), bad_rows)
     elif kind == "beir":
-        corpus = read_corpus(path, part, columns=columns, skips=bad_rows)
-    elif kind == "vectors":
-        corpus = open_vectors(path, split=split, columns=columns, skips=bad_rows)
-    elif modality == "vector" or vector_column is not None:
-        id_column = id_column or default_ids(path, split, subset)
-        corpus = open_vectors(path, vector_column, id_column=id_column, columns=columns, skips=bad_rows, **options)
+        corpus = read_corpus(path, part, columns=columns, bad_rows=bad_rows)
+    elif kind == "vectors" or modality == "vector" or vector_column is not None:
+        corpus = open_vectors(
+            path,
+            vector_column,
+            id_column=id_column or default_ids(path, split, subset),
+            split=split,
+            subset=subset,
+            limit=limit,
+            columns=columns,
+            bad_rows=bad_rows,
+        )
     else:
         kinds = peek_columns(path, split, subset, limit, quotes)
         main, modality = _main_column(path, kinds, part, modality, text_column, image_column)
@@ -110,7 +114,16 @@ def open_corpus(
         # A column may have two roles, such as text and filter.
         others = [name for name in (title_column, label_column, id_column, *columns) if name is not None]
         to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), main: kinds.get(main, "value")}
-        table = open_table(path, to_read, bad_rows, quotes=quotes, allow_outside=allow_outside, **options)
+        table = open_table(
+            path,
+            to_read,
+            bad_rows,
+            split=split,
+            subset=subset,
+            limit=limit,
+            quotes=quotes,
+            allow_outside=allow_outside,
+        )
         corpus = table_corpus(
             table,
             main,
@@ -124,7 +137,7 @@ def open_corpus(
     return corpus
 
 
-def _folder_corpus(folder: Path, bad_rows: Skips) -> Corpus:
+def _folder_corpus(folder: Path, bad_rows: BadRows) -> Corpus:
     names = find_images(folder, bad_rows)
     numbers, class_names = labels_of_folders(names) or (None, None)
     return Corpus(names, ImageFiles(folder, names), "image", labels=numbers, class_names=class_names)
@@ -147,7 +160,7 @@ def open_pairs(
 ) -> PairDataset:
     """Open training pairs: a BEIR folder, tars, a folder of images with captions, mined negatives, or a table.
 
-    A table's columns of lists of floating-point numbers are vectors. All other arguments are those of `open_corpus`.
+    All other arguments are those of `open_corpus`.
 
     Args:
         left_column: of a table; by default `image` or `query` or another common name.
@@ -220,6 +233,6 @@ def _main_column(
             return name, kind
     if len(kinds) == 1:
         return next(iter(kinds)), modality or "text"
-    argument = {"text": "text_column", "image": "image_column", None: "text_column or image_column"}[modality]
+    argument = {"text": "text_column", "image": "image_column"}.get(modality or "", "text_column or image_column")
     reason = f"cannot tell which column to read; name {argument} (columns: {listed(kinds)})"
     raise DualencError(f"{display_name(source)}: {reason}")

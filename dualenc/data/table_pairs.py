@@ -5,23 +5,24 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
+from dualenc.data.bad_rows import BadRows
 from dualenc.data.column_pairs import ColumnPairs
-from dualenc.data.columns import Column, Picked
+from dualenc.data.columns import Column
 from dualenc.data.corpus import Corpus, table_corpus
-from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, detect
+from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS
 from dualenc.data.images import ImageFiles, existing_file, find_images, split_folder
+from dualenc.data.item_lists import Picked
 from dualenc.data.labels import Labels, labels_of_folders
 from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_records
 from dualenc.data.pairs import PairDataset
-from dualenc.data.skips import Skips
 from dualenc.data.tables import DataTable, default_column, open_table, peek_columns
 from dualenc.data.urls import display_name
 from dualenc.data.vectors import default_ids, open_vectors
@@ -29,12 +30,14 @@ from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, OnError
 
 IMAGE_NAMES = ("file_name", "image", "filename", "image_path", "path", "file")
-_NEGATIVE_NAME = re.compile(r"(?:hard_)?neg(?:ative)?s?(?:_?(\d{1,4}))?")
 CAPTION_NAMES = ("captions", "caption", "text", "texts", "description")
+_NEGATIVE_NAME = re.compile(r"(?:hard_)?neg(?:ative)?s?(?:_?(\d{1,4}))?")
 
 
 class TablePairs(ColumnPairs):
     """Pairs from any table: local files, a saved data set, or the Hugging Face hub.
+
+        TablePairs("photos.parquet", left_column="image", right_column="captions")
 
     Args:
         path: a .jsonl, .json, .csv, .tsv, .txt or .parquet file, a glob or folder of such files, a folder written by
@@ -47,10 +50,9 @@ class TablePairs(ColumnPairs):
             sentence-transformers); [] reads none.
         split: of a folder, saved data set or hub name; of these and of files a slice such as train[:90%].
         subset: configuration of a hub data set.
-        left_modality: "text", "image" or "vector"; found out from the values by default.
+        left_modality: "text", "image" or "vector"; by default as the values look.
         right_modality: the same for the right column.
-        image_root: where relative image paths start, and where images must lie; by default the table's folder.
-        allow_outside: whether image paths may lead out of that folder; only for a table that you trust.
+        allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         weight_column: numbers, 0 or more, that each row's loss is multiplied by: graded pairs.
         deduplicate: equal texts, vectors and images of one side are the same item and share an id. Of images the
             contents are compared, or the paths where the column holds paths.
@@ -59,10 +61,6 @@ class TablePairs(ColumnPairs):
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first. Vectors that are not
             finite, zero, or of another size than most are bad.
-
-    Raises:
-        DualencError: no such file, column or split; nothing usable; a broken file.
-        BadSample: a malformed line, an empty cell or a bad vector, under on_error="raise".
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class TablePairs(ColumnPairs):
         subset: str | None = None,
         left_modality: Modality | None = None,
         right_modality: Modality | None = None,
-        image_root: str | Path | None = None,
         allow_outside: bool = False,
         weight_column: str | None = None,
         deduplicate: bool = True,
@@ -85,23 +82,30 @@ class TablePairs(ColumnPairs):
         quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
-        skips = Skips(path, on_error)
-        columns: dict[str, ColumnKind] = {left_column: "value", right_column: "list"}
+        bad_rows = BadRows(path, on_error)
         # Lines carry no types: what most records hold decides how columns are read.
         kinds = peek_columns(path, split, subset, limit, quotes)
         if negative_column is None:
             negative_column = _default_negatives(kinds, (left_column, right_column))
         negatives = [negative_column] if isinstance(negative_column, str) else list(negative_column)
-        for name, modality in ((left_column, left_modality), (right_column, right_modality)):
-            if (modality or kinds.get(name)) in ("vector", "vectors"):
-                columns[name] = "vector" if columns[name] == "value" else "vectors"
+        columns: dict[str, ColumnKind] = {left_column: "value", right_column: "list"}
+        if (left_modality or kinds.get(left_column)) in ("vector", "vectors"):
+            columns[left_column] = "vector"
+        if (right_modality or kinds.get(right_column)) in ("vector", "vectors"):
+            columns[right_column] = "vectors"
         columns |= dict.fromkeys(negatives, columns[right_column])
         if weight_column is not None:
             columns[weight_column] = "value"
-        how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "quotes": quotes}
-        table = open_table(path, columns, skips, allow_outside=allow_outside, **how)
-        # An explicit root replaces the folder of the table, for its checks too.
-        table.root = table.root if image_root is None else Path(image_root)
+        table = open_table(
+            path,
+            columns,
+            bad_rows,
+            split=split,
+            subset=subset,
+            limit=limit,
+            quotes=quotes,
+            allow_outside=allow_outside,
+        )
         super().__init__(
             table,
             left_column,
@@ -117,8 +121,12 @@ class TablePairs(ColumnPairs):
 
 def _default_negatives(columns: Iterable[str], but: tuple[str, str]) -> list[str]:
     """The columns of mined negatives by their names, in the order of their numbers."""
-    matches = [match for name in columns if name not in but and (match := _NEGATIVE_NAME.fullmatch(name))]
-    return [match[0] for match in sorted(matches, key=lambda match: int(match[1] or 0))]
+    numbers = {}
+    for name in columns:
+        match = _NEGATIVE_NAME.fullmatch(name)
+        if match and name not in but:
+            numbers[name] = int(match[1] or 0)
+    return sorted(numbers, key=numbers.__getitem__)
 
 
 class MinedPairs(ColumnPairs):
@@ -136,17 +144,12 @@ class MinedPairs(ColumnPairs):
         titles: join a passage's title to its text.
         max_negatives: keep that many negatives of each query, from the front.
         split: a slice such as train[:90%], and of a folder of files which of them.
-        limit: read the first queries of that only.
+        limit: read the first queries only.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
         queries: vectors of the queries: a folder of embeddings, a .npy file, or a table of vectors and ids.
         documents: likewise of positives and negatives.
         scores: read a teacher's scores, `pos_scores` and `neg_scores` or each passage's `score`, to distil from
             (`teacher` of every objective). `dualenc mine` writes them. Lists of another length count as bad.
-
-    Raises:
-        DualencError: no such file, neither layout, nothing usable.
-        BadSample: a malformed line, an empty query or passage, a bad vector, an id without a vector, under
-            on_error="raise".
     """
 
     def __init__(
@@ -163,10 +166,11 @@ class MinedPairs(ColumnPairs):
         scores: bool = False,
     ) -> None:
         if (queries is None) != (documents is None):
-            name = display_name(path)
-            raise DualencError(f"{name}: queries and documents are given together; name the vectors of both")
-        skips = Skips(path, on_error)
-        left, right = (_vectors_by_id(source, skips) for source in (queries, documents))
+            fix = "queries and documents are given together; name the vectors of both"
+            raise DualencError(f"{display_name(path)}: {fix}")
+        bad_rows = BadRows(path, on_error)
+        left = _vectors_by_id(queries, bad_rows)
+        right = _vectors_by_id(documents, bad_rows)
         columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
         reshape = _mined_with_titles if titles else _mined
         modality: Modality = "text"
@@ -179,7 +183,7 @@ class MinedPairs(ColumnPairs):
         score_columns = ("pos_scores", "neg_scores") if scores else None
         columns |= dict.fromkeys(score_columns or (), "vector")
         optional = ("neg", "neg_scores")
-        table = open_table(path, columns, skips, optional=optional, split=split, limit=limit, reshape=reshape)
+        table = open_table(path, columns, bad_rows, optional=optional, split=split, limit=limit, reshape=reshape)
         super().__init__(
             table,
             "query",
@@ -194,11 +198,8 @@ class MinedPairs(ColumnPairs):
         )
 
 
-def _vectors_by_id(source: str | Path | None, skips: Skips) -> Corpus | None:
-    """Vectors with the ids by which mined negatives name them."""
-    if source is None:
-        return None
-    return open_vectors(source, id_column=None if detect(source) == "vectors" else default_ids(source), skips=skips)
+def _vectors_by_id(source: str | Path | None, bad_rows: BadRows) -> Corpus | None:
+    return None if source is None else open_vectors(source, id_column=default_ids(source), bad_rows=bad_rows)
 
 
 # Named functions, not partials: the cache of a table is keyed by the function's name.
@@ -254,10 +255,6 @@ class ImageFolderPairs(ColumnPairs):
         deduplicate: equal captions, and equal paths of images, are the same item and share an id.
         quotes: as for `TablePairs`.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
-
-    Raises:
-        DualencError: no such folder, file or column; nothing usable.
-        BadSample: an empty caption, an image that is not in the folder or has no caption, under on_error="raise".
     """
 
     def __init__(
@@ -275,22 +272,20 @@ class ImageFolderPairs(ColumnPairs):
         if captions is None and _default_captions(folder) is None:
             folder = split_folder(folder, ONLY_SPLIT)
         file = _default_captions(folder) if captions is None else Path(captions)
-        skips = Skips(path if file is None else file, on_error)
-        names = find_images(folder, skips)
+        bad_rows = BadRows(path if file is None else file, on_error)
+        names = find_images(folder, bad_rows)
         if file is None:
             image_column = "image"
             caption_column = "captions"
-            table = _table_of_text_files(folder, names, skips)
+            table = _table_of_text_files(folder, names, bad_rows)
         else:
             known = peek_columns(file, quotes=quotes)
             image_column = image_column or default_column(file, known, IMAGE_NAMES, "image_column")
             caption_column = caption_column or default_column(file, known, CAPTION_NAMES, "caption_column")
             columns: dict[str, ColumnKind] = {image_column: "value", caption_column: "list"}
-            table = open_table(file, columns, skips, quotes=quotes)
-            table.root = folder
             # Links among a folder's images are followed.
-            table.allow_outside = True
-            _keep_rows_of_files(table, image_column, names)
+            table = open_table(file, columns, bad_rows, quotes=quotes, root=folder, allow_outside=True)
+            table = _rows_of_files(table, image_column, names)
         super().__init__(
             table, image_column, caption_column, left_modality="image", right_modality="text", deduplicate=deduplicate
         )
@@ -300,42 +295,43 @@ def _default_captions(folder: Path) -> Path | None:
     """The table of captions in a folder, if there is one."""
     suffixes = [suffix for suffix in TABLE_FORMATS if suffix != ".txt"]
     files = [folder / f"{stem}{suffix}" for stem in ("metadata", "captions") for suffix in suffixes]
-    return next(filter(Path.is_file, files), None)
+    return next((file for file in files if file.is_file()), None)
 
 
-def _keep_rows_of_files(table: DataTable, image_column: str, names: list[str]) -> None:
-    """Drop the rows whose image is not in the folder: found by name, so they lead nowhere else."""
-    import datasets
-
+def _rows_of_files(table: DataTable, image_column: str, names: list[str]) -> DataTable:
+    """The rows whose image is in the folder: found by name, so they lead nowhere else."""
     # Accents may be composed otherwise in the table than in the names of files.
     known = {unicodedata.normalize("NFC", name) for name in names}
-    files = Column(table, image_column, "text").values(np.arange(len(table))).tolist()
-    found = np.array(
-        [not name or unicodedata.normalize("NFC", Path(name).as_posix()) in known for name in files], dtype=bool
-    )
-    for row in np.flatnonzero(~found).tolist():
-        table.skips.bad("image that is not in the folder", table.where(row), f"{files[row]!r} is not in {table.root}")
-    if not found.all():
-        table.dataset = datasets.Dataset(table.dataset.data.filter(pa.array(found)))
+    rows = []
+    for row, name in enumerate(Column(table, image_column, "text").values()):
+        if not name or unicodedata.normalize("NFC", Path(name).as_posix()) in known:
+            rows.append(row)
+        else:
+            fix = f"{name!r} is not in {table.root}"
+            table.bad_rows.add("image that is not in the folder", table.position(row), fix)
+    if len(rows) == len(table):
+        return table
+    return replace(table, dataset=table.dataset.select(rows).flatten_indices())
 
 
-def _table_of_text_files(folder: Path, names: list[str], skips: Skips) -> DataTable:
+def _table_of_text_files(folder: Path, names: list[str], bad_rows: BadRows) -> DataTable:
     """The captions in `photo.txt` for each `photo.jpg`, one per line."""
     from datasets import Dataset, Features, List, Value
 
     rows = []
     for name in names:
         file = existing_file(folder, str(Path(name).with_suffix(".txt")))
-        records = read_records(file, skips) if file.is_file() else ()
+        records = read_records(file, bad_rows) if file.is_file() else ()
         captions = [record["text"].strip() for _, record in records]
         if captions:
             rows.append({"image": name, "captions": captions})
         else:
-            skips.bad("image without a caption", str(folder / name), f"write one to {file.name}, pass captions=TABLE")
-    skips.demand(len(rows), "image with a caption")
+            fix = f"write one to {file.name}, pass captions=TABLE"
+            bad_rows.add("image without a caption", str(folder / name), fix)
+    bad_rows.require(len(rows), "image with a caption")
     # Explicit, because an empty first list has no type to infer.
     features = Features({"image": Value("string"), "captions": List(Value("string"))})
-    return DataTable(str(folder), Dataset.from_list(rows, features=features), skips, folder, allow_outside=True)
+    return DataTable(str(folder), Dataset.from_list(rows, features=features), bad_rows, folder, allow_outside=True)
 
 
 class ImageViews(PairDataset):
@@ -363,12 +359,7 @@ class ImageViews(PairDataset):
         return ImageViews(Picked(self.left_items, rows), labels)
 
     def sample(self, count: int, seed: int = 0) -> ImageViews:
-        """A random part of the images, each at most once; files are often sorted by class, so their head is no sample.
-
-        Args:
-            count: how many; all of them, in random order, if there are fewer.
-            seed: of the draw.
-        """
+        """At most `count` random images; files are often sorted by class, so their head is no sample."""
         return self.subset(np.random.default_rng(seed).permutation(len(self))[:count])
 
 
@@ -381,10 +372,6 @@ class TableViews(ImageViews):
     Args:
         image_column: file contents, `datasets` images, or paths relative to the table.
         label_column: class numbers or names; by default `label`, if there is such a column.
-
-    Raises:
-        DualencError: no such file, column or split; no usable image.
-        BadSample: a row without an image, under on_error="raise".
     """
 
     def __init__(
@@ -401,15 +388,21 @@ class TableViews(ImageViews):
         on_error: OnError = "skip",
     ) -> None:
         label = label_column or "label"
-        columns: dict[str, ColumnKind] = {image_column: "value", label: "value"}
-        optional = () if label_column else (label,)
-        how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "quotes": quotes}
-        skips = Skips(path, on_error)
-        table = open_table(path, columns, skips, optional=optional, allow_outside=allow_outside, **how)
+        table = open_table(
+            path,
+            {image_column: "value", label: "value"},
+            BadRows(path, on_error),
+            optional=() if label_column else (label,),
+            split=split,
+            subset=subset,
+            limit=limit,
+            quotes=quotes,
+            allow_outside=allow_outside,
+        )
         corpus = table_corpus(table, image_column, "image", label_column=label if table.has(label) else None)
         labels = None if corpus.labels is None else Labels(corpus.labels, corpus.class_names or [])
         super().__init__(corpus.items, labels)
-        self.skipped = table.skips.report()
+        self.skipped = table.bad_rows.report()
 
 
 class ImageFolderViews(ImageViews):
@@ -417,14 +410,11 @@ class ImageFolderViews(ImageViews):
 
     Args:
         path: the folder; of one that is divided into splits (`train`, `val`, …) its subfolder `train`.
-
-    Raises:
-        DualencError: no such folder, or no image in it.
     """
 
     def __init__(self, path: str | Path) -> None:
         folder = split_folder(path, ONLY_SPLIT)
-        skips = Skips(path)
-        names = find_images(folder, skips)
+        bad_rows = BadRows(path)
+        names = find_images(folder, bad_rows)
         super().__init__(ImageFiles(folder, names), labels_of_folders(names))
-        self.skipped = skips.report()
+        self.skipped = bad_rows.report()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
+from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import dataset_of_batches
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, detect
 from dualenc.data.identity import file_identity
@@ -32,7 +32,6 @@ from dualenc.data.line_tables import (
 )
 from dualenc.data.lines import check_distinct
 from dualenc.data.remote import local_copies
-from dualenc.data.skips import Skips
 from dualenc.data.urls import display_name, file_format, is_url, url_suffix
 from dualenc.errors import DualencError, first_line
 from dualenc.reading import glob_files
@@ -44,14 +43,14 @@ _FORMATS = ", ".join(TABLE_FORMATS)
 _BATCH_ROWS = 2000
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataTable:
     """Rows of named columns.
 
     Attributes:
         source: as the user named it.
         dataset: the rows, memory-mapped Arrow.
-        skips: counts the bad samples of these rows.
+        bad_rows: counts the bad samples of these rows.
         root: where relative image paths start.
         files: the local files behind it, empty for a hub name.
         allow_outside: whether image paths may lead out of `root`.
@@ -59,7 +58,7 @@ class DataTable:
 
     source: str
     dataset: Dataset
-    skips: Skips
+    bad_rows: BadRows
     root: Path
     files: list[Path] = field(default_factory=list)
     allow_outside: bool = False
@@ -67,28 +66,31 @@ class DataTable:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def column(self, name: str) -> pa.ChunkedArray:
+        """The values of a column."""
+        return self.dataset.data.column(name)
+
     def has(self, name: str) -> bool:
         """Whether there is such a column."""
         return name in self.dataset.column_names
 
-    def skip_rows(self, reason: str, rows: np.ndarray, mend: str) -> None:
-        """Count rows (n,) as bad samples; the first one's place is reported."""
+    def skip_rows(self, reason: str, rows: np.ndarray, fix: str) -> None:
+        """Count rows (n,) as bad samples; the first one's position is reported."""
         if len(rows):
-            self.skips.bad(reason, self.where(int(rows[0])), mend, len(rows))
+            self.bad_rows.add(reason, self.position(int(rows[0])), fix, len(rows))
 
-    def where(self, row: int) -> str:
-        """The place of a row: file:line if it was read from lines."""
-        if LINE not in self.dataset.column_names:
+    def position(self, row: int) -> str:
+        """Where a row comes from: file:line if it was read from lines."""
+        if not self.has(LINE):
             return f"{self.source} row {row}"
-        place = self.dataset.data.slice(row, 1)
-        file = self.files[place.column(FILE)[0].as_py()]
-        return f"{file}:{place.column(LINE)[0].as_py()}"
+        file = self.files[self.column(FILE)[row].as_py()]
+        return f"{file}:{self.column(LINE)[row].as_py()}"
 
 
 def open_table(
     source: str | Path,
     columns: Mapping[str, ColumnKind],
-    skips: Skips,
+    bad_rows: BadRows,
     *,
     optional: Collection[str] = (),
     split: str = "train",
@@ -96,6 +98,7 @@ def open_table(
     limit: int | None = None,
     quotes: bool | None = None,
     reshape: Reshape | None = None,
+    root: Path | None = None,
     allow_outside: bool = False,
 ) -> DataTable:
     """Open a table wherever it is.
@@ -103,52 +106,51 @@ def open_table(
     Args:
         source: as for `dualenc.data.TablePairs`, or a URL of files (`dualenc.data.remote`).
         columns: the columns to read, and whether each may hold a list; others are not read.
-        skips: counts malformed lines.
+        bad_rows: counts malformed lines.
         optional: columns of these that may be missing.
         split: as for `TablePairs`, like `subset`, `quotes` and `allow_outside`; of a file the only one is train.
-        limit: read the first rows of that only.
+        limit: read the first rows only.
         reshape: applied to each record of a line-based file before its columns are taken.
-
-    Raises:
-        DualencError: no such file, column or split; a broken file.
+        root: where relative image paths start; by default the table's folder.
     """
     source = str(source)
-    _check_limit(source, limit)
+    name = display_name(source)
+    _check_limit(name, limit)
     files = find_files(source, split)
-    required = [name for name in columns if name not in optional]
+    required = [column for column in columns if column not in optional]
     if not files:
         dataset = _from_datasets(source, subset, split)
     elif is_parquet(files[0]):
-        dataset = _from_parquet(source, files, columns, required)
+        dataset = _from_parquet(name, files, columns, required)
     else:
         # A slice may need rows behind the limit.
-        first_rows = limit if is_whole(split) else None
-        dataset = table_of_lines(files, columns, optional, skips, quotes, first_rows, reshape)
-    check_columns(source, dataset.column_names, required)
+        first_rows = limit if split_name(split) == split else None
+        dataset = table_of_lines(files, columns, optional, bad_rows, quotes, first_rows, reshape)
+    check_columns(name, dataset.column_names, required)
     if files:
-        dataset = select_split({split_name(split): dataset}, split, display_name(source))
+        dataset = select_split({split_name(split): dataset}, split, name)
     # A limit applies behind the split: the first rows of a slice.
     if limit is not None:
         dataset = dataset.select(range(min(limit, len(dataset))))
     # Columns are read as stored, without the indices of a selection.
     if dataset._indices is not None:
         dataset = dataset.flatten_indices()
-    root = _root(source, files)
-    return DataTable(display_name(source), dataset, skips, root, files, allow_outside and not is_url(source))
+    root = root or _root(source, files)
+    return DataTable(name, dataset, bad_rows, root, files, allow_outside and not is_url(source))
 
 
-def _check_limit(source: str | Path, limit: int | None) -> None:
+def _check_limit(name: str, limit: int | None) -> None:
     if limit is not None and not 1 <= limit <= sys.maxsize:
-        raise DualencError(f"{display_name(source)}: limit is {limit}; give the number of rows to read, from 1 on")
+        raise DualencError(f"{name}: limit is {limit}; give the number of rows to read, from 1 on")
 
 
 def _root(source: str, files: Sequence[Path]) -> Path:
-    """Where relative paths of a table start; for a URL a folder of the cache without any images in it."""
+    """Where relative paths of a table start; for a hub name a folder of the cache without any images in it."""
     from datasets import config
 
-    if not files:
-        return Path(source if detect(source) in ("saved", "saved_splits") else config.HF_CACHE_HOME)
-    return files[0].parent
+    if files:
+        return files[0].parent
+    return Path(source if detect(source) in ("saved", "saved_splits") else config.HF_CACHE_HOME)
 
 
 def peek_columns(
@@ -162,19 +164,16 @@ def peek_columns(
 
     Lists of floating-point numbers are vectors ("vector"), lists of those several vectors ("vectors"); all other lists
     are lists.
-
-    Raises:
-        DualencError: no such file or split; a broken file.
     """
-    _check_limit(source, limit)
+    _check_limit(display_name(source), limit)
     files = find_files(str(source), split)
     if files and not is_parquet(files[0]):
-        skips = Skips(source)
-        kinds = kinds_of_records(files, skips, quotes, limit)
-        skips.demand(len(kinds), "record")
+        bad_rows = BadRows(source)
+        kinds = kinds_of_records(files, bad_rows, quotes, limit)
+        bad_rows.require(len(kinds), "record")
         return kinds
     if files:
-        schema = _one_schema(files, [_footer(file) for file in files])
+        schema = _one_schema(files)
     else:
         schema = _from_datasets(str(source), subset, split).data.schema
     return {column.name: kind_of_type(column.type) for column in schema}
@@ -189,11 +188,11 @@ def default_column(
     source: object, columns: Collection[str], names: Iterable[str], argument: str, but: str | None = None
 ) -> str:
     """The `first_of` some usual names, for an argument that the user left out; a `DualencError` if there is none."""
-    found = first_of(columns, names, but)
-    if found is None:
-        shown = f"{display_name(source)}: cannot tell which column is {argument}"
-        raise DualencError(f"{shown}; name it (columns: {listed(columns)})")
-    return found
+    name = first_of(columns, names, but)
+    if name is None:
+        reason = f"cannot tell which column is {argument}; name it (columns: {listed(columns)})"
+        raise DualencError(f"{display_name(source)}: {reason}")
+    return name
 
 
 def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
@@ -221,34 +220,36 @@ def _from_parquet(
     source: str, files: Sequence[Path], columns: Mapping[str, ColumnKind], required: Sequence[str]
 ) -> Dataset:
     """The named columns of parquet files, as far as they have them."""
-    footers = [_footer(file) for file in files]
-    schema = _one_schema(files, footers)
+    schema = _one_schema(files)
     check_columns(source, schema.names, required)
     names = [name for name in schema.names if name in columns] or schema.names
     schema = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
     _check_readable(source, schema)
-    size = sum(file.stat().st_size for file in files)
 
     def key() -> str:
-        facts = [file_identity(file).decode() for file in files]
-        return json.dumps(["parquet", facts, names])
+        return json.dumps(["parquet", [file_identity(file).decode() for file in files], names])
 
-    return dataset_of_batches(_parquet_batches(files, footers, schema), schema, size, key)
+    return dataset_of_batches(_parquet_batches(files, schema), schema, files, key, BadRows(source))
 
 
-def _one_schema(files: Sequence[Path], footers: Sequence[pq.FileMetaData]) -> pa.Schema:
-    """The columns of all files, each of a type that holds the values of every file."""
-    schemas = [footer.schema.to_arrow_schema() for footer in footers]
+def _one_schema(files: Sequence[Path]) -> pa.Schema:
+    """The columns of all parquet files, each of a type that holds the values of every file."""
     types: dict[str, pa.DataType] = {}
-    for file, schema in zip(files, schemas):
-        for name, kind in zip(schema.names, schema.types):
-            kind = _plain_type(kind)
+    metadata = None
+    for file in files:
+        with _open_parquet(file) as parquet:
+            schema = parquet.schema_arrow
+        check_distinct(str(file), schema.names)
+        metadata = metadata or schema.metadata
+        for column in schema:
+            kind = _plain_type(column.type)
+            known = types.get(column.name, kind)
             try:
-                types[name] = _common_type(types.get(name, kind), kind)
+                types[column.name] = _common_type(known, kind)
             except pa.ArrowException:
-                held = f"{kind} in column {name!r} where files before it have {types[name]}"
-                raise DualencError(f"{file}: {held}; write all files with one type") from None
-    return pa.schema(types.items(), metadata=schemas[0].metadata)
+                reason = f"{kind} in column {column.name!r} where files before it have {known}"
+                raise DualencError(f"{file}: {reason}; write all files with one type") from None
+    return pa.schema(types.items(), metadata=metadata)
 
 
 def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType:
@@ -258,11 +259,8 @@ def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType:
         return pa.unify_schemas(schemas, promote_options="permissive").field("value").type
     except pa.ArrowException:
         # What is a number in one file may be a text in another.
-        if (
-            pa.types.is_nested(left)
-            or pa.types.is_nested(right)
-            or not {left, right} & {pa.string(), pa.large_string()}
-        ):
+        is_nested = pa.types.is_nested(left) or pa.types.is_nested(right)
+        if is_nested or not {left, right} & {pa.string(), pa.large_string()}:
             raise
         return pa.large_string()
 
@@ -277,40 +275,37 @@ def _check_readable(source: str, schema: pa.Schema) -> None:
     """Refuse types that `datasets` lacks, such as maps."""
     from datasets.features.features import generate_from_arrow_type
 
-    for name, kind in zip(schema.names, schema.types):
+    for column in schema:
         try:
-            generate_from_arrow_type(kind)
+            generate_from_arrow_type(column.type)
         except ValueError:
-            held = f"column {name!r} holds {kind}, which cannot be read"
-            raise DualencError(f"{display_name(source)}: {held}; write it as texts, numbers or lists") from None
+            reason = f"column {column.name!r} holds {column.type}, which cannot be read"
+            raise DualencError(f"{source}: {reason}; write it as texts, numbers or lists") from None
 
 
-def _parquet_batches(
-    files: Sequence[Path], footers: Sequence[pq.FileMetaData], schema: pa.Schema
-) -> Iterator[pa.RecordBatch]:
-    with tqdm(desc=files[0].name, unit=" rows", delay=2, leave=False) as bar:
-        for file, footer in zip(files, footers):
-            with broken_parquet(file), open_parquet(file, footer) as parquet:
-                # One row group at a time: pyarrow keeps what it has buffered of all that it is asked for.
-                for group in range(parquet.num_row_groups):
-                    for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=schema.names):
-                        bar.update(len(batch))
-                        yield from _with_schema(batch, schema).to_batches()
+def _parquet_batches(files: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    for file in files:
+        with _open_parquet(file) as parquet:
+            # One row group at a time: pyarrow keeps all that it has buffered of a request.
+            for group in range(parquet.num_row_groups):
+                for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=schema.names):
+                    yield from _with_schema(batch, schema).to_batches()
 
 
 def _with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
     """A batch with all columns of a schema; columns that its file lacks are null."""
     missing = pa.nulls(len(batch))
     names = batch.schema.names
-    arrays = [batch.column(field.name) if field.name in names else missing for field in schema]
+    arrays = [batch.column(name) if name in names else missing for name in schema.names]
     return pa.table(arrays, names=schema.names).cast(schema)
 
 
 @contextmanager
-def broken_parquet(file: Path) -> Iterator[None]:
-    """Report what pyarrow raises of broken files and pages, and of files that differ, in one line."""
+def _open_parquet(file: Path) -> Iterator[pq.ParquetFile]:
+    """A parquet file; what pyarrow raises of broken files and pages becomes one line."""
     try:
-        yield
+        with pq.ParquetFile(file) as parquet:
+            yield parquet
     except DualencError:
         raise
     except Exception as error:  # pyarrow has several kinds
@@ -318,31 +313,12 @@ def broken_parquet(file: Path) -> Iterator[None]:
         raise DualencError(f"{file}: {reason}; fetch it again") from None
 
 
-def open_parquet(file: Path, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    """Open a parquet file."""
-    with broken_parquet(file):
-        return pq.ParquetFile(file, metadata=footer)
-
-
-def _footer(file: Path) -> pq.FileMetaData:
-    """The schema and row groups of a parquet file."""
-    with broken_parquet(file), open_parquet(file) as parquet:
-        footer = parquet.metadata
-        names = footer.schema.to_arrow_schema().names
-    check_distinct(str(file), names)
-    return footer
-
-
 def find_files(source: str, split: str) -> list[Path]:
     """The table files that a path, glob, folder or URL stands for, sorted; none of a saved data set or a hub name.
 
     Of a folder, the files named SPLIT.*, SPLIT-* or SPLIT_* in it or in its `data` folder, as the hub lays them out;
     everything else is one split, train.
-
-    Raises:
-        DualencError: nothing matches, the formats differ, or there is no such split.
     """
-    path = Path(source)
     kind = detect(source)
     # Refused rather than ignored: another split of the same file would be the training data again.
     if kind in ("files", "saved") and split_name(split) != ONLY_SPLIT:
@@ -352,7 +328,7 @@ def find_files(source: str, split: str) -> list[Path]:
     if is_url(source):
         _check_one_format(source, {url_suffix(source)})
         return local_copies(source)
-    files = _files_of_split(path, split) if path.is_dir() else glob_files(source)
+    files = _files_of_split(Path(source), split) if Path(source).is_dir() else glob_files(source)
     if not files:
         raise DualencError(f"{source}: no such file; give a file, folder or glob of {_FORMATS}")
     _check_one_format(source, {file_format(file) for file in files})
@@ -361,16 +337,16 @@ def find_files(source: str, split: str) -> list[Path]:
 
 def _check_one_format(source: str, formats: set[str]) -> None:
     if len(formats) > 1 or not formats <= set(TABLE_FORMATS):
-        found = ", ".join(sorted(formats)) or "no suffix"
-        one = f"give files of one format among {_FORMATS}, or .tar files"
-        raise DualencError(f"{display_name(source)}: no table of one format ({found}); {one}")
+        present = ", ".join(sorted(formats)) or "no suffix"
+        fix = f"give files of one format among {_FORMATS}, or .tar files"
+        raise DualencError(f"{display_name(source)}: no table of one format ({present}); {fix}")
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     # The hub keeps the files of a data set in `data`.
-    folders = [parent for parent in (folder, folder / "data") if parent.is_dir()]
-    tables = [file for parent in folders for file in parent.iterdir() if file.is_file()]
-    split_of = {file: re.split(r"[._-]", file.name)[0] for file in sorted(tables) if file_format(file) in TABLE_FORMATS}
+    entries = [*folder.glob("*"), *(folder / "data").glob("*")]
+    tables = sorted(file for file in entries if file.is_file() and file_format(file) in TABLE_FORMATS)
+    split_of = {file: re.split(r"[._-]", file.name)[0] for file in tables}
     files = [file for file, name in split_of.items() if name == split_name(split)]
     if split_of and not files:
         raise DualencError(f"{folder}: no split {split!r}; there are: {', '.join(sorted(set(split_of.values())))}")
@@ -383,17 +359,11 @@ def split_name(split: str) -> str:
     return names.pop() if len(names) == 1 else split
 
 
-def is_whole(split: str) -> bool:
-    """Whether a split is a name without slices."""
-    return split_name(split) == split
-
-
 def check_whole(source: str | Path, split: str) -> None:
     """Refuse splits and slices of sources that have neither: tars and vectors."""
     if split != ONLY_SPLIT:
-        raise DualencError(
-            f"{display_name(source)}: no split {split!r}, for it has neither splits nor slices; leave it out"
-        )
+        reason = f"no split {split!r}, for it has neither splits nor slices; leave it out"
+        raise DualencError(f"{display_name(source)}: {reason}")
 
 
 def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Dataset:
@@ -402,15 +372,16 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
 
     if split in splits:
         return splits[split]
+    sizes = {name: len(rows) for name, rows in splits.items()}
     try:
-        parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+        parts = ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
-        available = f"{', '.join(splits)}, and slices such as train[:90%] ({first_line(error).rstrip('.')})"
+        available = f"{', '.join(splits)}, and slices such as train[:90%] ({first_line(error)})"
         raise DualencError(f"{source}: no split {split!r}; there are: {available}") from None
     slices = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts if part.from_ < part.to]
     if not slices:
-        sizes = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
-        raise DualencError(f"{source}: split {split!r} has no rows (of {sizes}); widen the slice")
+        known = ", ".join(f"{name} {count:,}" for name, count in sizes.items())
+        raise DualencError(f"{source}: split {split!r} has no rows (of {known}); widen the slice")
     return concatenate_datasets(slices)
 
 

@@ -26,11 +26,7 @@ def display_name(source: object) -> str:
 
 
 def split_url(url: str) -> SplitResult:
-    """The parts of a URL.
-
-    Raises:
-        DualencError: no valid URL, another scheme than `SCHEMES`, or a chain such as `zip::…`.
-    """
+    """The parts of a URL; a `DualencError` for another scheme than `SCHEMES`, or a chain such as `zip::…`."""
     try:
         parts = urlsplit(url)
     except ValueError as error:

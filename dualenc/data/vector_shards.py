@@ -25,10 +25,8 @@ from dualenc.reading import read_json_object
 
 FORMAT = "dualenc embeddings"
 FORMAT_VERSION = 4
-"""Versions before 4 had files of numpy, text and JSON lines."""
 DTYPES = {"float16": pa.float16(), "float32": pa.float32()}
 AGAIN = "run the same `dualenc embed` again"
-ANOTHER = "run the same `dualenc embed` into another folder"
 
 Array = Any  # np.ndarray, ShardedVectors or FirstComponents
 
@@ -36,15 +34,14 @@ Array = Any  # np.ndarray, ShardedVectors or FirstComponents
 class Embeddings:
     """N vectors with their ids, in memory or on disk.
 
+        Embeddings.open("emb").vectors[:10]
+
     Args:
         ids: (N,) distinct strings.
         vectors: (N, D) float16 or float32, an array or `ShardedVectors`.
         meta: what is known about them (`model`, `side`, `modality`, `dtype`, …).
         snippets: (N,) texts to show with the ids, if any.
         columns: (N,) rows of the user's columns, if any.
-
-    Raises:
-        DualencError: not one id per vector, or vectors that are not a matrix.
     """
 
     def __init__(
@@ -75,13 +72,12 @@ class Embeddings:
                 Otherwise sizes are compared, and 64 MiB are read at most, the smallest files first.
 
         Raises:
-            DualencError: no such folder, an unfinished one, or a file in it that is missing, truncated or not the one
-                that was written.
+            DualencError: no such folder, an unfinished one, or a file that is not the one that was written.
         """
         folder = Path(folder)
         meta = read_meta(folder)
         if not meta["complete"]:
-            raise DualencError(f"{folder}: not finished; run the same `dualenc embed` again to resume it")
+            raise DualencError(f"{folder}: not finished; {AGAIN} to resume it")
         paths = [shard_path(folder, number) for number in range(len(meta["shard_rows"]))]
         verify_files(folder, [path.name for path in paths] + [ORDER], meta, AGAIN, verify)
         table = ItemTable(paths, sum(meta["shard_rows"]), AGAIN)
@@ -101,11 +97,7 @@ class Embeddings:
         return rows_of(self.ids, ids)
 
     def first(self, dim: int) -> Embeddings:
-        """The first `dim` components of each vector, scaled to length one again if the vectors had it.
-
-        Raises:
-            DualencError: the vectors are shorter.
-        """
+        """The first `dim` components of each vector, scaled to length one again if the vectors had it."""
         if not 1 <= dim <= self.dim:
             raise DualencError(f"dim is {dim}: give 1 to {self.dim}, the size of the vectors")
         short = FirstComponents(self.vectors, dim, bool(self.meta.get("normalized")))
@@ -118,10 +110,11 @@ class Embeddings:
 
     def _ranges(self, rows: int) -> Iterator[tuple[int, int]]:
         """Start and stop of blocks of at most `rows` rows that do not cross shards: views of the file, not copies."""
-        starts = list(range(0, len(self), rows))
+        starts = set(range(0, len(self), rows))
         if isinstance(self.vectors, ShardedVectors):
-            starts = sorted({*starts, *self.vectors.offsets[:-1].tolist()} - {len(self)})
-        yield from zip(starts, [*starts[1:], len(self)])
+            starts.update(self.vectors.offsets[:-1].tolist())
+        ordered = sorted(starts - {len(self)})
+        yield from zip(ordered, [*ordered[1:], len(self)])
 
     def record_batches(self, rows: int = 16384) -> Iterator[pa.RecordBatch]:
         """All items in order, at most `rows` in a batch: id, vector as stored, text if kept, and the user's columns."""
@@ -208,13 +201,9 @@ def are_embeddings(folder: Path) -> bool:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The meta.json of a folder of embeddings.
-
-    Raises:
-        DualencError: it is missing, malformed, or describes no embeddings of this version.
-    """
+    """The meta.json of a folder of embeddings, checked."""
     other = f"not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
-    meta = read_head(folder, FORMAT, (FORMAT_VERSION, FORMAT_VERSION), other, ANOTHER)
+    meta = read_head(folder, FORMAT, FORMAT_VERSION, other)
     path = folder / "meta.json"
     kinds = {"complete": bool, "dim": int, "dtype": str}
     if meta.get("complete") is True:
@@ -224,32 +213,26 @@ def read_meta(folder: Path) -> dict[str, Any]:
     good_rows = rows and all(type(count) is int and count >= 0 for count in rows)
     if not good_rows or meta["dim"] < 1 or meta["dtype"] not in DTYPES:
         what = f"dim {meta['dim']}, dtype {meta['dtype']} and shard_rows {str(rows)[:60]}"
-        raise DualencError(f"{path}: {what} describe no embeddings; {ANOTHER}")
+        raise DualencError(f"{path}: {what} describe no embeddings; embed into another folder")
     return meta
 
 
-def read_head(folder: Path, expected_format: str, versions: tuple[int, int], other: str, mend: str) -> dict[str, Any]:
-    """The meta.json of a folder of a format, in a version that this dualenc reads.
+def read_head(folder: Path, expected_format: str, version: int, other: str) -> dict[str, Any]:
+    """The meta.json of a folder of embeddings, an index or an engine.
 
     Args:
-        folder: of embeddings, an index or an engine.
+        folder: the folder.
         expected_format: its format.
-        versions: of that format: the oldest and the newest that can be read.
+        version: of that format.
         other: what to say of a folder of another format.
-        mend: what to do about another version.
-
-    Raises:
-        DualencError: the file is missing, malformed, of another format or of another version.
     """
     path = folder / "meta.json"
     if read_json_object(path).get("format") != expected_format:
         raise DualencError(f"{folder}: {other}")
     meta = read_json_object(path, {"version": int})
-    found = meta["version"]
-    if found > versions[1]:
-        raise DualencError(f"{folder}: written by a newer dualenc (format {found}); update dualenc to read it")
-    if found < versions[0]:
-        raise DualencError(f"{folder}: written by an older dualenc (format {found}); {mend}")
+    if meta["version"] != version:
+        reason = f"format {meta['version']} of another dualenc, which reads format {version}"
+        raise DualencError(f"{folder}: {reason}; make the folder again, or install that dualenc")
     return meta
 
 
@@ -259,11 +242,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def read_shard(path: Path, dim: int, dtype: str) -> tuple[pa.RecordBatch, np.ndarray]:
-    """Map a shard, and its vectors as a matrix without a copy.
-
-    Raises:
-        DualencError: the file is missing, damaged or of something else.
-    """
+    """Map a shard, and its vectors as a matrix without a copy."""
     batches = read_batches(path, AGAIN)
     if len(batches) != 1:
         raise DualencError(f"{path}: corrupt (it has {len(batches)} record batches, not one); {AGAIN}")
@@ -271,17 +250,12 @@ def read_shard(path: Path, dim: int, dtype: str) -> tuple[pa.RecordBatch, np.nda
 
 
 def vectors_of(batch: pa.RecordBatch, dim: int, dtype: str, path: Path) -> np.ndarray:
-    """The vectors (n, D) of a record batch, a view of the file.
-
-    Raises:
-        DualencError: the batch has no vectors of this dimension and dtype, or some are missing.
-    """
-    place = batch.schema.get_field_index("vector")
-    kind = batch.schema.types[place] if place >= 0 else pa.null()
+    """The vectors (n, D) of a record batch, a view of the file."""
+    number = batch.schema.get_field_index("vector")
+    kind = batch.schema.types[number] if number >= 0 else pa.null()
     if not pa.types.is_fixed_size_list(kind) or (kind.list_size, kind.value_type) != (dim, DTYPES[dtype]):
         raise DualencError(f"{path}: corrupt (it holds {kind} instead of {dtype} vectors of dimension {dim}); {AGAIN}")
-    column = batch.column(place)
     try:
-        return column.flatten().to_numpy().reshape(len(batch), dim)
+        return batch.column(number).flatten().to_numpy().reshape(len(batch), dim)
     except ValueError:  # Arrow's own errors are of this kind
         raise DualencError(f"{path}: corrupt (a vector is missing); {AGAIN}") from None

@@ -13,8 +13,8 @@ from dualenc.types import OnError
 logger = logging.getLogger("dualenc.data")
 
 
-class Skips:
-    """Bad samples of one reader: raised at once, or left out, counted and reported in one line. Never silent.
+class BadRows:
+    """Bad samples of one reader: raised at once, or left out, counted and reported in one line.
 
     Args:
         source: what is read, as the user named it.
@@ -22,7 +22,7 @@ class Skips:
 
     Attributes:
         counts: number of samples left out for each reason.
-        first: place of the first sample of each reason (file:line, or file and row).
+        first: position of the first sample of each reason (file:line, or file and row).
     """
 
     def __init__(self, source: object, on_error: OnError = "skip") -> None:
@@ -38,19 +38,20 @@ class Skips:
         """Number of samples left out."""
         return self.counts.total()
 
-    def bad(self, reason: str, where: str, mend: str = "mend or remove it", count: int = 1) -> None:
-        """Count `count` bad samples, the first of them at `where`.
-
-        Raises:
-            BadSample: under on_error="raise".
-        """
+    def add(self, reason: str, position: str, fix: str = "fix or remove it", count: int = 1) -> None:
+        """Count bad samples, the first of them at `position`; under on_error="raise" a `BadSample`."""
         if self.on_error == "raise":
-            raise BadSample(f"{where}: {reason}; {mend}, or pass on_error=skip")
+            raise BadSample(f"{position}: {reason}; {fix}, or pass on_error=skip")
         self.counts[reason] += count
-        self.first.setdefault(reason, where)
+        self.first.setdefault(reason, position)
+
+    def update(self, other: BadRows) -> None:
+        """Add the bad samples of another reader."""
+        self.counts.update(other.counts)
+        self.first = {**other.first, **self.first}
 
     def describe(self) -> str:
-        """Reasons with their counts and first places, in one line; "" when nothing was left out."""
+        """Reasons with their counts and first positions, in one line; "" when nothing was left out."""
         return ", ".join(f"{n} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
 
     def report(self) -> int:
@@ -59,13 +60,12 @@ class Skips:
             # Loads torch, which reading without bad samples does not need.
             from dualenc import distributed
 
-            # Every rank reads the same data: one report is enough.
             if distributed.is_main():
                 logger.warning("%s: skipped %d bad samples: %s", self.source, self.total, self.describe())
         return self.total
 
-    def demand(self, usable: int, what: str) -> None:
-        """Insist that something is left: a `DualencError` if `usable` is 0."""
+    def require(self, usable: int, what: str) -> None:
+        """Raise a `DualencError` if nothing usable is left."""
         if not usable:
             reasons = self.describe() or "it is empty"
             raise DualencError(f"{self.source}: no usable {what}: {reasons}; check the file and the named columns")

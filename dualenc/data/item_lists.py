@@ -1,0 +1,113 @@
+"""Collections of items over other collections. Each has `identities(rows, read)` for `dualenc.data.identity`."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from dualenc.data.identity import contents, identities
+from dualenc.errors import BadSample
+from dualenc.types import Items
+
+
+class Picked:
+    """Some items of another collection, in the order of `positions`."""
+
+    def __init__(self, items: Items, positions: np.ndarray) -> None:
+        self.items = items
+        self.positions = np.asarray(positions, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[int(self.positions[index])]
+
+    def identities(self, rows: np.ndarray, read: bool) -> Sequence[bytes]:
+        """Those of the items picked."""
+        return identities(self.items, self.positions[rows], read)
+
+
+class Joined:
+    """The items of several collections, one after the other; texts with the prompt of their collection, if it has one.
+
+    Attributes:
+        starts: where each collection begins, and the end.
+    """
+
+    def __init__(self, parts: Sequence[Items], prompts: Sequence[str] | None = None) -> None:
+        self.parts = list(parts)
+        self.prompts = list(prompts or [""] * len(parts))
+        self.starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        number = bisect_right(self.starts, index) - 1
+        item = self.parts[number][index - self.starts[number]]
+        prompt = self.prompts[number]
+        return prompt + item if prompt else item
+
+    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
+        """Those of all, in the order of `rows`, with their prompts."""
+        part_of = np.searchsorted(self.starts, rows, side="right") - 1
+        result = [b""] * len(rows)
+        for number in np.unique(part_of).tolist():
+            positions = np.flatnonzero(part_of == number)
+            prompt = self.prompts[number].encode()
+            own = identities(self.parts[number], rows[positions] - self.starts[number], read)
+            for position, identity in zip(positions.tolist(), own, strict=True):
+                result[position] = prompt + identity
+        return result
+
+
+def number_distinct(
+    read: Callable[[int], Any] | None,
+    positions: np.ndarray,
+    *,
+    sizes: np.ndarray | None = None,
+    unreadable: Callable[[int], None] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Number equal strings, file contents or vectors alike, by 128-bit digests: a million cost 16 MB.
+
+    Args:
+        read: the item at a position; without it all are distinct.
+        positions: (n,) of the items to number.
+        sizes: (n,) of file contents; those of a unique size are distinct and not read.
+        unreadable: called with the position of a bad sample, whose number is -1; by default the error is raised.
+
+    Returns:
+        The position of the first of each distinct item (k,), in order of appearance; the number in [0, k) of each (n,).
+    """
+    if read is None:
+        return positions, np.arange(len(positions))
+    digests = np.zeros(len(positions), dtype="S16")
+    to_read = np.arange(len(positions))
+    if sizes is not None:
+        _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+        is_unique = counts[inverse] == 1
+        digests[is_unique] = sizes[is_unique].astype("S16")
+        to_read = np.flatnonzero(~is_unique)
+    for row in tqdm(to_read, desc="finding equal items", delay=2, leave=False):
+        position = int(positions[row])
+        try:
+            digests[row] = hashlib.blake2b(contents(read(position)), digest_size=16).digest()
+        except BadSample:
+            if unreadable is None:
+                raise
+            unreadable(position)
+    readable = np.flatnonzero(digests != b"")
+    _, first, inverse = np.unique(digests[readable], return_index=True, return_inverse=True)
+    # np.unique numbers by digest; numbers by first appearance do not depend on the hash.
+    order = np.argsort(first)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    number = np.full(len(positions), -1)
+    number[readable] = rank[inverse]
+    return np.asarray(positions)[readable][first[order]], number
