@@ -74,7 +74,7 @@ MODELS = {
     "clip": "embed {clip} {pictures} --out out",
 }
 OPTIONS = {
-    "embed": ("limit=0", "batch-size=0", "num-workers=-1", "batch-size=nan", "dtype=foo", "side=foo", "dim=0"),
+    "embed": ("batch-size=0", "num-workers=-1", "batch-size=nan", "dtype=foo", "side=foo", "dim=0"),
     "index": ("nprobe=0", "target-recall=2", "factory=IVF0,Flat", "factory=PQ3", "memory=2␣apples", "metric=foo"),
     "mine": ("pick=foo", "against=foo", "form=foo"),
     "search": ("k=0", "nprobe=-1", "rerank-top=0", "where=year>1", "filter=year>1", "model={image}", "rerank={text}"),

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc import cli
+from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_qrels
 from dualenc.data.lines import read_records
-from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
 from dualenc.evaluation.runs import read_trec
 from dualenc.files import atomic_folder, atomic_path, locked, recover, recover_inside, removed_if_refused, write_json
@@ -336,9 +336,9 @@ def test_json_of_the_wrong_shape(tmp_path: Path, text: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("name", "text", "read"),
     [
-        ("a.csv", "text,label\nx,1\n", lambda path: list(read_records(path, Skips(path)))),
-        ("a.jsonl", '{"text": "x"}\n', lambda path: list(read_records(path, Skips(path)))),
-        ("a.txt", "x\ny\n", lambda path: list(read_records(path, Skips(path)))),
+        ("a.csv", "text,label\nx,1\n", lambda path: list(read_records(path, BadRows(path)))),
+        ("a.jsonl", '{"text": "x"}\n', lambda path: list(read_records(path, BadRows(path)))),
+        ("a.txt", "x\ny\n", lambda path: list(read_records(path, BadRows(path)))),
         ("beir.tsv", "q\td\t1\n", read_qrels),
         ("run.txt", "q Q0 d 1 0.5 tag\n", read_trec),
         ("modules.json", '{"a": 1}', read_json),

@@ -18,7 +18,6 @@ def embed(
     out: str,
     side: Literal["left", "right"] | None = None,
     source: SourceOptions = SOURCE,
-    limit: int | None = None,
     options: EmbedOptions,
     device: str | None = None,
 ) -> None:
@@ -35,7 +34,6 @@ def embed(
             column of vectors.
         out: folder to write: data-*.arrow, order.npy, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
-        limit: only the first rows of a table.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
@@ -47,7 +45,7 @@ def embed(
     from dualenc.search.embeddings import check_embeddings_target
 
     check_range(1, MAX_ITEMS, batch_size=options.batch_size)
-    check_range(1, sys.maxsize, limit=limit, dim=options.dim)
+    check_range(1, sys.maxsize, dim=options.dim)
     check_range(0, MAX_WORKERS, num_workers=options.num_workers)
     check_embeddings_target(Path(out))
     encoder = load_model(model, device=str(start_processes(device)))
@@ -59,7 +57,7 @@ def embed(
     takes_queries = side == "left" and encoder.kind in ("query-document", "vector")
     columns = dict(vars(source), columns=source.columns or ())
     part = "queries" if takes_queries else "corpus"
-    corpus = open_corpus(data, part=part, modality=modality, limit=limit, on_error=options.on_error, **columns)
+    corpus = open_corpus(data, part=part, modality=modality, on_error=options.on_error, **columns)
     if side is None:
         side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
     # The absolute path of a folder finds it again, from wherever the index is searched.

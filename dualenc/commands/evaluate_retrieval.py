@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dualenc.commands.evaluate import RetrievalOptions
     from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
     from dualenc.data import RetrievalSet
-    from dualenc.data.embeddings import Embeddings
+    from dualenc.data.vector_shards import Embeddings
 
 BM25 = "BM25"
 HYBRID = "hybrid"

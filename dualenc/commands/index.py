@@ -117,7 +117,7 @@ def _check_build(
     source: str, data: str | None, out: str, build: BuildOptions, items: SourceOptions, append: bool
 ) -> None:
     """Refuse what would fail after the embedding, which may take hours."""
-    from dualenc.data.embeddings import is_embeddings
+    from dualenc.data.vector_shards import is_embeddings
     from dualenc.search import is_index
     from dualenc.search.build import MAX_PARAMETER, check_factory
     from dualenc.search.index import check_target
@@ -223,7 +223,7 @@ def _write_texts(folder: str, corpus: Corpus, *, bm25: bool, texts: bool) -> Non
 
 def _verify(folder: str) -> None:
     """Open an index or embeddings with every file read and compared."""
-    from dualenc.data.embeddings import is_embeddings
+    from dualenc.data.vector_shards import is_embeddings
     from dualenc.search import Embeddings, Index
 
     kind: type[Index] | type[Embeddings] = Embeddings if is_embeddings(folder) else Index

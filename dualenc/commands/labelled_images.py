@@ -11,7 +11,7 @@ import torch
 
 from dualenc.commands.output import embed_into
 from dualenc.data import Corpus, open_corpus
-from dualenc.data.columns import Picked
+from dualenc.data.item_lists import Picked
 from dualenc.data.labels import rows_with_label
 from dualenc.encoders import Tower, load_model
 from dualenc.errors import DualencError

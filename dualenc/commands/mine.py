@@ -96,7 +96,7 @@ def mine(
 
 def _check(rule: Rule, target: Path, folder: Path, plot: str | None, factory: str, batch_size: int) -> None:
     """Refuse options and output places that would fail after hours of work."""
-    from dualenc.data.embeddings import are_embeddings
+    from dualenc.data.vector_shards import are_embeddings
     from dualenc.search.build import check_factory
     from dualenc.search.mining import check_mined
 

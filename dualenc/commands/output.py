@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualenc import distributed
-from dualenc.data.embeddings import Embeddings, is_embeddings
 from dualenc.data.identity import digest_of
+from dualenc.data.vector_shards import Embeddings, is_embeddings
 from dualenc.errors import DualencError
 from dualenc.evaluation.report import Figure, Table, print_table, write_report
 from dualenc.files import check_file_target, check_folder_target, check_writable, locked, remove, write_json

@@ -34,7 +34,7 @@ def push(
         metric: cosine, or ip for the inner product; by default cosine for embeddings of length one, ip for others.
         replace: first remove a collection that holds other embeddings.
     """
-    from dualenc.data.embeddings import Embeddings
+    from dualenc.data.vector_shards import Embeddings
     from dualenc.search.qdrant import check_push_target, is_server
     from dualenc.search.qdrant import push as push_embeddings
 

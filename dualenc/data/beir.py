@@ -13,11 +13,11 @@ from dualenc.data.bad_rows import BadRows
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.detect import detect
 from dualenc.data.line_tables import ColumnKind
-from dualenc.data.lines import read_records, read_texts
+from dualenc.data.lines import read_texts
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
-from dualenc.data.tables import open_table, peek_columns
-from dualenc.data.vectors import VECTOR_NAMES, open_vectors
+from dualenc.data.tables import open_table
+from dualenc.data.vectors import open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import OnError
 
@@ -40,9 +40,7 @@ class BeirPairs(PairDataset):
     Left ids number the queries of this split that have a relevant document, in the order of queries.jsonl. Right
     ids are positions in the whole corpus: every document is a candidate of the global loss.
 
-    In place of texts there may be vectors: folders of embeddings `corpus` and `queries`, files corpus.parquet and
-    queries.parquet with columns `_id` and `vector` (or `embedding`), or these as fields of the jsonl files, which then
-    have no `text`.
+    In place of corpus.jsonl and queries.jsonl there may be folders of embeddings, `corpus` and `queries`.
 
     Args:
         path: the BEIR folder.
@@ -166,11 +164,10 @@ def read_corpus(
     """
     check_column_names(columns)
     folder = Path(folder)
-    vectors = _vectors_of(folder, part)
-    if vectors is not None:
-        id_column = None if vectors.is_dir() else "_id"
-        return open_vectors(vectors, id_column=id_column, columns=columns, bad_rows=bad_rows)
-    file = _lines_of(folder, part)
+    if detect(folder / part) == "vectors":
+        return open_vectors(folder / part, columns=columns, bad_rows=bad_rows)
+    files = [folder / f"{part}.jsonl", folder / f"{part}.jsonl.gz"]
+    file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
     title_column = "title" if titles and part == "corpus" else None
@@ -182,25 +179,6 @@ def read_corpus(
     table = open_table(file, to_read, bad_rows, optional=optional)
     what = "query" if part == "queries" else "document"
     return table_corpus(table, "text", title_column=title_column, id_column="_id", columns=columns, what=what)
-
-
-def _lines_of(folder: Path, part: str) -> Path | None:
-    files = [folder / f"{part}.jsonl", folder / f"{part}.jsonl.gz"]
-    return next((file for file in files if file.is_file()), None)
-
-
-def _vectors_of(folder: Path, part: str) -> Path | None:
-    """The file or the folder of embeddings of a part without texts."""
-    file = _lines_of(folder, part)
-    if file is not None:
-        # A file of texts with their embeddings is still one of texts; mostly the first line has one.
-        has_texts = any("text" in record for _, record in read_records(file, BadRows(file)))
-        return None if has_texts or not peek_columns(file).keys() & set(VECTOR_NAMES) else file
-    # Not .npy files: rows as ids would be equal for queries and documents, and evaluation removes equal ids.
-    file = folder / f"{part}.parquet"
-    if file.is_file():
-        return file
-    return folder / part if detect(folder / part) == "vectors" else None
 
 
 def read_judgements(file: Path, bad_rows: BadRows) -> Iterator[Judgement]:

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from tqdm import tqdm
@@ -44,18 +44,13 @@ def dataset_of_batches(
 ) -> Dataset:
     """A data set of record batches: in memory if their files are small, else mapped from the cache folder.
 
-    Args:
-        batches: the rows; not read when the cache has them.
-        schema: of the batches.
-        files: where the rows come from.
-        key: identifies the contents; called if they go into the cache.
-        bad_rows: filled by reading the batches, or from the cache.
+    There the batches are stored under `key()` with the counts of `bad_rows`, and not read again.
     """
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
     batches = _with_progress(batches, files[0].name)
-    if _total_size(files) <= IN_MEMORY_BYTES:
+    if sum(file.stat().st_size for file in files) <= IN_MEMORY_BYTES:
         return Dataset(InMemoryTable(pa.Table.from_batches(batches, schema=schema)))
     target = _cached_file(key(), ".arrow")
     counts = target.with_suffix(".json")
@@ -63,10 +58,9 @@ def dataset_of_batches(
     is_cached = target.is_file() and counts.is_file()
     if not is_cached:
         with cache_written(target.parent):
-            with atomic_path(target) as part, pa.OSFile(str(part), "wb") as sink:
-                with pa.ipc.new_stream(sink, schema) as writer:
-                    for batch in batches:
-                        writer.write_batch(batch)
+            with atomic_path(target) as part, pa.ipc.new_stream(str(part), schema) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
             write_json(counts, {"counts": bad_rows.counts, "first": bad_rows.first})
     try:
         if is_cached:
@@ -76,19 +70,6 @@ def dataset_of_batches(
         return Dataset.from_file(str(target))
     except (pa.ArrowException, OSError, DualencError) as error:
         raise DualencError(f"{target}: damaged data cache ({first_line(error)}); remove this file") from None
-
-
-def cached_result(compute: Callable[[], dict[str, Any]], files: Sequence[Path], key: Callable[[], str]) -> dict[str, Any]:
-    """A JSON object computed from files, kept in the cache folder unless they are small."""
-    if _total_size(files) <= IN_MEMORY_BYTES:
-        return compute()
-    target = _cached_file(key(), ".json")
-    if target.is_file():
-        return read_json_object(target)
-    result = compute()
-    with cache_written(target.parent):
-        write_json(target, result)
-    return result
 
 
 @contextmanager
@@ -106,10 +87,6 @@ def _cached_file(key: str, suffix: str) -> Path:
     # Contents under one key never change, so two processes that write the same file do no harm.
     digest = hashlib.sha256(f"{VERSION} {key}".encode()).hexdigest()
     return cache_folder() / f"{digest[:32]}{suffix}"
-
-
-def _total_size(files: Sequence[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
 
 
 def _with_progress(batches: Iterable[pa.RecordBatch], name: str) -> Iterator[pa.RecordBatch]:

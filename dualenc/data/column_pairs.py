@@ -191,7 +191,9 @@ def _scores(table: DataTable, name: str, rows: np.ndarray) -> np.ndarray:
             scores[ends[row] - count[row] : ends[row]] = np.array(values, np.float32)
         elif count[row]:
             unfit.append(row)
-    table.skip_rows(f"{name} that are not one for each text", np.array(unfit), "give a number each, or leave scores out")
+    table.skip_rows(
+        f"{name} that are not one for each text", np.array(unfit), "give a number each, or leave scores out"
+    )
     scores[~np.isfinite(scores)] = np.nan
     return scores
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -287,7 +286,7 @@ class ImageKeys:
         data, path = _contents_and_path(self.images.column[index])
         if data is not None:
             return data
-        return unicodedata.normalize("NFC", os.path.normpath(self.images.table.root / (path or "")))
+        return os.path.normpath(self.images.table.root / (path or ""))
 
 
 def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
@@ -359,7 +358,7 @@ def read_column(
         title_column: titles to join in front of texts.
     """
     kind = kind_of_type(table.dataset.data.schema.field(name).type)
-    if modality == "vector" or (modality is None and kind in ("vector", "vectors")):
+    if modality == "vector" or (modality is None and kind == "vector"):
         return _read_vectors(table, name, dim)
     column = Column(table, name, modality, lists=True)
     filled = column.filled()
@@ -394,14 +393,9 @@ def read_vector_ids(table: DataTable, name: str, vectors: Corpus) -> ItemColumn:
 
 def _read_vectors(table: DataTable, name: str, dim: int | None) -> ItemColumn:
     array = table.column(name)
-    rows = np.arange(len(array))
-    holds_lists = is_list(array.type) and is_list(array.type.value_type)
-    if holds_lists:
-        rows = _rows_of_values(array)
-        array = pc.list_flatten(array)
     kind = array.type.value_type if is_list(array.type) else pa.null()
     if not _is(kind, "floating", "integer"):
-        reason = f"column {name!r} holds {table.column(name).type}, where vectors are needed"
+        reason = f"column {name!r} holds {array.type}, where vectors are needed"
         raise DualencError(f"{table.source}: {reason}; name a column of lists of numbers")
     lengths = _list_lengths(array)
     if dim is None:
@@ -427,4 +421,4 @@ def _read_vectors(table: DataTable, name: str, dim: int | None) -> ItemColumn:
         mask[fits] = bad
         faults[reason] = mask, fix
     items = Picked(VectorItems(matrix), np.cumsum(fits) - 1)
-    return ItemColumn(table, "vector", holds_lists, rows, items, items, faults, dim)
+    return ItemColumn(table, "vector", False, np.arange(len(array)), items, items, faults, dim)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -67,5 +66,4 @@ def labels_of_folders(names: Sequence[str]) -> Labels | None:
     """The first folder of each relative file name as its class; None unless every file is in one."""
     if not all("/" in name for name in names):
         return None
-    # Composed accents: training and test folders may come from different file systems.
-    return labels_of_names([unicodedata.normalize("NFC", name.split("/", 1)[0]) for name in names])
+    return labels_of_names([name.split("/", 1)[0] for name in names])

@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import pyarrow as pa
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.cache import cached_result, dataset_of_batches
+from dualenc.data.cache import dataset_of_batches
 from dualenc.data.identity import file_identity
 from dualenc.data.lines import is_json, read_records
 from dualenc.data.urls import display_name
@@ -24,21 +24,18 @@ from dualenc.errors import DualencError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ColumnKind = Literal["value", "list", "vector", "vectors"]
+ColumnKind = Literal["value", "list", "vector"]
 Reshape = Callable[[dict[str, Any]], dict[str, Any]]
 FILE = "__file__"
 LINE = "__line__"
 """Columns that hold the position of each row."""
 
 _BATCH_ROWS = 2000
-_MAX_LISTED = 50
-
-_VECTOR = pa.large_list(pa.float32())
+_RECORDS_EXAMINED = 100_000  # of each file, to see what its columns hold
 _TYPES: dict[ColumnKind, pa.DataType] = {
     "value": pa.large_string(),
     "list": pa.list_(pa.large_string()),
-    "vector": _VECTOR,
-    "vectors": pa.large_list(_VECTOR),
+    "vector": pa.large_list(pa.float32()),
 }
 
 
@@ -48,7 +45,6 @@ def table_of_lines(
     optional: Collection[str],
     bad_rows: BadRows,
     quotes: bool | None = None,
-    limit: int | None = None,
     reshape: Reshape | None = None,
 ) -> Dataset:
     """Read columns of line-based files of one format, and the file number and line of each row.
@@ -58,12 +54,11 @@ def table_of_lines(
     fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
     schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
     own = BadRows(bad_rows.source, bad_rows.on_error)
-    # The limit counts usable rows, so it applies behind the reader.
-    rows = islice(_rows(files, columns, optional, own, quotes, reshape), limit)
+    rows = _rows(files, columns, optional, own, quotes, reshape)
 
     def key() -> str:
         reshaped = "" if reshape is None else reshape.__qualname__
-        return json.dumps([_facts(files), list(columns.items()), quotes, limit, own.on_error, reshaped])
+        return json.dumps([_facts(files), list(columns.items()), quotes, own.on_error, reshaped])
 
     dataset = dataset_of_batches(_batches(rows, schema), schema, files, key, own)
     bad_rows.update(own)
@@ -117,15 +112,8 @@ def check_columns(source: str, available: Iterable[str], required: Iterable[str]
     for name in required:
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-            hint = f"did you mean {nearest[0]!r}? (columns: {listed(names)})" if nearest else "it has no columns"
+            hint = f"did you mean {nearest[0]!r}? (columns: {', '.join(names)})" if nearest else "it has no columns"
             raise DualencError(f"{display_name(source)}: no column {name!r}; {hint}")
-
-
-def listed(columns: Collection[str]) -> str:
-    """The names of columns for a message; of many the first."""
-    text = ", ".join(islice(columns, _MAX_LISTED))
-    more = len(columns) - _MAX_LISTED
-    return f"{text}, and {more:,} more" if more > 0 else text
 
 
 def _text(value: Any) -> str | None:
@@ -154,71 +142,45 @@ def _vector(value: Any) -> list[float] | None:
     return [math.nan if entry is None or abs(entry) > 1e300 else float(entry) for entry in value]
 
 
-def _vectors(value: Any) -> list[list[float] | None]:
-    if value is None:
-        return []
-    if isinstance(value, list) and all(isinstance(entry, (list, NoneType)) for entry in value):
-        return [_vector(entry) for entry in value]
-    return [_vector(value)]
+_CONVERTERS: dict[ColumnKind, Callable[[Any], Any]] = {"value": _text, "list": _texts, "vector": _vector}
 
 
-_CONVERTERS: dict[ColumnKind, Callable[[Any], Any]]
-_CONVERTERS = {"value": _text, "list": _texts, "vector": _vector, "vectors": _vectors}
-
-
-def kinds_of_records(
-    files: Sequence[Path], bad_rows: BadRows, quotes: bool | None = None, limit: int | None = None
-) -> dict[str, ColumnKind]:
-    """The columns of any record, of the first `limit` if given, and what most records hold in each."""
-    json_files = [file for file in files if is_json(file)]
-
-    def count_kinds() -> dict[str, dict[str, int]]:
+def kinds_of_records(files: Sequence[Path], bad_rows: BadRows, quotes: bool | None = None) -> dict[str, ColumnKind]:
+    """The columns that records of the files have, and what most records hold in each."""
+    counts: dict[str, Counter[str]] = {}
+    for file in files:
         # The records of other formats than JSON all have the columns of the first.
-        readers = (islice(read_records(file, bad_rows, quotes), None if is_json(file) else 1) for file in files)
-        kinds: dict[str, Counter[str]] = {}
-        for _, record in islice(chain.from_iterable(readers), limit):
+        examined = _RECORDS_EXAMINED if is_json(file) else 1
+        for _, record in islice(read_records(file, bad_rows, quotes), examined):
             for name, value in record.items():
-                kinds.setdefault(name, Counter())[_kind_of_value(value)] += 1
-        return dict(kinds)
-
-    kinds = cached_result(count_kinds, json_files, lambda: json.dumps(["columns", _facts(files), limit]))
-    return {name: _most_frequent(counts) for name, counts in kinds.items()}
+                counts.setdefault(name, Counter())[_kind_of_value(value)] += 1
+    return {name: _most_frequent(kinds) for name, kinds in counts.items()}
 
 
-def _most_frequent(counts: Mapping[str, int]) -> ColumnKind:
-    kind = max(get_args(ColumnKind), key=lambda kind: counts.get(kind, 0))
-    if kind in counts:
+def _most_frequent(counts: Counter[str]) -> ColumnKind:
+    kind = max(get_args(ColumnKind), key=lambda kind: counts[kind])
+    if counts[kind]:
         return kind
-    return "list" if "several" in counts else "value"
+    return "list" if counts["numbers"] else "value"
 
 
-def _kind_of_value(value: Any) -> ColumnKind | Literal["missing", "several"]:
-    """The kind of column that a value suggests; lists of whole numbers fit several."""
+def _kind_of_value(value: Any) -> ColumnKind | Literal["missing", "numbers"]:
+    """The kind of column that a value suggests; whole numbers may be a vector or a list."""
     if not isinstance(value, list):
         return "missing" if value is None else "value"
-    try:
-        kind = pa.infer_type([value])
-    except pa.ArrowException:  # values of several types
+    kinds = {type(entry) for entry in value}
+    if not kinds <= {int, float, NoneType}:
         return "list"
-    inner = _innermost(kind)
-    return "several" if pa.types.is_integer(inner) or pa.types.is_null(inner) else kind_of_type(kind)
+    return "vector" if float in kinds else "numbers"
 
 
 def kind_of_type(kind: pa.DataType) -> ColumnKind:
     """How a column of an Arrow type is read: lists of floating-point numbers are vectors, all other lists are lists."""
     if not is_list(kind):
         return "value"
-    if not pa.types.is_floating(_innermost(kind)):
-        return "list"
-    return "vectors" if is_list(kind.value_type) else "vector"
+    return "vector" if pa.types.is_floating(kind.value_type) else "list"
 
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether values of an Arrow type are lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def _innermost(kind: pa.DataType) -> pa.DataType:
-    while is_list(kind):
-        kind = kind.value_type
-    return kind

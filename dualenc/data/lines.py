@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.urls import file_format
@@ -157,7 +157,7 @@ def _separated(
     may_double = quotes is None and not in_quotes
     if quotes is not None:
         in_quotes = quotes
-    quoting = csv.QUOTE_MINIMAL if in_quotes else csv.QUOTE_NONE
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if in_quotes else csv.QUOTE_NONE
     rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True, quoting=quoting)
     header = next(rows, None)
     if not header:

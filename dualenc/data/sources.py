@@ -11,7 +11,7 @@ from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.detect import detect
 from dualenc.data.images import ImageFiles, find_images, split_folder
 from dualenc.data.labels import labels_of_folders
-from dualenc.data.line_tables import ColumnKind, listed
+from dualenc.data.line_tables import ColumnKind
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
@@ -42,7 +42,6 @@ def open_corpus(
     columns: Sequence[str] = (),
     split: str = "train",
     subset: str | None = None,
-    limit: int | None = None,
     quotes: bool | None = None,
     allow_outside: bool = False,
     on_error: OnError = "skip",
@@ -63,7 +62,6 @@ def open_corpus(
         split: of a folder of tables, a folder of images with a subfolder for each split, a saved data set or hub name;
             of tables a slice such as train[:90%].
         subset: configuration of a hub data set.
-        limit: read the first rows of a table only.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
@@ -95,12 +93,11 @@ def open_corpus(
             id_column=id_column or default_ids(path, split, subset),
             split=split,
             subset=subset,
-            limit=limit,
             columns=columns,
             bad_rows=bad_rows,
         )
     else:
-        kinds = peek_columns(path, split, subset, limit, quotes)
+        kinds = peek_columns(path, split, subset, quotes)
         main, modality = _main_column(path, kinds, part, modality, text_column, image_column)
         if modality == "image":
             title_column = None
@@ -120,7 +117,6 @@ def open_corpus(
             bad_rows,
             split=split,
             subset=subset,
-            limit=limit,
             quotes=quotes,
             allow_outside=allow_outside,
         )
@@ -153,7 +149,6 @@ def open_pairs(
     left_modality: Modality | None = None,
     right_modality: Modality | None = None,
     deduplicate: bool = True,
-    limit: int | None = None,
     quotes: bool | None = None,
     allow_outside: bool = False,
     on_error: OnError = "skip",
@@ -182,10 +177,10 @@ def open_pairs(
     if kind == "images":
         folder = split_folder(path, split)
         return ImageFolderPairs(folder, deduplicate=deduplicate, quotes=quotes, on_error=on_error)
-    kinds = peek_columns(path, split, subset, limit, quotes)
+    kinds = peek_columns(path, split, subset, quotes)
     # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
-        return MinedPairs(path, split=split, limit=limit, on_error=on_error)
+        return MinedPairs(path, split=split, on_error=on_error)
     left_names = (*_SURELY_IMAGES, *_QUERIES, "title", "file_name")
     right_names = (*CAPTION_NAMES[:2], *_DOCUMENTS)
     left_column = left_column or default_column(path, kinds, left_names, "left_column")
@@ -199,7 +194,6 @@ def open_pairs(
         left_modality=left_modality,
         right_modality=right_modality,
         deduplicate=deduplicate,
-        limit=limit,
         quotes=quotes,
         allow_outside=allow_outside,
         on_error=on_error,
@@ -234,5 +228,5 @@ def _main_column(
     if len(kinds) == 1:
         return next(iter(kinds)), modality or "text"
     argument = {"text": "text_column", "image": "image_column"}.get(modality or "", "text_column or image_column")
-    reason = f"cannot tell which column to read; name {argument} (columns: {listed(kinds)})"
+    reason = f"cannot tell which column to read; name {argument} (columns: {', '.join(kinds)})"
     raise DualencError(f"{display_name(source)}: {reason}")

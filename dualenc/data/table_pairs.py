@@ -44,7 +44,7 @@ class TablePairs(ColumnPairs):
             `datasets.save_to_disk`, or a hub name.
         left_column: query or image. Images may be file contents, `datasets` images, or paths relative to the table.
             Columns of lists of floating-point numbers are vectors.
-        right_column: document or caption; a list of captions, or of vectors, makes one pair each.
+        right_column: document or caption; a list of captions makes one pair each.
         negative_column: mined negatives, one or a list of what the right column holds; or several such columns. By
             default columns with names such as `negative`, `negative_1`, `negative_2`, … (the tuples of
             sentence-transformers); [] reads none.
@@ -57,7 +57,6 @@ class TablePairs(ColumnPairs):
         deduplicate: equal texts, vectors and images of one side are the same item and share an id. Of images the
             contents are compared, or the paths where the column holds paths.
         max_negatives: keep that many negatives of each row, from the front.
-        limit: read the first rows only.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first. Vectors that are not
             finite, zero, or of another size than most are bad.
@@ -78,21 +77,20 @@ class TablePairs(ColumnPairs):
         weight_column: str | None = None,
         deduplicate: bool = True,
         max_negatives: int | None = None,
-        limit: int | None = None,
         quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
         bad_rows = BadRows(path, on_error)
         # Lines carry no types: what most records hold decides how columns are read.
-        kinds = peek_columns(path, split, subset, limit, quotes)
+        kinds = peek_columns(path, split, subset, quotes)
         if negative_column is None:
             negative_column = _default_negatives(kinds, (left_column, right_column))
         negatives = [negative_column] if isinstance(negative_column, str) else list(negative_column)
         columns: dict[str, ColumnKind] = {left_column: "value", right_column: "list"}
-        if (left_modality or kinds.get(left_column)) in ("vector", "vectors"):
+        if (left_modality or kinds.get(left_column)) == "vector":
             columns[left_column] = "vector"
-        if (right_modality or kinds.get(right_column)) in ("vector", "vectors"):
-            columns[right_column] = "vectors"
+        if (right_modality or kinds.get(right_column)) == "vector":
+            columns[right_column] = "vector"
         columns |= dict.fromkeys(negatives, columns[right_column])
         if weight_column is not None:
             columns[weight_column] = "value"
@@ -102,7 +100,6 @@ class TablePairs(ColumnPairs):
             bad_rows,
             split=split,
             subset=subset,
-            limit=limit,
             quotes=quotes,
             allow_outside=allow_outside,
         )
@@ -134,7 +131,7 @@ class MinedPairs(ColumnPairs):
 
     FlagEmbedding: `{"query": …, "pos": [text, …], "neg": [text, …]}`. Tevatron: `{"query": …, "positive_passages":
     [{"docid", "title", "text"}, …], "negative_passages": […]}`. A query with several positives makes one pair each.
-    Equal texts are the same item, wherever they occur. Vectors may take the place of the texts, as lists of numbers.
+    Equal texts are the same item, wherever they occur.
 
     With `queries` and `documents` the file holds ids of these vectors: `query_id` and each `docid` of Tevatron's lines,
     so that one file serves for the texts and for their embeddings, or `query`, `pos` and `neg`.
@@ -144,7 +141,6 @@ class MinedPairs(ColumnPairs):
         titles: join a passage's title to its text.
         max_negatives: keep that many negatives of each query, from the front.
         split: a slice such as train[:90%], and of a folder of files which of them.
-        limit: read the first queries only.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
         queries: vectors of the queries: a folder of embeddings, a .npy file, or a table of vectors and ids.
         documents: likewise of positives and negatives.
@@ -159,7 +155,6 @@ class MinedPairs(ColumnPairs):
         titles: bool = True,
         max_negatives: int | None = None,
         split: str = "train",
-        limit: int | None = None,
         on_error: OnError = "skip",
         queries: str | Path | None = None,
         documents: str | Path | None = None,
@@ -173,24 +168,20 @@ class MinedPairs(ColumnPairs):
         right = _vectors_by_id(documents, bad_rows)
         columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
         reshape = _mined_with_titles if titles else _mined
-        modality: Modality = "text"
         # Of vectors the file holds the ids alone.
         if left is not None:
             reshape = _mined_ids
-        elif peek_columns(path, split, limit=limit).get("query") == "vector":
-            columns = {"query": "vector", "pos": "vectors", "neg": "vectors"}
-            modality = "vector"
         score_columns = ("pos_scores", "neg_scores") if scores else None
         columns |= dict.fromkeys(score_columns or (), "vector")
         optional = ("neg", "neg_scores")
-        table = open_table(path, columns, bad_rows, optional=optional, split=split, limit=limit, reshape=reshape)
+        table = open_table(path, columns, bad_rows, optional=optional, split=split, reshape=reshape)
         super().__init__(
             table,
             "query",
             "pos",
             ["neg"],
-            left_modality=modality,
-            right_modality=modality,
+            left_modality="text",
+            right_modality="text",
             left_vectors=left,
             right_vectors=right,
             score_columns=score_columns,
@@ -366,7 +357,7 @@ class ImageViews(PairDataset):
 class TableViews(ImageViews):
     """Images of a table: a parquet or other local file, a saved data set, or the Hugging Face hub.
 
-    The arguments `path`, `split`, `subset`, `limit`, `quotes`, `allow_outside` and `on_error` are those of
+    The arguments `path`, `split`, `subset`, `quotes`, `allow_outside` and `on_error` are those of
     `TablePairs`.
 
     Args:
@@ -382,7 +373,6 @@ class TableViews(ImageViews):
         *,
         split: str = "train",
         subset: str | None = None,
-        limit: int | None = None,
         allow_outside: bool = False,
         quotes: bool | None = None,
         on_error: OnError = "skip",
@@ -395,7 +385,6 @@ class TableViews(ImageViews):
             optional=() if label_column else (label,),
             split=split,
             subset=subset,
-            limit=limit,
             quotes=quotes,
             allow_outside=allow_outside,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,10 +26,8 @@ from dualenc.data.line_tables import (
     check_columns,
     kind_of_type,
     kinds_of_records,
-    listed,
     table_of_lines,
 )
-from dualenc.data.lines import check_distinct
 from dualenc.data.remote import local_copies
 from dualenc.data.urls import display_name, file_format, is_url, url_suffix
 from dualenc.errors import DualencError, first_line
@@ -95,7 +92,6 @@ def open_table(
     optional: Collection[str] = (),
     split: str = "train",
     subset: str | None = None,
-    limit: int | None = None,
     quotes: bool | None = None,
     reshape: Reshape | None = None,
     root: Path | None = None,
@@ -109,13 +105,11 @@ def open_table(
         bad_rows: counts malformed lines.
         optional: columns of these that may be missing.
         split: as for `TablePairs`, like `subset`, `quotes` and `allow_outside`; of a file the only one is train.
-        limit: read the first rows only.
         reshape: applied to each record of a line-based file before its columns are taken.
         root: where relative image paths start; by default the table's folder.
     """
     source = str(source)
     name = display_name(source)
-    _check_limit(name, limit)
     files = find_files(source, split)
     required = [column for column in columns if column not in optional]
     if not files:
@@ -123,25 +117,15 @@ def open_table(
     elif is_parquet(files[0]):
         dataset = _from_parquet(name, files, columns, required)
     else:
-        # A slice may need rows behind the limit.
-        first_rows = limit if split_name(split) == split else None
-        dataset = table_of_lines(files, columns, optional, bad_rows, quotes, first_rows, reshape)
+        dataset = table_of_lines(files, columns, optional, bad_rows, quotes, reshape)
     check_columns(name, dataset.column_names, required)
     if files:
         dataset = select_split({split_name(split): dataset}, split, name)
-    # A limit applies behind the split: the first rows of a slice.
-    if limit is not None:
-        dataset = dataset.select(range(min(limit, len(dataset))))
     # Columns are read as stored, without the indices of a selection.
     if dataset._indices is not None:
         dataset = dataset.flatten_indices()
     root = root or _root(source, files)
     return DataTable(name, dataset, bad_rows, root, files, allow_outside and not is_url(source))
-
-
-def _check_limit(name: str, limit: int | None) -> None:
-    if limit is not None and not 1 <= limit <= sys.maxsize:
-        raise DualencError(f"{name}: limit is {limit}; give the number of rows to read, from 1 on")
 
 
 def _root(source: str, files: Sequence[Path]) -> Path:
@@ -154,28 +138,16 @@ def _root(source: str, files: Sequence[Path]) -> Path:
 
 
 def peek_columns(
-    source: str | Path,
-    split: str = "train",
-    subset: str | None = None,
-    limit: int | None = None,
-    quotes: bool | None = None,
+    source: str | Path, split: str = "train", subset: str | None = None, quotes: bool | None = None
 ) -> dict[str, ColumnKind]:
-    """The columns of a table, in any of its files and records, and their kinds; with a limit, of the first rows.
-
-    Lists of floating-point numbers are vectors ("vector"), lists of those several vectors ("vectors"); all other lists
-    are lists.
-    """
-    _check_limit(display_name(source), limit)
+    """The columns of a table, in any of its files, and their kinds; lists of floating-point numbers are vectors."""
     files = find_files(str(source), split)
     if files and not is_parquet(files[0]):
         bad_rows = BadRows(source)
-        kinds = kinds_of_records(files, bad_rows, quotes, limit)
+        kinds = kinds_of_records(files, bad_rows, quotes)
         bad_rows.require(len(kinds), "record")
         return kinds
-    if files:
-        schema = _one_schema(files)
-    else:
-        schema = _from_datasets(str(source), subset, split).data.schema
+    schema = _one_schema(files) if files else _from_datasets(str(source), subset, split).data.schema
     return {column.name: kind_of_type(column.type) for column in schema}
 
 
@@ -190,7 +162,7 @@ def default_column(
     """The `first_of` some usual names, for an argument that the user left out; a `DualencError` if there is none."""
     name = first_of(columns, names, but)
     if name is None:
-        reason = f"cannot tell which column is {argument}; name it (columns: {listed(columns)})"
+        reason = f"cannot tell which column is {argument}; name it (columns: {', '.join(columns)})"
         raise DualencError(f"{display_name(source)}: {reason}")
     return name
 
@@ -224,7 +196,6 @@ def _from_parquet(
     check_columns(source, schema.names, required)
     names = [name for name in schema.names if name in columns] or schema.names
     schema = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
-    _check_readable(source, schema)
 
     def key() -> str:
         return json.dumps(["parquet", [file_identity(file).decode() for file in files], names])
@@ -239,10 +210,10 @@ def _one_schema(files: Sequence[Path]) -> pa.Schema:
     for file in files:
         with _open_parquet(file) as parquet:
             schema = parquet.schema_arrow
-        check_distinct(str(file), schema.names)
         metadata = metadata or schema.metadata
         for column in schema:
-            kind = _plain_type(column.type)
+            # Dictionaries differ from row group to row group.
+            kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
             known = types.get(column.name, kind)
             try:
                 types[column.name] = _common_type(known, kind)
@@ -263,24 +234,6 @@ def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType:
         if is_nested or not {left, right} & {pa.string(), pa.large_string()}:
             raise
         return pa.large_string()
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """A type without dictionaries, which differ from row group to row group, and without views."""
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
-
-
-def _check_readable(source: str, schema: pa.Schema) -> None:
-    """Refuse types that `datasets` lacks, such as maps."""
-    from datasets.features.features import generate_from_arrow_type
-
-    for column in schema:
-        try:
-            generate_from_arrow_type(column.type)
-        except ValueError:
-            reason = f"column {column.name!r} holds {column.type}, which cannot be read"
-            raise DualencError(f"{source}: {reason}; write it as texts, numbers or lists") from None
 
 
 def _parquet_batches(files: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -126,16 +126,16 @@ def _read_headers(tar: Path, stream: BinaryIO, samples: Samples, bad_rows: BadRo
             match = _MEMBER.match(member.name)
             if member.isdir() or match is None or member.name.startswith("__"):
                 continue
-            position = f"{tar}: {member.name!r}"
-            files = samples.setdefault(match[1], {}) if is_utf8(member.name) else {}
+            position = f"{tar}: {member.name}"
+            name = match[1]
             extension = match[2].lower()
             if not is_utf8(member.name):
-                bad_rows.add("name in a tar that is not UTF-8", position, "rename the file")
+                bad_rows.add("name in a tar that is not UTF-8", repr(position), "rename the file")
             elif not member.isreg() or member.issparse():
                 bad_rows.add("link, device, pipe or sparse file in a tar", position, "pack the file itself")
             elif member.offset_data + member.size > tar_size:
                 raise tarfile.ReadError(f"{member.name} is cut off")
-            elif extension in files:
+            elif extension in samples.get(name, {}):
                 bad_rows.add("duplicate file in a tar", position, "remove one of them")
             else:
-                files[extension] = (member.offset_data, member.size)
+                samples.setdefault(name, {})[extension] = (member.offset_data, member.size)

@@ -28,7 +28,7 @@ FORMAT_VERSION = 4
 DTYPES = {"float16": pa.float16(), "float32": pa.float32()}
 AGAIN = "run the same `dualenc embed` again"
 
-Array = Any  # np.ndarray, ShardedVectors or FirstComponents
+Array = Any  # np.ndarray or ShardedVectors
 
 
 class Embeddings:
@@ -100,8 +100,12 @@ class Embeddings:
         """The first `dim` components of each vector, scaled to length one again if the vectors had it."""
         if not 1 <= dim <= self.dim:
             raise DualencError(f"dim is {dim}: give 1 to {self.dim}, the size of the vectors")
-        short = FirstComponents(self.vectors, dim, bool(self.meta.get("normalized")))
-        return Embeddings(self.ids, short, {**self.meta, "dim": dim}, self.snippets, self.columns)
+        short = np.concatenate([block[:, :dim] for block in self.blocks()])
+        if self.meta.get("normalized"):
+            lengths = np.linalg.norm(short, axis=1, keepdims=True)
+            short = short / np.where(lengths == 0, 1, lengths)
+        vectors = short.astype(self.vectors.dtype)
+        return Embeddings(self.ids, vectors, {**self.meta, "dim": dim}, self.snippets, self.columns)
 
     def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
         """The vectors in order as float32 matrices of at most `rows` rows; one at a time is in memory."""
@@ -122,29 +126,6 @@ class Embeddings:
             texts = None if self.snippets is None else self.snippets[start:stop]
             columns = None if self.columns is None else self.columns.slice(start, stop - start)
             yield item_batch(self.ids[start:stop], texts, columns, np.asarray(self.vectors[start:stop]))
-
-
-class FirstComponents:
-    """The first `dim` components of a matrix (N, D), taken when its rows are; scaled to length one if `are_unit`."""
-
-    def __init__(self, vectors: Array, dim: int, are_unit: bool) -> None:
-        self.vectors = vectors
-        self.are_unit = are_unit
-        self.dtype = vectors.dtype
-        self.shape = (len(vectors), dim)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: int | slice | Sequence[int] | np.ndarray) -> np.ndarray:
-        first = np.asarray(self.vectors[rows])[..., : self.shape[1]]
-        if not self.are_unit:
-            return first
-        lengths = np.linalg.norm(first.astype(np.float32), axis=-1, keepdims=True)
-        return np.asarray(first / np.where(lengths == 0, 1, lengths), self.dtype)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self[:], dtype)
 
 
 class ShardedVectors:
@@ -172,12 +153,7 @@ class ShardedVectors:
                 first = self.offsets[number]
                 return self.shards[number][start - first : stop - first]  # a view of the file
             rows = np.arange(start, stop, step)
-        rows = np.asarray(rows)
-        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
-        wrong = (rows < -len(self)) | (rows >= len(self))
-        if wrong.any():
-            raise IndexError(f"row {rows[wrong][0]} of {len(self)}")
-        rows = rows % max(1, len(self))
+        rows = np.asarray(rows, dtype=np.int64)
         result = np.empty((len(rows), self.shape[1]), self.dtype)
         shard_of = np.searchsorted(self.offsets, rows, side="right") - 1
         for number in np.unique(shard_of):

@@ -18,7 +18,6 @@ from dualenc.data.pairs import PairDataset
 from dualenc.data.tables import check_whole, default_column, first_of, open_table, peek_columns
 from dualenc.data.vector_items import VectorItems, load_npy, matrix_faults, usable
 from dualenc.data.vector_shards import Embeddings
-from dualenc.errors import DualencError
 from dualenc.types import OnError
 
 VECTOR_NAMES = ("vector", "embedding", "embeddings", "vectors", "emb")
@@ -78,7 +77,6 @@ def open_vectors(
     id_column: str | None = None,
     split: str = "train",
     subset: str | None = None,
-    limit: int | None = None,
     columns: Sequence[str] = (),
     bad_rows: BadRows,
 ) -> Corpus:
@@ -88,7 +86,7 @@ def open_vectors(
         source: folder of embeddings, .npy file, or table.
         column: of a table; by default `vector` or another usual name.
         id_column: of a table; by default rows are numbered.
-        split: as for `TablePairs`, like `subset` and `limit`.
+        split: as for `TablePairs`, like `subset`.
         columns: of a table or a folder of embeddings, to keep for filters.
         bad_rows: counts vectors that cannot be used.
     """
@@ -102,7 +100,7 @@ def open_vectors(
         column = default_column(source, kinds, usual, "the vectors")
     named = [*columns, *([] if id_column is None else [id_column])]
     to_read: dict[str, ColumnKind] = {**dict.fromkeys(named, "value"), column: "vector"}
-    table = open_table(source, to_read, bad_rows, split=split, subset=subset, limit=limit)
+    table = open_table(source, to_read, bad_rows, split=split, subset=subset)
     return table_corpus(table, column, "vector", id_column=id_column, columns=columns)
 
 

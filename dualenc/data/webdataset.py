@@ -165,10 +165,6 @@ class _MemberFiles:
         for extension in reversed(by_preference):
             positions = np.flatnonzero(names == extension)
             chosen[row[positions]] = positions
-        # A sample's name ends at the first dot: `clip.0001.jpg` is the file `0001.jpg` of `clip`.
-        endings = tuple(f".{extension}" for extension in by_preference)
-        dotted = [position for position in np.flatnonzero(chosen[row] < 0) if names[position].endswith(endings)]
-        self.dotted = np.bincount(row[dotted], minlength=len(lists))
         # A further value for samples without a file, whose position is -1.
         self.offset = np.append(pc.list_flatten(shards.table["offset"]).to_numpy(), -1)[chosen]
         self.size = np.append(pc.list_flatten(shards.table["size"]).to_numpy(), -1)[chosen]
@@ -176,15 +172,11 @@ class _MemberFiles:
     def usable(self, side: str, rows: np.ndarray, bad_rows: BadRows) -> np.ndarray:
         """Those of some samples (n,) that have a file that is not empty; the others are bad."""
         size = self.size[rows]
-        dotted = self.dotted[rows]
-        if dotted.any():
-            reason = f"{side} file {self.spec!r} with dots in its name, where a sample's name ends at the first dot"
-            fix = "replace dots before the extension, clip_0001.jpg"
-            bad_rows.add(reason, self.position(rows[dotted > 0][0]), fix, int(dotted.sum()))
-        for reason, bad in (("sample without", (size < 0) & (dotted == 0)), ("empty", size == 0)):
+        fix = "add it, or name another one; a sample's name ends at its first dot"
+        for reason, bad in (("sample without", size < 0), ("empty", size == 0)):
             if bad.any():
                 position = self.position(rows[bad][0])
-                bad_rows.add(f"{reason} {side} file {self.spec!r}", position, "add it, name another one", int(bad.sum()))
+                bad_rows.add(f"{reason} {side} file {self.spec!r}", position, fix, int(bad.sum()))
         return rows[size > 0]
 
     def name(self, row: int) -> str:

@@ -1,6 +1,6 @@
 """Embed a corpus; build, save, open and search FAISS indexes."""
 
-from dualenc.data.embeddings import Embeddings
+from dualenc.data.vector_shards import Embeddings
 from dualenc.search.hits import Hit
 from dualenc.search.index import Index, is_index
 from dualenc.search.kinds import choose_factory

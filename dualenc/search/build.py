@@ -13,7 +13,7 @@ import numpy as np
 from faiss.contrib.exhaustive_search import knn_ground_truth
 from tqdm.auto import tqdm
 
-from dualenc.data.embeddings import Embeddings
+from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.types import Metric
 

@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 
 from dualenc.data import Corpus
-from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import sum_checksums
 from dualenc.data.items import check_ids, rows_of
+from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, locked
 from dualenc.search.build import Database, reason

@@ -24,8 +24,8 @@ from tqdm.auto import tqdm
 
 from dualenc import distributed
 from dualenc.data import Corpus
-from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import MAX_IMAGES, digest_of, identities, texts_checksum
+from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import Prepare, Tower, check_item, chunk_rows, take, unit_norm
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import removed_if_refused

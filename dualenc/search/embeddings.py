@@ -1,7 +1,7 @@
 """Embedding writer: any number of workers write the shards of a shared folder, and resume at any moment.
 
 data-00001.lock      while the folder is unfinished: the lock of the worker that writes this shard
-finish.lock          and of the worker that writes the other files of `dualenc.data.embeddings`
+finish.lock          and of the worker that writes the other files of `dualenc.data.vector_shards`
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import pyarrow as pa
 
 from dualenc import distributed
 from dualenc.checksums import checksums, sizes
-from dualenc.data.embeddings import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
 from dualenc.data.identity import sum_checksums
 from dualenc.data.items import ORDER, check_ids, item_batch, write_batches, write_order
+from dualenc.data.vector_shards import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
 from dualenc.errors import DualencError
 from dualenc.files import recover_inside, remove, version_of, write_json
 from dualenc.search.locks import claimed

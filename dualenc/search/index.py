@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from dualenc.checksums import checksums, sizes, verify_files
 from dualenc.data import Corpus
-from dualenc.data.embeddings import Embeddings, read_head
 from dualenc.data.identity import texts_checksum
 from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, rows_of, write_items
+from dualenc.data.vector_shards import Embeddings, read_head
 from dualenc.errors import DualencError, UnknownId, Unsupported
 from dualenc.files import (
     atomic_folder,
@@ -65,7 +65,6 @@ EMBEDDINGS_META = ("model", "model_checksum", "side", "modality", "output", "kin
 """Entries of the embeddings' meta.json that the index keeps: model, side and data."""
 WRITE_BYTES = 1 << 22
 REBUILD = "build the index again"
-OLDER = "embed the data and build the index again"
 MIN_QUERIES_TO_SPLIT = 100
 """From this many queries on half of them are for tuning, and the other half for measuring."""
 
@@ -224,7 +223,7 @@ class Index:
             )
         path = folder / "meta.json"
         other = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
-        read_head(folder, FORMAT, (FORMAT_VERSION, FORMAT_VERSION), other, OLDER)
+        read_head(folder, FORMAT, FORMAT_VERSION, other)
         meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
         check_recorded(path, meta, REBUILD)
 

@@ -29,9 +29,9 @@ from tqdm.auto import tqdm
 
 from dualenc import distributed
 from dualenc.data.corpus import corpora
-from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import digest_of, identities
 from dualenc.data.pairs import Ragged
+from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, check_file_target, remove, removed_if_refused, save_array, write_json
 from dualenc.hard_negatives import Negatives, Ranking, Rule, choose_negatives, search_depth

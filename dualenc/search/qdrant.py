@@ -20,10 +20,10 @@ import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from dualenc.data.embeddings import Embeddings, read_head
 from dualenc.data.identity import digest_of
 from dualenc.data.items import check_ids
 from dualenc.data.metadata import check_column_names
+from dualenc.data.vector_shards import Embeddings, read_head
 from dualenc.errors import DualencError, UnknownId
 from dualenc.files import check_folder_target, is_folder_of, write_json
 from dualenc.reading import read_json_object
@@ -327,8 +327,8 @@ def read_pushed(folder: str | os.PathLike[str]) -> dict[str, Any]:
         DualencError: no such folder, or its meta.json cannot be read.
     """
     path = Path(folder) / "meta.json"
-    versions = (FORMAT_VERSION, FORMAT_VERSION)
-    read_head(path.parent, FORMAT, versions, "was not written by `dualenc push`; push embeddings first", AGAIN)
+    other = "was not written by `dualenc push`; push embeddings first"
+    read_head(path.parent, FORMAT, FORMAT_VERSION, other)
     meta = read_json_object(path, ENTRIES)
     check_recorded(path, meta, AGAIN)
     return meta

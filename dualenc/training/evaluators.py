@@ -14,12 +14,12 @@ from types import MappingProxyType
 import numpy as np
 
 from dualenc.data.beir import read_beir
-from dualenc.data.columns import Picked
 from dualenc.data.corpus import Corpus, RetrievalSet, held_out, used_items
-from dualenc.data.embeddings import Embeddings
+from dualenc.data.item_lists import Picked
 from dualenc.data.labels import rows_with_label
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
+from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall

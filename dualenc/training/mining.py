@@ -15,9 +15,9 @@ import torch
 
 from dualenc import distributed
 from dualenc.data.corpus import Corpus, corpora
-from dualenc.data.embeddings import Embeddings
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset, Ragged
+from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.hard_negatives import Negatives, Ranking, Rule, choose_negatives, search_depth

@@ -24,7 +24,7 @@ import numpy as np
 from common import in_turn, quietest_clock
 from jsonargparse import auto_cli
 
-from dualenc.data.embeddings import Embeddings
+from dualenc.data.vector_shards import Embeddings
 from dualenc.search import Index
 from dualenc.search.build import new_index, set_parameter, training_rows
 from dualenc.search.embeddings import EmbeddingWriter

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dualenc.cli import main
-from dualenc.data.embeddings import Embeddings
+from dualenc.data.vector_shards import Embeddings
 from dualenc.evaluation.runs import read_per_query
 from tests.commands.image_models import pad_images, replace_images
 from tests.commands.toy import COLOURS, write_captioned, write_classes

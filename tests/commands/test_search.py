@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualenc.data.embeddings import Embeddings
+from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders import load_model
 from dualenc.search import Index, kinds
 from dualenc.search.embeddings import EmbeddingWriter

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dualenc.data.embeddings import Embeddings
+from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders import VectorEncoder, load_model
 from dualenc.training import RetrievalEvaluator
 from tests.commands.in_process import failure, run

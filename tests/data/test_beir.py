@@ -112,11 +112,11 @@ def test_missing_files_are_named(tmp_path: Path, folder: Path) -> None:
 
 
 BROKEN = [
-    ("corpus.jsonl", json.dumps({"_id": "x", "title": " ", "text": ""}), "corpus.jsonl:5: empty document"),
+    ("corpus.jsonl", json.dumps({"_id": "x", "title": " ", "text": ""}), "corpus.jsonl:5: no text in column 'text'"),
     ("corpus.jsonl", json.dumps({"_id": "d1", "text": "again"}), "corpus.jsonl:5: document with an id used before"),
     ("corpus.jsonl", json.dumps({"text": "nameless"}), "corpus.jsonl:5: document without an id"),
     ("corpus.jsonl", '{"_id": "x", ', "corpus.jsonl:5: malformed JSON line"),
-    ("queries.jsonl", json.dumps({"_id": "x", "text": ""}), "queries.jsonl:4: empty query"),
+    ("queries.jsonl", json.dumps({"_id": "x", "text": ""}), "queries.jsonl:4: no text in column 'text'"),
     ("qrels/train.tsv", "q0\tnone\t1", "train.tsv:6: judgement of an unknown document"),
     ("qrels/train.tsv", "none\td0\t1", "train.tsv:6: judgement of an unknown query"),
     ("qrels/train.tsv", "q0\td3\t1", "train.tsv:6: pair judged twice"),

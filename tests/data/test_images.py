@@ -17,8 +17,8 @@ from PIL import Image
 
 from dualenc import decoding
 from dualenc.data import ImageViews, open_image
+from dualenc.data.bad_rows import BadRows
 from dualenc.data.images import ImageFiles, find_images
-from dualenc.data.skips import Skips
 from dualenc.data.views import SimCLR
 from dualenc.decoding import decode_image, decode_upload
 from dualenc.encoders.image import ImageEncoder
@@ -101,14 +101,14 @@ def test_find_images_sorts_whole_trees_and_leaves_hidden_files(tmp_path: Path) -
     for name in ("b/2.JPG", "b/1.png", "a.webp", ".hidden.png", ".cache/x.png", "b/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
-    assert find_images(tmp_path, Skips(tmp_path)) == ["a.webp", "b/1.png", "b/2.JPG"]
+    assert find_images(tmp_path, BadRows(tmp_path)) == ["a.webp", "b/1.png", "b/2.JPG"]
 
 
 def test_folders_without_images_are_told(tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="no image in this folder"):
-        find_images(tmp_path, Skips(tmp_path))
+        find_images(tmp_path, BadRows(tmp_path))
     with pytest.raises(DualencError, match="no such folder"):
-        find_images(tmp_path / "nowhere", Skips(tmp_path))
+        find_images(tmp_path / "nowhere", BadRows(tmp_path))
 
 
 NOT_FILES = ["pipe", "folder", "device", "socket"]
@@ -194,11 +194,11 @@ def test_links_between_folders_are_followed_once(tmp_path: Path) -> None:
     for i in range(12):  # each of them doubles the number of paths
         (tmp_path / "a" / f"again{i}").symlink_to(tmp_path)
         (tmp_path / "b" / f"again{i}").symlink_to(tmp_path / "a")
-    assert find_images(tmp_path, Skips(tmp_path)) == ["a/1.png"]
+    assert find_images(tmp_path, BadRows(tmp_path)) == ["a/1.png"]
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "class").symlink_to(tmp_path / "a")
-    assert find_images(elsewhere, Skips(tmp_path)) == ["class/1.png"], "a link to a class folder is followed"
+    assert find_images(elsewhere, BadRows(tmp_path)) == ["class/1.png"], "a link to a class folder is followed"
 
 
 def test_an_upload_is_decoded_as_other_images_are_within_bounds() -> None:

@@ -96,22 +96,6 @@ def test_what_cannot_be_kept_is_told(tmp_path: Path, names: list[str], told: str
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("role", ["kept", "text"])
-def test_types_of_arrow_that_no_table_has(tmp_path: Path, role: str) -> None:
-    rows = {"text": ["x", "y"], "kept": ["red", "blue"]}
-    views = {name: pa.array(values, pa.string_view()) for name, values in rows.items()}
-    pq.write_table(pa.table(views), tmp_path / "views.parquet")
-    corpus = open_corpus(tmp_path / "views.parquet", columns=["kept"])
-    assert list(corpus.items) == ["x", "y"]
-    assert corpus.columns is not None
-    assert corpus.columns.to_pydict() == {"kept": ["red", "blue"]}
-    for kind in (pa.map_(pa.string(), pa.int64()), pa.struct([("a", pa.map_(pa.string(), pa.int64()))])):
-        pq.write_table(pa.table({**rows, role: pa.nulls(2, kind)}), tmp_path / "map.parquet")
-        with pytest.raises(DualencError, match=f"column '{role}' holds .*map<.*, which cannot be read; write") as error:
-            open_corpus(tmp_path / "map.parquet", columns=["kept"])
-        assert "\n" not in str(error.value)
-
-
 def test_images_without_a_table_have_no_columns(tmp_path: Path) -> None:
     (tmp_path / "red").mkdir()
     with pytest.raises(DualencError, match="has no columns to keep"):

@@ -23,7 +23,6 @@ from dualenc.data import (
     MinedPairs,
     TablePairs,
     TableViews,
-    VectorPairs,
     WebDatasetPairs,
     open_corpus,
     open_pairs,
@@ -94,7 +93,7 @@ def test_tables_with_usual_names(tmp_path: Path, kind: str) -> None:
     assert texts(open_corpus(path)) == {"x1": "T one", "x2": "two"}
     assert texts(open_corpus(path, text_column="title")) == {"x1": "T"}
     assert open_corpus(path, text_column="title").skipped == 1
-    assert texts(open_corpus(path, text_column="text", title_column="title", limit=1)) == {"x1": "T one"}
+    assert texts(open_corpus(path, text_column="text", title_column="title", split="train[:1]")) == {"x1": "T one"}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -240,7 +239,7 @@ def test_unknown_columns_are_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"id": "b", "text": " "}, "x.jsonl:2: empty document"),
+        ({"id": "b", "text": " "}, "x.jsonl:2: no text in column 'text'"),
         ({"id": "a", "text": "y"}, "x.jsonl:2: document with an id used before; 'a' is a duplicate"),
         ({"text": "y"}, "x.jsonl:2: document without an id"),
         ("{broken", "x.jsonl:2: malformed JSON line"),
@@ -308,8 +307,6 @@ def test_every_reader_takes_slices_and_refuses_other_splits(tmp_path: Path, kind
         readers += [lambda split: TablePairs(path, "query", "document", split=split)]
         readers += [lambda split: open_corpus(path, text_column="document", split=split)]
     elif kind == "vectors":
-        how = {"left_column": "query", "right_column": "document"}
-        readers += [lambda split: VectorPairs(path, **how, split=split)]
         readers += [lambda split: open_corpus(path, vector_column="query", split=split)]
     elif kind == "mined":
         path = tmp_path / "pairs.jsonl"

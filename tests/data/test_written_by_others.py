@@ -196,8 +196,6 @@ def test_a_column_may_begin_in_any_row_and_any_file(
     for _ in range(2):  # the second time from the cache, if there is one
         corpus = open_corpus(tmp_path / "late.jsonl")
         assert (texts(corpus), corpus.skipped) == (WANTED, 1501)
-    # A limit reads the columns of so many rows.
-    assert open_corpus(tmp_path / "late.jsonl", limit=2).ids == ["0", "1"]
     write_jsonl(tmp_path / "part0.jsonl", late[:1500])
     write_jsonl(tmp_path / "part1.jsonl", late[1500:])
     assert texts(open_corpus(str(tmp_path / "part*.jsonl"))) == WANTED

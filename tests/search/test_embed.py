@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from dualenc.data import Corpus
-from dualenc.data.embeddings import Embeddings
 from dualenc.data.sources import open_corpus
+from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.embed import embed, tower_checksum
 from tests.fake_towers import WORDS, LetterTower, PixelTower, corpus, images, texts

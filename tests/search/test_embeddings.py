@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from pyarrow import dataset
 
 from dualenc.checksums import checksums, sizes
-from dualenc.data.embeddings import Embeddings, ShardedVectors, is_embeddings
 from dualenc.data.items import item_batch, read_batches, write_batches
 from dualenc.data.sources import open_corpus
+from dualenc.data.vector_shards import Embeddings, ShardedVectors, is_embeddings
 from dualenc.errors import DualencError
 from dualenc.search.embeddings import EmbeddingWriter, shard_ranges
 

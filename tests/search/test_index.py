@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dualenc.data.embeddings import Embeddings
 from dualenc.data.items import write_items
+from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search import Index, is_index
 from dualenc.search.embeddings import EmbeddingWriter

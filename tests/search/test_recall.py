@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.data.embeddings import Embeddings
+from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search import Index, build
 from dualenc.search.build import Database, exact_probe, latency, parameter_values, recall, set_parameter, tune

@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 
 from dualenc.data import Corpus
-from dualenc.data.embeddings import Embeddings
+from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search.embed import embed
 from dualenc.search.locks import claimed
