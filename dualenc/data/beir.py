@@ -40,7 +40,8 @@ class BeirPairs(PairDataset):
     Left ids number the queries of this split that have a relevant document, in the order of queries.jsonl. Right
     ids are positions in the whole corpus: every document is a candidate of the global loss.
 
-    In place of corpus.jsonl and queries.jsonl there may be folders of embeddings, `corpus` and `queries`.
+    In place of texts there may be vectors: folders of embeddings `corpus` and `queries`, or files corpus.parquet and
+    queries.parquet with columns `_id` and `vector`.
 
     Args:
         path: the BEIR folder.
@@ -166,6 +167,8 @@ def read_corpus(
     folder = Path(folder)
     if detect(folder / part) == "vectors":
         return open_vectors(folder / part, columns=columns, bad_rows=bad_rows)
+    if (folder / f"{part}.parquet").is_file():
+        return open_vectors(folder / f"{part}.parquet", id_column="_id", columns=columns, bad_rows=bad_rows)
     files = [folder / f"{part}.jsonl", folder / f"{part}.jsonl.gz"]
     file = next((file for file in files if file.is_file()), None)
     if file is None:

@@ -153,7 +153,8 @@ class ShardedVectors:
                 first = self.offsets[number]
                 return self.shards[number][start - first : stop - first]  # a view of the file
             rows = np.arange(start, stop, step)
-        rows = np.asarray(rows, dtype=np.int64)
+        rows = np.asarray(rows)
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
         result = np.empty((len(rows), self.shape[1]), self.dtype)
         shard_of = np.searchsorted(self.offsets, rows, side="right") - 1
         for number in np.unique(shard_of):

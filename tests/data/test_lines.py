@@ -155,7 +155,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "device.txt").symlink_to("/dev/zero")
     for name in ("pipe.jsonl", "folder.csv", "device.txt"):
-        with pytest.raises(DualencError, match=f"{name}: a (folder|device, pipe or socket), not a file"):
+        with pytest.raises(DualencError, match=f"{name}: .*not a file"):
             read(tmp_path / name)
 
 

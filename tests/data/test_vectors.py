@@ -153,9 +153,15 @@ def test_two_folders_make_pairs_by_id(tmp_path: Path) -> None:
         VectorPairs(tmp_path / "left", tmp_path / "right", on_error="raise")
 
 
-def test_a_beir_folder_may_hold_vectors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
+def test_a_beir_folder_may_hold_vectors(tmp_path: Path, kind: str) -> None:
     for part, vectors in (("queries", LEFT), ("corpus", RIGHT)):
-        write_embeddings(tmp_path / part, NAMES, vectors)
+        if kind == "folder":
+            write_embeddings(tmp_path / part, NAMES, vectors)
+        else:
+            write_table(
+                tmp_path / f"{part}.parquet", [{"_id": n, "vector": v.tolist()} for n, v in zip(NAMES, vectors)]
+            )
     (tmp_path / "qrels").mkdir()
     lines = [f"n{q}\tn{d}\t1" for q, d in ((4, 1), (4, 2), (7, 9))]
     (tmp_path / "qrels" / "train.tsv").write_text("\n".join(lines) + "\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,7 @@ def test_shards_read_as_one_matrix(lengths: list[int], start: int, stop: int, st
     assert sharded.shape == matrix.shape
     np.testing.assert_array_equal(sharded[start:stop:step], matrix[start:stop:step])
     if len(matrix):
-        rows = np.random.default_rng(seed).integers(-len(matrix), len(matrix), size=7)
+        rows = np.random.default_rng(seed).integers(len(matrix), size=7)
         np.testing.assert_array_equal(sharded[rows], matrix[rows])
         np.testing.assert_array_equal(sharded[int(rows[0])], matrix[rows[0]])
         np.testing.assert_array_equal(sharded[matrix[:, 0] > 0], matrix[matrix[:, 0] > 0])
@@ -429,18 +428,11 @@ def test_not_a_folder_of_embeddings(tmp_path: Path) -> None:
         Embeddings.open(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("version", "message"),
-    [
-        (99, "written by a newer dualenc"),
-        (3, "older dualenc (format 3); run the same `dualenc embed` into another folder"),
-    ],
-)
-def test_another_version_is_refused(tmp_path: Path, version: int, message: str) -> None:
-    (tmp_path / "meta.json").write_text(json.dumps({"format": "dualenc embeddings", "version": version}))
-    (tmp_path / "shard-00000.npy").touch()
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text(json.dumps({"format": "dualenc embeddings", "version": 99}))
+    (tmp_path / "data-00000.arrow").touch()
     for function in (Embeddings.open, write, open_corpus):
-        with pytest.raises(DualencError, match=re.escape(message)) as error:
+        with pytest.raises(DualencError, match="format 99 of another dualenc") as error:
             function(tmp_path)
         one_line(error)
 

@@ -354,7 +354,7 @@ class TestErrors:
     def test_a_newer_format(self, folder: Path) -> None:
         meta = json.loads((folder / "meta.json").read_text())
         (folder / "meta.json").write_text(json.dumps({**meta, "version": 99}))
-        with pytest.raises(DualencError, match="newer dualenc"):
+        with pytest.raises(DualencError, match="format 99 of another dualenc"):
             Index.open(folder)
 
     def test_queries_of_another_dimension(self, folder: Path) -> None:
