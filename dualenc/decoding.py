@@ -74,11 +74,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def rgb_item(item: Any, where: str) -> Any:
-    """A raw item as towers take it: images of any mode as RGB, texts and vectors unchanged.
-
-    Raises:
-        BadSample: an image whose pixels have no range that could be scaled to 8 bits.
-    """
+    """A raw item as towers take it: images of any mode as RGB, texts and vectors unchanged."""
     if not isinstance(item, Image.Image) or item.mode == "RGB":
         return item
     try:
@@ -88,11 +84,7 @@ def rgb_item(item: Any, where: str) -> Any:
 
 
 def decode_upload(data: bytes, where: str) -> Image.Image:
-    """Decode an uploaded image, with bounds on its format and shape.
-
-    Raises:
-        BadSample: as `decode_image`, or an image that is too narrow.
-    """
+    """`decode_image` with bounds on format and shape."""
     image = decode_image(data, where, UPLOAD_FORMATS)
     if max(image.size) > MAX_UPLOAD_RATIO * min(image.size):
         shape = f"{image.width} x {image.height} pixels"
@@ -119,7 +111,7 @@ def open_image(path: str | os.PathLike[str]) -> Image.Image:
     """Read an image file as an upright RGB image.
 
     Raises:
-        BadSample: the file is missing, no regular file, too large, or does not decode.
+        BadSample: it cannot be read or decoded.
     """
     try:
         with open_regular(path) as stream:

@@ -104,11 +104,7 @@ class _Work:
 
 @contextmanager
 def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a path to write a file to; on success it replaces the target, after an error the old target stays.
-
-    Raises:
-        DualencError: the target is a folder.
-    """
+    """Yield a path to write a file to; on success it replaces the target, after an error the old target stays."""
     check_file_target(target)
     work = _Work(target)
     with work.locked():
@@ -122,12 +118,9 @@ def atomic_folder(target: str | os.PathLike[str], is_ours: Callable[[Path], bool
     """Yield a path to write a folder to; on success it replaces the target, after an error the old target stays.
 
     Args:
-        target: the folder.
-        is_ours: whether a folder is of the kind that is written, and may be replaced.
+        target: the folder, missing, empty or of the kind that is written.
+        is_ours: whether a folder is of that kind.
         what: that kind, in the error: "holds no …".
-
-    Raises:
-        DualencError: the target is a file, or a folder of another kind that is not empty.
     """
     work = _Work(target)
     with work.locked():
@@ -157,11 +150,8 @@ def locked(target: str | os.PathLike[str], wait: bool = True, option: str = "--o
 
     Args:
         target: the file or folder, which need not exist.
-        wait: for another process that writes it; otherwise refuse.
+        wait: for another process that writes it; otherwise raise.
         option: that names the output, for the error.
-
-    Raises:
-        DualencError: without `wait`, another process holds the lock.
     """
     with ExitStack() as stack:
         try:
@@ -173,17 +163,11 @@ def locked(target: str | os.PathLike[str], wait: bool = True, option: str = "--o
 
 
 def recover(target: str | os.PathLike[str], *, unfinished: bool = False) -> None:
-    """Recover from killed writers; call it before a folder is opened or judged missing.
-
-    A folder that is missing because its replacement was killed between the two renames comes back. What belongs to a
-    living writer is not touched.
+    """Restore a folder whose writer was killed between the two renames; call it before a folder is opened.
 
     Args:
         target: the file or folder.
         unfinished: remove what dead writers did not finish, too; only for whoever is about to write the target.
-
-    Raises:
-        DualencError: a complete folder is there but cannot be renamed.
     """
     work = _Work(target)
     is_missing = work.is_swapping()
@@ -234,10 +218,7 @@ def check_writable(folder: Path) -> None:
 
 
 def consistent_read(folder: str | os.PathLike[str], read: Callable[[], Result]) -> Result:
-    """Read a folder that writers replace whole: `read` is repeated until all that it opened is of one generation.
-
-    Open files and memory maps survive a replaced folder, so whatever is needed later is opened by `read`.
-    """
+    """Repeat `read`, which opens all that is needed of a folder, until all is of one generation of the folder."""
     meta = Path(folder) / "meta.json"
     for _ in range(_MAX_ATTEMPTS):
         generation = version_of(meta)

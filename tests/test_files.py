@@ -46,25 +46,25 @@ def version_of(target: Path) -> str:
     return version
 
 
-def killed_at(step: int, work: Callable[[], None]) -> bool:
-    """Work in a process that is killed before its `step`-th call to the system; whether it was."""
+def die_at(step: int) -> None:
+    """From here on, this process is killed before its `step`-th call to the system."""
+    calls = iter(range(10**6))
 
-    def work_and_die() -> None:
-        calls = iter(range(10**6))
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
 
-        def dying(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **options: Any) -> Any:
-                if next(calls) == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*arguments, **options)
+        return call
 
-            return call
+    for name in ("mkdir", "open", "replace", "fsync", "rmdir", "unlink"):
+        setattr(os, name, dying(getattr(os, name)))
 
-        for name in ("mkdir", "open", "replace", "fsync", "rmdir", "unlink"):
-            setattr(os, name, dying(getattr(os, name)))
-        work()
 
-    process = FORK.Process(target=work_and_die)
+def is_killed(work: Callable[..., None], *arguments: Any) -> bool:
+    """Whether work in a process of its own is killed."""
+    process = FORK.Process(target=work, args=arguments)
     process.start()
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL)
@@ -97,8 +97,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["replace", "create", "recover"])
-def test_a_kill_at_every_step_leaves_a_complete_version(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(("case", "before"), [("replace", "old"), ("create", "none"), ("recover", "new")])
+def test_a_kill_at_every_step_leaves_a_complete_version(tmp_path: Path, case: str, before: str) -> None:
+    def work(target: Path, step: int) -> None:
+        die_at(step)
+        recover(target) if case == "recover" else write_folder(target, "new")
+
     seen = []
     for step in range(100):
         target = tmp_path / str(step) / "index"
@@ -107,7 +111,7 @@ def test_a_kill_at_every_step_leaves_a_complete_version(tmp_path: Path, case: st
             write_folder(target, "old")
         elif case == "recover":
             dead_writer(target, old="old", new="new")
-        killed = killed_at(step, lambda: recover(target) if case == "recover" else write_folder(target, "new"))  # noqa: B023
+        killed = is_killed(work, target, step)
         recover(target)
         seen.append(version_of(target) if target.exists() else "none")
         write_folder(target, "newest")
@@ -116,7 +120,6 @@ def test_a_kill_at_every_step_leaves_a_complete_version(tmp_path: Path, case: st
         if not killed:
             break
     assert 5 <= step < 99
-    before = {"replace": "old", "create": "none", "recover": "new"}[case]
     switched = seen.index("new")
     assert seen == [before] * switched + ["new"] * (len(seen) - switched)
 
@@ -245,7 +248,7 @@ def test_relative_and_current_folders_and_links(tmp_path: Path, monkeypatch: pyt
     assert version_of(tmp_path / "index") == "new"
 
 
-@pytest.mark.parametrize("name", ["index", "index/thesis.txt", "index/.git"])
+@pytest.mark.parametrize("name", ["index", "index/thesis.txt"])
 def test_a_folder_replaces_no_other_kind(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -256,11 +259,10 @@ def test_a_folder_replaces_no_other_kind(tmp_path: Path, name: str) -> None:
 
 
 def test_a_file_replaces_no_folder_and_a_folder_an_empty_one(tmp_path: Path) -> None:
-    (tmp_path / "index").mkdir()
-    with pytest.raises(DualencError, match="is a folder, and a file is written here"):
-        write_json(tmp_path / "index", {})
-    write_folder(tmp_path / "index", "new")
-    assert version_of(tmp_path / "index") == "new"
+    with pytest.raises(DualencError, match="is a folder"):
+        write_json(tmp_path, {})
+    write_folder(tmp_path, "new")
+    assert version_of(tmp_path) == "new"
 
 
 @pytest.mark.parametrize(
@@ -277,25 +279,14 @@ def test_a_refusal_leaves_finished_work_or_nothing(
 ) -> None:
     def write() -> None:
         with removed_if_refused(tmp_path / "new", "shard-*.npy"):
-            (tmp_path / "new").mkdir()
             for name in files:
-                (tmp_path / "new" / name).touch()
-            raise error
+                write_json(tmp_path / "new" / name, {})
+            with atomic_path(tmp_path / "new" / "half"):
+                raise error
 
     with pytest.raises(error):
         write()
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == left
-
-
-def test_a_refused_file_leaves_no_folder_that_was_made_for_it(tmp_path: Path) -> None:
-    def write() -> None:
-        with atomic_path(tmp_path / "new" / "file") as part:
-            part.write_text("half")
-            raise DualencError("no")
-
-    with pytest.raises(DualencError):
-        write()
-    assert os.listdir(tmp_path) == []
 
 
 JSON = st.recursive(
@@ -320,17 +311,15 @@ def test_any_json_is_read_back_and_anything_else_refused(
     ("text", "message"),
     [
         ("[" * 100_000, "not valid JSON"),
-        ("9" * 10_000, "not valid JSON"),
         ("[1]", "holds a list instead of an object"),
         ('{"name": "a"}', "lacks 'count'"),
-        ('{"name": "a", "count": true}', "'count' is true or false, not a whole number"),
-        ('{"name": {}, "count": 7}', "'name' is an object, not a text or null"),
+        ('{"name": "a", "count": true}', "'count' is true or false, not a whole number or null"),
     ],
 )
 def test_json_of_the_wrong_shape(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "meta.json").write_text(text)
     with pytest.raises(DualencError, match=message):
-        read_json_object(tmp_path / "meta.json", {"count": int, "name": (str, type(None))})
+        read_json_object(tmp_path / "meta.json", {"count": (int, type(None))})
 
 
 @pytest.mark.parametrize(

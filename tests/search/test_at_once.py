@@ -6,11 +6,9 @@ import itertools
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from tests.commands import toy
 from tests.commands.in_process import failure, run
 from tests.search.clusters import clustered
 from tests.search.test_index import on_disk
+from tests.test_files import die_at, is_killed
 
 FORK = multiprocessing.get_context("fork")
 COUNT = 300
@@ -291,35 +290,15 @@ def test_two_of_one_command_at_once(made: Path, tmp_path: Path, name: str) -> No
             assert any("another dualenc process is writing" in error for error in errors)
 
 
-def killed_in_removal(step: int, build: Callable[[], Any]) -> bool:
-    """Build in a process that is killed before its `step`-th change of files after the index was saved."""
+def build_and_die(folder: Path, step: int) -> None:
+    save = Index.save
 
-    def build_and_die() -> None:
-        save = Index.save
+    def save_and_die(*arguments: Any) -> None:
+        save(*arguments)
+        die_at(step)
 
-        def save_and_count(*arguments: Any) -> None:
-            save(*arguments)
-            calls = iter(range(10**6))
-
-            def dying(function: Callable[..., Any]) -> Callable[..., Any]:
-                def call(*arguments: Any, **options: Any) -> Any:
-                    if next(calls) == step:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return function(*arguments, **options)
-
-                return call
-
-            for name in ("mkdir", "replace", "rmdir", "unlink"):
-                setattr(os, name, dying(getattr(os, name)))
-
-        Index.save = save_and_count  # type: ignore[method-assign, assignment]
-        build()
-
-    process = FORK.Process(target=build_and_die)
-    process.start()
-    process.join()
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode != 0
+    Index.save = save_and_die  # type: ignore[method-assign, assignment]
+    small(folder, merged=True)
 
 
 @pytest.mark.slow
@@ -327,7 +306,7 @@ def test_a_build_in_parts_that_is_killed_at_its_end_blocks_no_later_one(tmp_path
     for step in range(100):
         folder = tmp_path / str(step)
         folder.mkdir()
-        killed = killed_in_removal(step, lambda: small(folder, merged=True))  # noqa: B023
+        killed = is_killed(build_and_die, folder, step)
         shutil.rmtree(folder / "emb")
         check_generation(Index.open(small(folder, merged=True)))
         assert sorted(os.listdir(folder)) == ["emb", "index"]
