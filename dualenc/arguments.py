@@ -147,10 +147,9 @@ def _usage(prog: str, parameters: Sequence[inspect.Parameter]) -> str:
 def _meaning(parameter: inspect.Parameter, texts: dict[str, str]) -> str:
     """What an argument means, and its default."""
     text = " ".join(texts.get(parameter.name, "").split())
-    if parameter.default in (EMPTY, None, "") or parameter.default is False:
+    if parameter.default in (EMPTY, None, "") or isinstance(parameter.default, bool):
         return text
-    default = "true" if parameter.default is True else parameter.default
-    return f"{text.removesuffix('.')} (default: {default})".strip()
+    return f"{text.removesuffix('.')} (default: {parameter.default})".strip()
 
 
 def _conversion(option: inspect.Parameter) -> dict[str, Any]:
@@ -163,10 +162,8 @@ def _conversion(option: inspect.Parameter) -> dict[str, Any]:
         hint = choices[0]
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
-    if hint is bool and option.default is False:
-        return {"action": "store_true"}
     if hint is bool:
-        return {"type": boolean, "metavar": "{true,false}"}
+        return {"action": "store_true" if option.default is False else argparse.BooleanOptionalAction}
     if origin is Literal:
         return {"choices": inner, "metavar": f"{{{','.join(inner)}}}"}
     word = option.name.rpartition("_")[2].upper()
@@ -181,18 +178,10 @@ def _conversion(option: inspect.Parameter) -> dict[str, Any]:
     return {"type": hint, "metavar": numbers.get(hint, word)}
 
 
-def boolean(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(text)
-    return text == "true"
-
-
 def _list_of(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A converter of `1,5,10` or `[1,5,10]`; double quotes protect commas: `"last, first",year`."""
+    """A converter of `1,5,10`; double quotes protect commas: `"last, first",year`."""
 
     def convert(text: str) -> list[Any]:
-        if text.startswith("[") and text.endswith("]"):
-            text = text[1:-1]
         return [item(part.strip()) for row in csv.reader([text], skipinitialspace=True) for part in row]
 
     convert.__name__ = f"list of {item.__name__}"

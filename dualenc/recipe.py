@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from dualenc.errors import DualencError, nearest
-from dualenc.recipe_check import CLASS_KEYS, SECTIONS, Check, TypedText
+from dualenc.recipe_check import CLASS_KEYS, SECTIONS, Check
 from dualenc.recipe_yaml import RecipeLoader
 
 if TYPE_CHECKING:
@@ -167,8 +167,7 @@ def read_recipe(
     Args:
         path: YAML file.
         overrides: `section.key=value` each, such as "trainer.epochs=3" or "objective.class_path=SogCLR"; `init_args.`
-            may be left out: "objective.temperature=0.05". A value is YAML, but where text or a path is expected it is
-            taken as typed; there `null` is None if that is allowed, and a YAML list or mapping one likewise.
+            may be left out: "objective.temperature=0.05". A value is YAML, but a text without quotes is as typed.
         allow_modules: modules other than `dualenc` whose classes the recipe may name, such as "my_package".
 
     Raises:
@@ -220,24 +219,27 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         raise DualencError(f"'{override}' is no override; write section.key=value, such as trainer.epochs=3")
     if names[0] not in SECTIONS:
         raise DualencError(f"'{override}': a recipe has no section {names[0]!r}{nearest(names[0], SECTIONS)}")
-    value = TypedText(text)
-    try:
-        value.parsed = yaml.load(text, RecipeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        value.parsed = text
     if names[0] != "trainer" and len(names) > 1 and names[1] not in CLASS_KEYS:
         names.insert(1, "init_args")
     *parents, name = names
     section = settings
     for position, parent in enumerate(parents):
-        inner = section.get(parent)
-        if isinstance(inner, TypedText):
-            inner = inner.parsed
-        section[parent] = inner if isinstance(inner, dict) else {}
+        if not isinstance(section.get(parent), dict):
+            section[parent] = {}
         section = section[parent]
         if "class_path" in section and names[position + 1] not in CLASS_KEYS:
             section = section.setdefault("init_args", {})
-    if name == "class_path" and section.get("class_path") != value.parsed:
+    if name == "class_path" and section.get("class_path") != text:
         section.pop("init_args", None)
-    is_whole = not parents or name in CLASS_KEYS
-    section[name] = value.parsed if is_whole else value
+    section[name] = _override_value(text)
+
+
+def _override_value(text: str) -> Any:
+    """YAML, but a text without quotes is as typed: blanks at its ends, # and : stay."""
+    try:
+        value = yaml.load(text, RecipeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+    is_comment = value is None and text not in ("null", "")
+    is_plain = isinstance(value, (str, dict, list)) and text[0] not in "'\"[{"
+    return text if is_comment or is_plain else value

@@ -14,7 +14,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dualenc.errors import DualencError, nearest
 
@@ -23,12 +23,6 @@ RESERVED_KEYS = (*CLASS_KEYS, "dict_kwargs")
 """Keys with a meaning for jsonargparse, which plain data must not have; nor any that begins with two underscores."""
 PLAIN_TYPES = (type(None), bool, int, float, str, os.PathLike)
 LISTS = (list, tuple, Sequence)
-
-
-class TypedText(str):
-    """A value from the command line: the type of its field decides between the text and what it is in YAML."""
-
-    parsed: Any
 
 
 class Section(NamedTuple):
@@ -184,24 +178,30 @@ class Check:
         """The value with full class paths; refused if it names a class where none is expected, or no class of ours."""
         choices = _alternatives(hint)
         classes = [choice for choice in choices if _is_class_place(choice)]
-        if isinstance(value, TypedText):
-            value = _typed_value(value, choices)
+        takes_mapping = _container(choices, Mapping) is not None
         if isinstance(value, Mapping):
-            if classes and ("class_path" in value or not _items_of(choices, Mapping)):
+            if classes and ("class_path" in value or not takes_mapping):
                 return self._class(value, classes, place)
-            for key in value:
-                if key in RESERVED_KEYS or str(key).startswith("__"):
-                    raise self._refusal(f"{place}.{key}", "no class can be named here; give plain values")
-            *_, item_hint = (*_items_of(choices, Mapping), Any)[:2]
-            return {key: self._value(item, item_hint, f"{place}.{key}") for key, item in value.items()}
+            return self._mapping(value, _container(choices, Mapping), place)
         if isinstance(value, (list, tuple)):
-            item_hint = (*_items_of(choices, LISTS), Any)[0]
+            item_hint, *_ = typing.get_args(_container(choices, LISTS)) or (Any,)
             return [self._value(item, item_hint, f"{place}[{index}]") for index, item in enumerate(value)]
-        if isinstance(value, str) and classes and not _takes_text(choices):
+        takes_text = _container(choices, (str, os.PathLike)) is not None
+        if isinstance(value, str) and classes and not takes_text:
             raise self._refusal(place, f"is {value!r}; it must name {_described(classes)}, by class_path and init_args")
         if value is None and not {type(None), Any, object}.intersection(choices):
             raise self._refusal(place, f"is null; it must be {_described(choices)}")
         return value
+
+    def _mapping(self, value: Mapping[str, Any], hint: Any, place: str) -> dict[str, Any]:
+        """Plain data, or classes by name if those are the items of the type."""
+        *_, item_hint = typing.get_args(hint) or (Any,)
+        checked = {}
+        for key, item in value.items():
+            if key in RESERVED_KEYS or str(key).startswith("__"):
+                raise self._refusal(f"{place}.{key}", "no class can be named here; give plain values")
+            checked[key] = self._value(item, item_hint, f"{place}.{key}")
+        return checked
 
     def _check_known(self, key: str, known: Iterable[str], kind: str) -> None:
         known = list(known)
@@ -254,48 +254,25 @@ def _type_hints(function: Any) -> dict[str, Any]:
 
 
 def _alternatives(hint: Any) -> list[Any]:
-    """The members of a union, nested ones included, without annotations."""
-    inner = typing.get_args(hint)
-    if _origin(hint) is Annotated:
-        return _alternatives(inner[0])
-    if _origin(hint) in (typing.Union, types.UnionType):
-        return [choice for option in inner for choice in _alternatives(option)]
-    return [hint]
+    """The members of a union, nested ones included."""
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return [hint]
+    return [choice for option in typing.get_args(hint) for choice in _alternatives(option)]
 
 
-def _origin(hint: Any) -> Any:
-    return typing.get_origin(hint) or hint
-
-
-def _items_of(choices: Iterable[Any], containers: Any) -> tuple[Any, ...]:
-    """The types of the items of the first container among types."""
+def _container(choices: Iterable[Any], kinds: Any) -> Any:
+    """The first of the types that is one of the kinds, or None."""
     for choice in choices:
-        origin = _origin(choice)
-        if inspect.isclass(origin) and issubclass(origin, containers) and origin is not str:
-            return typing.get_args(choice) or (Any, Any)
-    return ()
-
-
-def _takes_text(choices: Iterable[Any]) -> bool:
-    origins = [_origin(choice) for choice in choices]
-    return any(inspect.isclass(origin) and issubclass(origin, (str, os.PathLike)) for origin in origins)
-
-
-def _typed_value(text: TypedText, choices: Sequence[Any]) -> Any:
-    """The value that an override stands for in a field of these types: the text itself if one of them is text."""
-    if not _takes_text(choices):
-        return text.parsed
-    if text == "null" and type(None) in choices:
-        return None
-    takes_mapping = any(map(_is_class_place, choices)) or _items_of(choices, Mapping)
-    if isinstance(text.parsed, list) and _items_of(choices, LISTS):
-        return text.parsed
-    return text.parsed if isinstance(text.parsed, dict) and takes_mapping else str(text)
+        origin = typing.get_origin(choice) or choice
+        is_text = origin is str and kinds is LISTS
+        if inspect.isclass(origin) and issubclass(origin, kinds) and not is_text:
+            return choice
+    return None
 
 
 def _is_class_place(hint: Any) -> bool:
     """Whether an object of some class must be made for a parameter of this type."""
-    if _origin(hint) is Callable or _origin(hint) is typing.Callable:
+    if hint is Callable or typing.get_origin(hint) is Callable:
         return True
     if not inspect.isclass(hint) or typing.get_origin(hint) is not None or hint in (Any, object):
         return False
@@ -310,8 +287,6 @@ def _described(choices: Iterable[Any]) -> str:
             words.append(choice.__name__)
         elif inspect.isclass(choice):
             words.append(f"a class derived from {choice.__module__}.{choice.__qualname__}")
-        elif _is_class_place(choice):
-            words.append(f"a class whose __call__ is annotated as {choice}")
         else:
-            words.append(str(choice))
+            words.append(f"a class whose __call__ is annotated as {choice}")
     return " or ".join(words)

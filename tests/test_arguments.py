@@ -95,11 +95,10 @@ DEFAULTS = {
         ("m --out o --rate 1e-3", {"rate": 1e-3}),
         ("m --out o --rate -3", {"rate": -3.0}),
         ("m --json --out o d", {"json": True, "data": "d"}),
-        ("m --out o --quotes false", {"quotes": False}),
+        ("m --out o --no-quotes", {"quotes": False}),
         ("m --side right --out o", {"side": "right"}),
         ("m --out o --cutoffs 1,5,10", {"cutoffs": [1, 5, 10]}),
         ("m --out o --cutoffs 5", {"cutoffs": [5]}),
-        ("m --out o --cutoffs [5,6]", {"cutoffs": [5, 6]}),
         ("m --out o --limit null", {"limit": None}),
         ("m --out o --limit 0.5", {"limit": 0.5}),
         ("m --out o -k 3", {"shown": Shown(k=3)}),
@@ -138,7 +137,6 @@ def test_the_rest_is_passed_on() -> None:
         ("m --out=", "--out is empty"),
         ("m --out o --batch-size many", "argument --batch-size: invalid int value: 'many'"),
         ("m --out o --side top", "argument --side: invalid choice: 'top' (choose from "),
-        ("m --out o --quotes=perhaps", "argument --quotes: invalid boolean value: 'perhaps'"),
         ("m --out o --cutoffs 1,x", "argument --cutoffs: invalid list of int value: '1,x'"),
         ("m --out o --limit x", "argument --limit: invalid float or null value: 'x'"),
     ],
@@ -163,7 +161,7 @@ def test_help_has_a_line_for_each_option(capsys: pytest.CaptureFixture[str], mon
         "SOURCE where it comes from.",
         "--batch-size N how many at once (default: 32)",
         "--json",
-        "--quotes {true,false}",
+        "--quotes, --no-quotes",
         "--side {left,right} (default: left)",
         "--cutoffs N,…",
         "--limit X|null (default: 0.9)",
@@ -180,7 +178,7 @@ def test_nearest() -> None:
     assert nearest("qqqqq", ["index", "search"]) == ""
 
 
-@pytest.mark.parametrize("words", ["--cutoffs 1 --cutoffs 5", "--cutoffs 1,5", "--cutoffs=[1] --cutoffs 5"])
+@pytest.mark.parametrize("words", ["--cutoffs 1 --cutoffs 5", "--cutoffs 1,5"])
 def test_an_option_that_takes_a_list_may_be_repeated(words: str) -> None:
     assert called(build, "m", "--out", "o", *words.split())["cutoffs"] == [1, 5]
 

@@ -75,7 +75,7 @@ PAYLOADS: dict[str, tuple[str, Any]] = {
     "a class": ("objective.class_path", f"{EVIL}.X"),
     "a module": ("evaluator.class_path", EVIL),
     "two levels down": ("evaluator", call("RetrievalEvaluator", pairs=call(f"{EVIL}.X"))),
-    "in a list": ("model.init_args.mean", [0.5, call(f"{EVIL}.X"), 0.5]),
+    "in a list": ("trainer.betas", [0.5, call(f"{EVIL}.X")]),
     "deep in a dict": ("model.init_args.backbone_args", {"a": {"b": [{"c": call("os.system", command=SHELL)}]}}),
     "as text that is YAML": ("model.init_args.augment", "{class_path: " + EVIL + ".X}"),
     "as the name of a function": ("model.init_args.augment", f"{EVIL}.run"),
@@ -286,15 +286,15 @@ def test_plain_recipes_pass(canary: Canary) -> None:
     settings = recipe()
     settings["model"]["init_args"] |= {
         "augment": call("dualenc.data.views.SimCLR", size=32),
-        "mean": [0.5, 0.5, 1],
         "backbone_args": {"drop_rate": 0.1, "nested": {"a.b": [1, "on", None, True]}},
-        "std": None,
+        "projector_dim": None,
     }
+    settings["trainer"]["betas"] = [0.5, 0.9]
     settings["evaluator"] = call("KNNEvaluator", train=call("TableViews", path="x"), test=call("TableViews", path="y"))
     resolved = make_recipe(settings).settings
     arguments = resolved["model"]["init_args"]
     assert arguments["augment"]["class_path"] == "dualenc.data.views.SimCLR"
-    assert arguments["mean"] == [0.5, 0.5, 1]
+    assert resolved["trainer"]["betas"] == [0.5, 0.9]
     assert arguments["backbone_args"] == settings["model"]["init_args"]["backbone_args"]
     assert make_recipe(resolved).settings == resolved
     (canary.folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
