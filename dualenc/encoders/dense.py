@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dualenc.encoders.hub import check_safetensors, load_weights, save_weights
@@ -21,25 +19,12 @@ ACTIVATION_NAMES: dict[str, type[nn.Module]] = {f"{kind.__module__}.{kind.__name
 
 
 class Dense(nn.Module):
-    """x ↦ f(Wx + b), and x, or Rx where the sizes differ, added to it if it is residual.
+    """Vectors x (B, input_dim) ↦ f(Wx + b) (B, D)."""
 
-    Args:
-        input_dim: size of x.
-        dim: D, size of the result.
-        bias: whether there is b.
-        activation: f.
-        residual: whether x, or Rx, is added.
-    """
-
-    def __init__(
-        self, input_dim: int, dim: int, bias: bool = True, activation: nn.Module | None = None, residual: bool = False
-    ) -> None:
+    def __init__(self, input_dim: int, dim: int, bias: bool, activation: nn.Module) -> None:
         super().__init__()
         self.linear = nn.Linear(input_dim, dim, bias=bias)
-        self.activation = activation or nn.Identity()
-        self.is_residual = residual
-        if residual and input_dim != dim:
-            self.residual = nn.Linear(input_dim, dim, bias=False)
+        self.activation = activation
 
     @property
     def dim(self) -> int:
@@ -49,22 +34,18 @@ class Dense(nn.Module):
     def forward(self, vectors: Tensor) -> Tensor:
         """Map vectors (B, input_dim) to (B, D)."""
         result: Tensor = self.activation(self.linear(vectors))
-        if not self.is_residual:
-            return result
-        return result + (self.residual(vectors) if hasattr(self, "residual") else vectors)
+        return result
 
     def write(self, folder: Path) -> None:
         """Write config.json and weights into a new folder, as sentence-transformers' module of this name reads them."""
         folder.mkdir()
         kind = type(self.activation)
-        config: dict[str, Any] = {
+        config = {
             "in_features": self.linear.in_features,
             "out_features": self.linear.out_features,
             "bias": self.linear.bias is not None,
             "activation_function": f"{kind.__module__}.{kind.__name__}",
         }
-        if self.is_residual:  # older versions do not know the key
-            config["use_residual"] = True
         write_json(folder / "config.json", config)
         save_weights(self.state_dict(), folder / WEIGHTS_FILE)
 
@@ -75,23 +56,6 @@ class Normalize(nn.Module):
     def forward(self, vectors: Tensor) -> Tensor:
         """Scale vectors (B, D) to length one."""
         return nn.functional.normalize(vectors, dim=-1)
-
-
-def first_components(input_dim: int, dim: int) -> Dense:
-    """A Dense module that gives the first components of its input as they are."""
-    dense = Dense(input_dim, dim, bias=False)
-    nn.init.eye_(dense.linear.weight)
-    return dense
-
-
-def truncation_of(module: nn.Module) -> int | None:
-    """How many first components a module takes that does nothing else; None of every other module."""
-    if not isinstance(module, Dense) or module.linear.bias is not None or module.is_residual:
-        return None
-    weight = module.linear.weight
-    if type(module.activation) is not nn.Identity or len(weight) >= weight.shape[1]:
-        return None
-    return len(weight) if torch.equal(weight, torch.eye(*weight.shape)) else None
 
 
 def read_dense(folder: Path) -> Dense:
@@ -105,13 +69,10 @@ def read_dense(folder: Path) -> Dense:
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
             raise DualencError(f"{path}: {key} is {config[key]!r}; only sentence_embedding is supported")
-    dense = Dense(
-        config["in_features"],
-        config["out_features"],
-        bias=config.get("bias", True) is True,
-        activation=ACTIVATION_NAMES[name](),
-        residual=config.get("use_residual") is True,
-    )
+    if config.get("use_residual"):
+        raise DualencError(f"{path}: use_residual is not supported; only f(Wx + b)")
+    has_bias = config.get("bias", True) is True
+    dense = Dense(config["in_features"], config["out_features"], has_bias, ACTIVATION_NAMES[name]())
     check_safetensors(folder, WEIGHTS_FILE)
     load_weights(dense, folder / WEIGHTS_FILE)
     return dense

@@ -340,6 +340,12 @@ def check_item(item: Any, modality: Modality, name: str = "an item") -> None:
         raise BadSample(f"{name} is {shown}, where {needed} is needed; correct or remove it")
 
 
+def check_items(items: Sequence[Any], modality: Modality) -> None:
+    """Refuse a batch with an item that a tower cannot take."""
+    for item in items:
+        check_item(item, modality)
+
+
 def unit_norm(vectors: Tensor) -> Tensor:
     """Scale (B, D) vectors of any floating dtype to length one, in float32."""
     return nn.functional.normalize(vectors.to(torch.float32), dim=-1)

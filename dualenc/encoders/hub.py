@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,15 +61,10 @@ def base_metadata(name: str | os.PathLike[str], folder: Path) -> dict[str, str]:
         card: dict[str, Any] = huggingface_hub.metadata_load(folder / "README.md") or {}
     except Exception:  # no card, or one of another form, which is no reason not to train
         card = {}
-    # The hub's cache: models--OWNER--NAME/snapshots/COMMIT
-    cached = re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder.parent.parent.name)
-    base = hub_name(name)
-    if base is None:
-        base = f"{cached[1]}/{cached[2]}" if cached else card.get("base_model")
-    known = {"license": card.get("license")}
+    known = {"license": card.get("license"), "base_model": hub_name(name) or card.get("base_model")}
     # A path of this machine means nothing elsewhere.
-    if isinstance(base, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
-        known["base_model"] = base
+    if os.path.isabs(str(known["base_model"])):
+        del known["base_model"]
     return {key: value for key, value in known.items() if isinstance(value, str)}
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_item, unit_norm
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import base_metadata, check_safetensors, load_weights, model_folder, save_weights
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
@@ -42,8 +42,6 @@ class ImageEncoder(DualEncoder):
         backbone: a timm name such as "resnet18", a timm folder (`local-dir:` before it is optional), or a hub name.
         pretrained: with a timm name: load its weights; folders and hub names always bring theirs.
         projector_dim: D, size of the vectors that training compares; None trains the features themselves.
-        projector_hidden: size between the projector's layers; None: as the features.
-        projector_layers: number of its linear layers.
         small_image_stem: begin a ResNet with a 3×3 convolution of stride 1 and no pooling; None: for images of at
             most 64 pixels.
         image_size: pixels per side; None: the backbone's default.
@@ -64,8 +62,6 @@ class ImageEncoder(DualEncoder):
         *,
         pretrained: bool = False,
         projector_dim: int | None = 128,
-        projector_hidden: int | None = None,
-        projector_layers: int = 2,
         small_image_stem: bool | None = None,
         image_size: int | None = None,
         augment: Augment | None = None,
@@ -83,12 +79,7 @@ class ImageEncoder(DualEncoder):
         config = _data_config(model.pretrained_cfg, image_size)
         with torch.no_grad(), explain(f"{backbone}: does not encode an image", "check its arguments"):
             features = int(model.eval()(torch.zeros(1, *config["input_size"])).shape[-1])
-        sizes = None
-        head: nn.Module = nn.Identity()
-        if projector_dim is not None:
-            hidden = features if projector_hidden is None else projector_hidden
-            sizes = {"dim": projector_dim, "hidden": hidden, "layers": projector_layers}
-            head = projector(features, **sizes)
+        head = nn.Identity() if projector_dim is None else projector(features, projector_dim)
         if augment is None:
             crops = v2.RandomResizedCrop(config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC)
             to_pixels = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
@@ -100,7 +91,7 @@ class ImageEncoder(DualEncoder):
         self.backbone_args = all_args
         self.small_image_stem = has_small_stem
         self.data_config = config
-        self.projector_sizes = sizes
+        self.projector_dim = projector_dim
         if not is_timm_name(backbone):
             self.base = base_metadata(backbone, model_folder(backbone))
         elif pretrained:
@@ -112,11 +103,10 @@ class ImageEncoder(DualEncoder):
     def from_folder(cls, folder: Path) -> ImageEncoder:
         """Load a timm folder, with its projector if there is one."""
         path = folder / DUALENC_FILE
-        sizes = read_json_object(path).get("projector") if path.is_file() else None
-        if sizes is None:
-            return cls(str(folder), projector_dim=None)
-        model = cls(str(folder), **{f"projector_{name}": sizes[name] for name in ("dim", "hidden", "layers")})
-        load_weights(model.left.projector, folder / PROJECTOR_FILE)
+        dim = read_json_object(path).get("projector_dim") if path.is_file() else None
+        model = cls(str(folder), projector_dim=dim)
+        if dim is not None:
+            load_weights(model.left.projector, folder / PROJECTOR_FILE)
         return model
 
     def write(self, folder: Path) -> None:
@@ -139,11 +129,11 @@ class ImageEncoder(DualEncoder):
                 **layers,
             },
         }
-        own = {"kind": self.kind, "projector": self.projector_sizes, "small_image_stem": self.small_image_stem}
+        own = {"kind": self.kind, "projector_dim": self.projector_dim, "small_image_stem": self.small_image_stem}
         write_json(folder / "config.json", config)
         write_json(folder / DUALENC_FILE, own)
         save_weights(backbone.state_dict(), folder / WEIGHTS_FILE)
-        if self.projector_sizes is not None:
+        if self.projector_dim is not None:
             save_weights(self.left.projector.state_dict(), folder / PROJECTOR_FILE)
 
     @property
@@ -185,22 +175,12 @@ class ProjectedTower(Tower):
         return unit_norm(self.projector(self.backbone(inputs["image"])))
 
 
-def projector(features: int, dim: int, hidden: int, layers: int) -> nn.Sequential:
-    """A perceptron with batch normalisation and ReLU between its layers (SimCLR, Chen et al. 2020, section 4.2).
-
-    Args:
-        features: size of the backbone's features.
-        dim: D, size of the output.
-        hidden: size between layers.
-        layers: number of linear layers; SimCLR has 2, VICReg's expander 3.
-    """
-    if min(dim, hidden, layers) < 1:
-        raise DualencError(f"projector of {layers} layers, hidden {hidden}, dim {dim}: give positive numbers")
-    parts: list[Any] = []
-    for _ in range(layers - 1):
-        parts += [nn.Linear(features, hidden, bias=False), nn.BatchNorm1d(hidden), nn.ReLU()]
-        features = hidden
-    return nn.Sequential(*parts, nn.Linear(features, dim, bias=False))
+def projector(features: int, dim: int) -> nn.Sequential:
+    """Two linear layers from features to D, with batch normalisation and ReLU between them (SimCLR, section 4.2)."""
+    if dim < 1:
+        raise DualencError(f"projector_dim is {dim}: give a positive number, or null for none")
+    first = nn.Linear(features, features, bias=False)
+    return nn.Sequential(first, nn.BatchNorm1d(features), nn.ReLU(), nn.Linear(features, dim, bias=False))
 
 
 def is_timm_name(name: str) -> bool:
@@ -311,8 +291,7 @@ class ImagePrepare(Prepare):
 
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
         """Collate B RGB images, see `Prepare.__call__`."""
-        for item in items:
-            check_item(item, "image")
+        check_items(items, "image")
         if seeds is None:
             pixels = [self.evaluate(image) for image in items]
         else:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import base_metadata, model_folder, no_foreign_code, save_weights
 from dualenc.encoders.image import ImagePrepare, Seeded, check_crop_scale, check_image_size
 from dualenc.encoders.lora import adapt, merged_state
-from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
+from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
 from dualenc.encoders.vision_text import two_towers_in
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
@@ -200,7 +200,8 @@ class ClipTextPrepare(Prepare):
         self.end: End = end
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
-        tokens = self.tokenizer(check_texts(items))
+        check_items(items, "text")
+        tokens = self.tokenizer(list(items))
         if self.end is None:
             return {"text": tokens}
         ends = tokens if self.end == "max" else tokens.eq(self.end).int()

@@ -167,6 +167,7 @@ def write_sentence_files(
     prompts: dict[str, str],
     *,
     default_prompt_name: str | None = None,
+    truncate_dim: int | None = None,
     head: Iterable[nn.Module] = (),
 ) -> None:
     """Write everything of a sentence-transformers folder but the transformer and the tokenizer.
@@ -180,6 +181,7 @@ def write_sentence_files(
         max_length: longest input in tokens.
         prompts: by name, "query" and "document" among them.
         default_prompt_name: which of them plain `encode` uses.
+        truncate_dim: how many of the first components are used; None: all.
         head: `Dense` and `Normalize` modules behind the pooling, before the last `Normalize`.
     """
     head = list(head)
@@ -189,12 +191,14 @@ def write_sentence_files(
         path = f"{number}_{name}" if number else ""
         kind = f"sentence_transformers.models.{name}"
         modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
-    config = {
+    config: dict[str, Any] = {
         "model_type": "SentenceTransformer",
         "prompts": prompts,
         "default_prompt_name": default_prompt_name,
         "similarity_fn_name": "cosine",
     }
+    if truncate_dim is not None:
+        config["truncate_dim"] = truncate_dim
     flags = {flag: name == pooling for flag, name in POOLING_FLAGS.items()} | dict.fromkeys(OTHER_FLAGS, False)
     sizes = {"word_embedding_dimension": hidden_size}
     write_json(folder / "modules.json", modules)

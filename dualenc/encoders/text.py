@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,22 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualenc import distributed
-from dualenc.encoders.dense import Dense, Normalize, first_components, read_dense, truncation_of
+from dualenc.encoders.dense import Dense, Normalize, read_dense
 from dualenc.encoders.dropout import convert_dropout
-from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import base_metadata, check_safetensors, model_folder
 from dualenc.encoders.packing import first_position, pack, run_packed
 from dualenc.encoders.sentence_folder import MIN_LENGTH, SentenceFolder, read_sentence_folder, write_sentence_files
-from dualenc.encoders.tokenizer import TokenCache, Tokens, check_texts, load_tokenizer, lower_casing, save_tokenizer
+from dualenc.encoders.tokenizer import TokenCache, Tokens, load_tokenizer, lower_casing, save_tokenizer
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
 from dualenc.types import Inputs, Pooling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-logger = logging.getLogger("dualenc.encoders")
 
 POOLINGS: tuple[str, ...] = get_args(Pooling)
 
@@ -102,8 +98,6 @@ class TextEncoder(DualEncoder):
         sources = _open_sources(name, config, tokenizer, shared)
         for source in sources:
             _check_inputs(source, name)
-            if max_length is None:
-                _report_cut(source)
             if lora_rank:
                 source.backbone.to(getattr(torch, dtype))
                 source.backbone = add_lora(source.backbone, lora_rank, lora_alpha, lora_targets)
@@ -131,12 +125,6 @@ class TextEncoder(DualEncoder):
         for name, pair in prompts.items():
             for role, tower, prompt in zip(ROLES, (self.left, self.right), pair):
                 self.prompts[f"{name}_{role}"] = tower.prepare.prompt + prompt
-
-    def append(self, dense: Dense) -> None:
-        """Put a Dense module behind the normalised vectors of both sides."""
-        self.left.append(dense)
-        if self.right is not self.left:
-            self.right.append(dense)
 
     def write(self, folder: Path) -> None:
         """Write one sentence-transformers folder if the weights are shared, else one below for each side."""
@@ -196,7 +184,8 @@ class TextPrepare(Prepare):
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         """Collate B texts, see `Prepare.__call__`."""
-        texts = [self.prompt + text for text in check_texts(items, self.tokenizer.truncation_side)]
+        check_items(items, "text")
+        texts = [self.prompt + text for text in items]
         tokens = self._tokenize(texts) if self.token_cache is None else self.token_cache.tokenize(texts, self._tokenize)
         longest = max(len(row["input_ids"]) for row in tokens)
         inputs: Inputs = {}
@@ -266,10 +255,7 @@ class TextTower(Tower):
         self.backbone = backbone
         self.prepare: TextPrepare = prepare
         self.pooling = pooling
-        self._set_head(head, truncate_dim)
-
-    def _set_head(self, head: Sequence[nn.Module], truncate_dim: int | None) -> None:
-        dim = self.backbone.config.hidden_size
+        dim = backbone.config.hidden_size
         for module in head:
             if isinstance(module, Dense):
                 if module.linear.in_features != dim:
@@ -278,20 +264,8 @@ class TextTower(Tower):
         if truncate_dim is not None and not 1 <= truncate_dim <= dim:
             raise DualencError(f"truncate_dim is {truncate_dim}: give 1 to {dim}, the size of the model's vectors")
         self.head = nn.Sequential(*head)
-        self.head_dim = dim
         self.truncate_dim = truncate_dim
         self.dim = self.feature_dim = dim if truncate_dim is None else truncate_dim
-
-    def append(self, dense: Dense) -> None:
-        """Put a Dense module behind the normalised vectors."""
-        self._set_head([*self._whole_head(), Normalize(), dense], None)
-
-    def _whole_head(self) -> list[nn.Module]:
-        """The modules behind the pooling, truncation as one of them."""
-        head = list(self.head)
-        if self.truncate_dim is not None:
-            head.append(first_components(self.head_dim, self.truncate_dim))
-        return head
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Encode B tokenized texts, each (B, T), or what `pack` made of them, to (B, D) unit-norm float32."""
@@ -332,8 +306,8 @@ class TextTower(Tower):
             length,
             prompts,
             default_prompt_name=default_prompt_name,
-            # sentence-transformers would truncate behind the last Normalize, to vectors that are shorter than one.
-            head=self._whole_head(),
+            truncate_dim=self.truncate_dim,
+            head=self.head,
         )
 
 
@@ -394,11 +368,6 @@ def _read_source(folder: Path, tokenizer: str | PreTrainedTokenizerBase | None) 
     # The tower normalises its vectors in any case.
     if head and isinstance(head[-1], Normalize):
         head.pop()
-    # `TextTower.write` writes a truncation as a last Dense module.
-    truncation = truncation_of(head[-1]) if head else None
-    if truncation is not None:
-        head.pop()
-        settings = replace(settings, truncate_dim=min(truncation, settings.truncate_dim or truncation))
     return _Source(backbone, own_tokenizer, settings, head)
 
 
@@ -413,15 +382,6 @@ def _check_inputs(source: _Source, name: str | None) -> None:
         )
     names = source.tokenizer.model_input_names
     source.tokenizer.model_input_names = [key for key in names if key in accepted]
-
-
-def _report_cut(source: _Source) -> None:
-    """Log where a folder's maximum length exceeds the model's positions."""
-    positions = max_positions(source.backbone)
-    length = source.settings.max_length
-    if positions is not None and length is not None and length > positions and distributed.is_main():
-        stated = f"max_seq_length is {length}, but the model has {positions} positions"
-        logger.warning("%s: %s; longer texts are cut there", source.settings.transformer, stated)
 
 
 def enable_checkpointing(model: Any) -> None:

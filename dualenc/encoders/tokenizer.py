@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from dualenc.encoders.dual import check_item
-from dualenc.errors import BadSample, DualencError, explain
+from dualenc.errors import DualencError, explain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,10 +31,6 @@ MIN_VOCABULARY = len(SPECIAL_TOKENS) + 256
 
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 """One of these is in every folder that has a tokenizer."""
-
-
-MAX_CHARACTERS = 1 << 20
-"""Of a longer text only so much is tokenized, far more than any model takes."""
 
 Tokens = dict[str, np.ndarray]
 """The tokens of one text: "input_ids" and others, (T,) int32 each."""
@@ -66,19 +60,6 @@ class TokenCache:
                 self.tokens_left -= len(tokens["input_ids"])
                 self._tokens[key] = tokens
         return result
-
-
-def check_texts(texts: Sequence[str], truncation_side: str = "right") -> list[str]:
-    """The texts, cut to what a model may read; one that is no string or not valid Unicode is a bad sample."""
-    for text in texts:
-        check_item(text, "text")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise BadSample(f"the text {text[:40]!r} is not valid Unicode; write it in UTF-8") from None
-    # What no model reads is cut before tokenizers spend minutes on it.
-    part = slice(MAX_CHARACTERS) if truncation_side == "right" else slice(-MAX_CHARACTERS, None)
-    return [text[part] for text in texts]
 
 
 def train_tokenizer(
@@ -163,13 +144,6 @@ def _read_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     if folder.is_dir() and not any(any(folder.glob(name)) for name in VOCABULARY_FILES):
         # transformers would make an empty one
         raise DualencError(f"{source}: no tokenizer loads from there; {advice}")
-    is_piece_model = not (folder / "tokenizer.json").is_file() and any(folder.glob("*.model"))
-    if is_piece_model and importlib.util.find_spec("sentencepiece") is None:
-        # transformers would ask for tiktoken
-        raise DualencError(
-            f"{source}: its tokenizer is a SentencePiece model, for which a package is missing: "
-            "pip install 'dualenc[sentencepiece]'"
-        )
     with explain(f"{source}: no tokenizer loads from there", advice):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
     return tokenizer

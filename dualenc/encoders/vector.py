@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
@@ -13,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualenc.encoders.dense import Dense
 from dualenc.encoders.dual import DUALENC_FILE, SIDES, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.hub import load_weights, save_weights
-from dualenc.encoders.text import TextEncoder
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
@@ -105,32 +102,6 @@ class VectorEncoder(DualEncoder):
         right = None if self.shares_weights else towers["right"]
         write_json(folder / DUALENC_FILE, {"kind": self.kind, "dim": self.dim, "left": towers["left"], "right": right})
         save_weights(self.state_dict(), folder / WEIGHTS_FILE)
-
-    def save_with_base(
-        self,
-        folder: str | os.PathLike[str],
-        base: str | os.PathLike[str],
-        side: Side = "right",
-        card: dict[str, Any] | None = None,
-    ) -> None:
-        """Write a sentence-transformers model: the base that made the vectors, with a linear tower behind it.
-
-        `SentenceTransformer(folder)` then gives for texts what the tower gives for the base's vectors of them.
-
-        Args:
-            folder: where.
-            base: sentence-transformers folder or hub name of the base.
-            side: which tower.
-            card: what the README says beyond the architecture, see `dualenc.encoders.card.render_card`.
-        """
-        tower = self.tower(side)
-        if not isinstance(tower.map, nn.Linear):
-            raise DualencError(f"the {side} tower is {tower.config['tower']}; only linear ones have a Dense module")
-        dense = Dense(tower.map.in_features, tower.map.out_features)
-        dense.linear.load_state_dict(tower.map.state_dict())
-        whole = TextEncoder(os.fspath(base))
-        whole.append(dense)
-        whole.save(folder, {"adapter": f"Of the base's vectors: {tower.describe()}.", **(card or {})})
 
     def tower(self, side: Side) -> VectorTower:
         """The tower of a side, "left" or "right"."""

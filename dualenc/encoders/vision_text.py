@@ -13,13 +13,13 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
-from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_item, unit_norm
+from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import base_metadata, model_folder, save_weights
 from dualenc.encoders.image import check_crop_scale, seeded
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.sentence_folder import whole_module
 from dualenc.encoders.text import enable_checkpointing, load_pretrained, quiet_transformers
-from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
+from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
 from dualenc.errors import DualencError, explain
 from dualenc.reading import read_json_object
 from dualenc.types import Inputs
@@ -148,9 +148,8 @@ class VisionPrepare(Prepare):
         self.crop_scale = crop_scale
 
     def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> Inputs:
-        for item in items:
-            # The processor would open a string as a path or a URL.
-            check_item(item, "image")
+        # The processor would open a string as a path or a URL.
+        check_items(items, "image")
         if seeds is not None:
             items = [self.crop(item, seed) for item, seed in zip(items, seeds, strict=True)]
         return dict(self.processor(images=list(items), return_tensors="pt"))
@@ -186,9 +185,9 @@ class CaptionPrepare(Prepare):
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         padding = "max_length" if self.full else True
-        texts = check_texts(items, self.tokenizer.truncation_side)
+        check_items(items, "text")
         inputs = self.tokenizer(
-            texts, padding=padding, truncation=True, max_length=self.max_length, return_tensors="pt"
+            list(items), padding=padding, truncation=True, max_length=self.max_length, return_tensors="pt"
         )
         # "attention_mask" would say that columns of padding alone may be cut.
         return {"mask" if self.full and name == "attention_mask" else name: t for name, t in inputs.items()}

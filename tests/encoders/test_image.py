@@ -99,13 +99,10 @@ def test_reloaded_model_is_the_same_with_its_projector(
 
 
 def test_training_compares_the_projector_and_probes_see_the_backbone(images: list[Image.Image]) -> None:
-    model = ImageEncoder("test_resnet", image_size=32, projector_dim=8, projector_hidden=12, projector_layers=3)
+    model = ImageEncoder("test_resnet", image_size=32, projector_dim=8)
     linears = [layer for layer in model.left.projector if isinstance(layer, nn.Linear)]
-    assert [(layer.in_features, layer.out_features) for layer in linears] == [
-        (model.left.feature_dim, 12),
-        (12, 12),
-        (12, 8),
-    ]
+    size = model.left.feature_dim
+    assert [(layer.in_features, layer.out_features) for layer in linears] == [(size, size), (size, 8)]
     inputs = model.left.prepare(images)
     expected = model.left.projector(model.left.features(inputs))
     torch.testing.assert_close(model("left", inputs), nn.functional.normalize(expected, dim=1))
@@ -187,7 +184,7 @@ def test_a_saved_backbone_begins_a_new_model(tmp_path: Path, images: list[Image.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"projector_dim": 0}, "give positive numbers"),
+        ({"projector_dim": 0}, "projector_dim is 0"),
         ({"image_size": 0}, "image_size is 0: give 1 to 4,096 pixels per side"),
         ({"image_size": 10**7}, "image_size is 10000000"),
         ({"backbone": "test_vit", "small_image_stem": True}, "has no stem that small_image_stem could replace"),

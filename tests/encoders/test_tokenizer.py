@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +106,6 @@ def test_a_model_with_a_sentencepiece_vocabulary_embeds_as_in_sentence_transform
         assert abs(found - theirs).max() < 1e-5
 
 
-def test_without_the_package_a_sentencepiece_model_asks_for_it(
-    pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(pieces, tmp_path / "spiece.model")
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(DualencError, match=r"pip install 'dualenc\[sentencepiece\]'"):
-        load_tokenizer(tmp_path)
-
-
 @pytest.mark.nightly
 def test_another_process_with_other_threads_trains_the_same_tokenizer(corpus: list[str]) -> None:
     code = (
@@ -210,15 +199,3 @@ def test_a_memory_tokenises_each_text_once_and_changes_nothing() -> None:
             assert values.dtype == torch.int64
             assert torch.equal(values, expected[name])
     assert [tokenized.count("query: " + text) for text in texts] == [1, 1, 1, 3]
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_a_text_of_30_megabytes_is_tokenized_in_seconds(tokenizer: PreTrainedTokenizerBase, side: str) -> None:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.truncation_side = side
-    prepare = TextPrepare(tokenizer, max_length=16)
-    begin = time.perf_counter()
-    long = prepare(["a dog " + "cat " * 7_500_000 + "a bird"])["input_ids"]
-    assert time.perf_counter() - begin < 20
-    short = prepare(["a dog " + "cat " * 30 + "a bird"])["input_ids"]
-    assert long.tolist() == short.tolist()

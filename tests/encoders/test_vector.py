@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch.nn import functional as F
 
 from dualenc.encoders import TextEncoder, VectorEncoder, load_model
 from dualenc.errors import DualencError
+from tests.test_docs import ROOT, code
 
 VECTORS = np.random.default_rng(0).normal(size=(7, 12)).astype(np.float32) * 3
 
@@ -127,43 +127,18 @@ def test_other_items_are_refused(items: Any, told: str) -> None:
         VectorEncoder(12).left.prepare(items)
 
 
-def sentence_vectors(folder: Path, texts: list[str]) -> np.ndarray:
-    from sentence_transformers import SentenceTransformer
-
-    return np.asarray(SentenceTransformer(str(folder), device="cpu").encode(texts))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", ["small", pytest.param("minilm", marks=pytest.mark.slow)])
-def test_a_linear_tower_is_a_dense_module_behind_its_base(
-    tmp_path: Path, base: str, bert: Any, tokenizer: Any, texts: list[str], request: pytest.FixtureRequest
+def test_the_lines_of_the_page_put_a_linear_tower_behind_its_base(
+    tmp_path: Path, bert: Any, tokenizer: Any, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if base == "small":
-        TextEncoder(config=bert, tokenizer=tokenizer).save(tmp_path / "base")
-    folder = tmp_path / "base" if base == "small" else request.getfixturevalue("minilm")
-    vectors = sentence_vectors(folder, texts)
-    model = shaken(VectorEncoder(vectors.shape[1], tower="linear", dim=24))
-    model.save_with_base(tmp_path / "whole", folder)
-    np.testing.assert_allclose(
-        sentence_vectors(tmp_path / "whole", texts), encoded(model, "right", vectors).numpy(), atol=1e-6
-    )
-
-
-def test_a_base_with_its_adapter_is_one_text_encoder(tmp_path: Path, bert: Any, tokenizer: Any) -> None:
-    TextEncoder(config=bert, tokenizer=tokenizer, query_prompt="ask: ", truncate_dim=30).save(tmp_path / "base")
-    model = shaken(VectorEncoder(30, tower="linear", dim=24, shared=False))
-    model.save_with_base(tmp_path / "whole", tmp_path / "base", "left", card={"license": "mit"})
-    vectors = sentence_vectors(tmp_path / "base", ["ask: a text"])
-    found = load_model(tmp_path / "whole").encode_query(["a text"])
-    np.testing.assert_allclose(found, encoded(model, "left", vectors).numpy(), atol=1e-5)
-    card = (tmp_path / "whole" / "README.md").read_text()
-    assert yaml.safe_load(card.split("---\n")[1])["license"] == "mit"
-    assert "linear, 30 → 24" in card
-    # A second adapter finds the size of the first one's vectors.
-    with pytest.raises(DualencError, match="takes 32, but gets 24"):
-        VectorEncoder(32, tower="linear").save_with_base(tmp_path / "twice", tmp_path / "whole")
-    with pytest.raises(DualencError, match="is mlp; only linear ones"):
-        VectorEncoder(24, tower="mlp").save_with_base(tmp_path / "twice", tmp_path / "whole")
+    monkeypatch.chdir(tmp_path)
+    base = TextEncoder(config=bert, tokenizer=tokenizer)
+    base.save("base")
+    model = shaken(VectorEncoder(32, tower="linear", dim=24))
+    model.save("runs/adapter/model")
+    (lines,) = [block for block in code(ROOT / "docs" / "encoders.md", "python") if "Dense(" in block]
+    exec(lines.replace("sentence-transformers/all-MiniLM-L6-v2", "base"), {})
+    expected = encoded(model, "right", base.encode(texts)).numpy()
+    np.testing.assert_allclose(load_model("runs/whole").encode(texts), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
