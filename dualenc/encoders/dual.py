@@ -332,6 +332,11 @@ def check_item(item: Any, modality: Modality, name: str = "an item") -> None:
     """Refuse a raw item that a tower cannot take: no `str`, no `PIL.Image`, or no array (D,) of finite numbers."""
     kinds, needed = ITEM_TYPES[modality]
     valid = isinstance(item, kinds)
+    if valid and modality == "text" and not item.isascii():
+        try:
+            item.encode()
+        except UnicodeEncodeError:
+            raise BadSample(f"the text {item[:40]!r} is not valid Unicode; write it in UTF-8") from None
     if valid and modality == "vector":
         vector = np.asarray(item)
         valid = vector.ndim == 1 and vector.dtype.kind in "fiu" and bool(np.isfinite(vector).all())
