@@ -52,11 +52,9 @@ def retrieval(
 ) -> None:
     """Evaluate a query-document model, or an adapter of vectors, on BEIR folders or pairs of texts.
 
-    Of pairs, left texts are the queries and all right texts the corpus; equal texts count once.
-
-    Writes metrics.json, report.html and, for each data set, run.trec, per_query.ndjson and the embeddings, which the
-    next evaluation of the same model uses. With --rerank, the hybrid ranking is reranked if there is one, else the
-    model's.
+    Of pairs, left texts are the queries and all right texts the corpus; equal texts count once. Writes metrics.json,
+    report.html and, for each data set, run.trec, per_query.ndjson and the embeddings, which the next evaluation of the
+    same model uses. With --rerank, the hybrid ranking is reranked if there is one, else the model's.
 
     Args:
         model: model folder or name.
@@ -81,8 +79,6 @@ def image_text(
     output: OutputOptions,
 ) -> None:
     """Evaluate image-text retrieval both ways: recall@1, @5 and @10, with any number of captions per image.
-
-    Writes metrics.json, report.html, a per-query log for each direction, and the embeddings.
 
     Args:
         model: model folder or name.
@@ -121,8 +117,6 @@ class ZeroShotOptions:
 
 def zero_shot(model: str, data: str, *, options: ZeroShotOptions, output: OutputOptions) -> None:
     """Evaluate zero-shot classification: each image gets the class whose prompts are nearest.
-
-    Writes metrics.json, report.html, a per-query log, and the embeddings.
 
     Args:
         model: model folder or name.
@@ -190,8 +184,6 @@ class ProbeOptions:
 def probe(model: str, data: str, *, images: ImageOptions, options: ProbeOptions, output: OutputOptions) -> None:
     """Probe the frozen image features of a model: linear, nearest neighbours, few-shot.
 
-    Writes metrics.json, report.html, and the features.
-
     Args:
         model: model folder or name, of kind image or image-text.
         data: images with labels: parquet or other table, hub name, or a folder of class folders.
@@ -214,7 +206,6 @@ class CorruptionOptions:
         corruptions: their names; by default all 19, or all that the folder has.
         severity: of the corruptions in retrieval, 1 to 5.
         severities: of the corruptions in the robustness table; by default 1 to 5.
-        baseline: metrics.json of another model's evaluation, to divide the corruption errors by.
         augmentation: SimCLR's, or the training augmentation that the model folder knows.
     """
 
@@ -222,7 +213,6 @@ class CorruptionOptions:
     corruptions: list[str] | None = None
     severity: int = 1
     severities: list[int] | None = None
-    baseline: str | None = None
     augmentation: Literal["simclr", "model"] = "simclr"
 
 
@@ -231,7 +221,7 @@ def corrupted(
 ) -> None:
     """Find the other view of an image among its own corrupted versions, and among all images.
 
-    With --train, also the accuracy of a linear probe under every corruption. Writes metrics.json and report.html.
+    With --train, also the accuracy of a linear probe under every corruption.
 
     Args:
         model: model folder or name, of kind image or image-text.
@@ -276,10 +266,8 @@ def objectives(
 ) -> None:
     """Measure how far the gradient of each objective is from that of the global loss, on your model and pairs.
 
-    Writes metrics.json and report.html. Pairs are embedded once and do not change; gradients are those with respect
-    to the embeddings, and the pairs that are embedded are the whole corpus. Each objective makes six independent runs,
-    until the standard error of its bias is below 0.02, or to the limit of epochs. Under `accelerate launch` the
-    processes share the objectives.
+    Pairs are embedded once and are the whole corpus; gradients are those with respect to the embeddings. Each objective
+    makes six independent runs, until the standard error of its bias is below 0.02, or to the limit of epochs.
 
     Args:
         model: model folder or name.

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dualenc.data.beir import read_qrels
 from dualenc.errors import DualencError
-from dualenc.evaluation import plots
 from dualenc.evaluation.metrics import CUTOFFS, Comparison, Scores, compare_runs, score_queries
-from dualenc.evaluation.report import Figure, Table, print_table, write_report
+from dualenc.evaluation.report import Table, print_table, write_report
 from dualenc.evaluation.retrieval import HEADLINES
 from dualenc.evaluation.runs import read_per_query, read_trec
 from dualenc.files import check_folder_target, check_writable, write_json
@@ -41,20 +40,15 @@ def evaluate_compare(run_a: str, run_b: str, options: CompareOptions) -> None:
     chosen_metrics = {name: _chosen_metrics(a[name], b[name], options.metrics) for name in a}
     settings: dict[str, Any] = {name: getattr(options, name) for name in ("samples", "confidence", "seed")}
     rows: list[dict[str, object]] = []
-    differences = {}
     for name, chosen in chosen_metrics.items():
         for metric, comparison in compare_runs(a[name], b[name], chosen, **settings).items():
             data = {"data": name} if name else {}
             rows.append({**data, "metric": metric, **_comparison_row(comparison)})
-        first = chosen[0]
-        differences[name or first] = [b[name][query][first] - a[name][query][first] for query in a[name]]
     facts = {"A": run_a, "B": run_b, **settings}
     table = Table(f"B against A, {options.confidence:.0%} intervals of the paired bootstrap", rows)
     if out is not None:
         write_json(out / RESULT, {"task": "compare", **facts, "comparisons": rows})
-        plot = plots.histograms(differences, xlabel="B − A", ylabel="share of queries")
-        figures = [Figure("Difference B − A over queries, first metric", plot)]
-        write_report(out / "report.html", "Comparison of two runs", facts=facts, tables=[table], figures=figures)
+        write_report(out / "report.html", "Comparison of two runs", facts=facts, tables=[table])
         print(printable(f"{RESULT} and report.html are in {out}"))
     print_table(table)
 

@@ -12,18 +12,16 @@ from dualenc.commands.output import Evaluation, embed_into, open_model, short_na
 from dualenc.data import Corpus, open_pairs
 from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
-from dualenc.evaluation import plots
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions
 from dualenc.evaluation.metrics import recall_at
 from dualenc.evaluation.query_scores import rank_rows, snippet
-from dualenc.evaluation.report import Figure, Table
+from dualenc.evaluation.report import Table
 from dualenc.evaluation.runs import write_per_query
 
 if TYPE_CHECKING:
     from dualenc.commands.options import ColumnOptions, OutputOptions
 
 CUTOFFS = (1, 5, 10)
-CURVE = (1, 2, 5, 10, 20, 50, 100)
 
 
 def evaluate_image_text(
@@ -75,11 +73,9 @@ def _write_results(
 ) -> None:
     """Write the per-query logs of both directions, the metrics and the report."""
     rows: list[dict[str, object]] = []
-    curves = {}
     for direction, own in ranks.items():
         name = direction.replace("_", " ")
         rows.append({"direction": name, "queries": len(own), **recall_at(own, CUTOFFS)})
-        curves[name] = (CURVE, list(recall_at(own, CURVE).values()))
         per_query = {}
         for number, rank in enumerate(own):
             per_query[str(number)] = recall_at(own[number : number + 1], CUTOFFS) | {"mrr": float(1 / rank)}
@@ -92,5 +88,4 @@ def _write_results(
         {"metrics": both_ways_recall(ranks, CUTOFFS)},
         [Table("Image-text retrieval", rows), *queries],
         printed=1,
-        figures=[Figure("Recall among the first k", plots.lines(curves, xlabel="k", ylabel="recall@k"))],
     )

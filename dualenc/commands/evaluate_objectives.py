@@ -17,7 +17,6 @@ from dualenc.data import Corpus, PairDataset, open_corpus, open_pairs
 from dualenc.encoders import DualEncoder, load_model
 from dualenc.encoders.dual import SIDES
 from dualenc.errors import DualencError, nearest
-from dualenc.evaluation import plots
 from dualenc.evaluation.corrupted import simclr_prepare
 from dualenc.evaluation.objectives import (
     ESTIMATORS,
@@ -30,7 +29,7 @@ from dualenc.evaluation.objectives import (
     measure_objective,
     softmax_shares,
 )
-from dualenc.evaluation.report import Figure, Table
+from dualenc.evaluation.report import Table
 from dualenc.training.checkpoint import Checkpoints
 from dualenc.training.loader import augmentation_seeds
 from dualenc.types import Inputs, Side
@@ -138,9 +137,7 @@ def open_set(model: DualEncoder, data: str, split: str, columns: ColumnOptions) 
 class PairSet:
     """Chosen pairs, of which every item is encoded once; of images, two of SimCLR's augmentations of each are a pair.
 
-    Args:
-        data, rows: images or pairs, and (M,) numbers of the chosen ones.
-        seed: of the augmentations, which are the same for every model.
+    `rows` (M,) are numbers of images or pairs; the augmentations depend on the seed only.
     """
 
     def __init__(self, data: Corpus | PairDataset, rows: np.ndarray, seed: int = 0) -> None:
@@ -198,19 +195,12 @@ def embed_pairs(model: DualEncoder, chosen: PairSet) -> FrozenPairs:
 def _write_results(
     evaluation: Evaluation, facts: Row, results: Mapping[str, Measured], loss: float, shares: np.ndarray, first: float
 ) -> None:
-    """Write a table of the objectives, the share of the softmax in a batch, plots of both, and the advice."""
+    """Write a table of the objectives, the share of the softmax in a batch, and the advice."""
     num_pairs = int(str(facts["pairs"]))
     batch_size = int(str(facts["batch_size"]))
     share = {"mean": float(shares.mean()), "median": float(np.median(shares))}
     share["anchors_above_half"] = float(np.mean(shares > 0.5))
     line = advice(dict(results), batch_size, first)
-    figures = []
-    comparable = {name: result for name, result in results.items() if name not in OTHER_LOSSES}
-    if comparable:
-        figures.append(_distances(comparable))
-    caption = f"Share of an anchor's softmax that its batch of {batch_size} holds; mean {share['mean']:.4f}"
-    plot = plots.histograms({"share": shares.tolist()}, xlabel="share of the softmax", ylabel="share of anchors")
-    figures.append(Figure(caption, plot))
     rows = [_as_row(name, result, num_pairs) for name, result in results.items()]
     share_row: Row = {"B": batch_size, "pairs": num_pairs, **share}
     evaluation.conclude(
@@ -226,7 +216,6 @@ def _write_results(
             Table(f"Gradients at B = {batch_size}, τ = {facts['temperature']:.4g}, {num_pairs:,} pairs", rows),
             Table("Share of the softmax over the corpus that a batch holds", [share_row]),
         ],
-        figures=figures,
     )
     print(line)
 
@@ -261,17 +250,3 @@ def _as_metrics(name: str, result: Measured, num_pairs: int) -> Row:
         "epochs": result.epochs,
         "global_loss": name not in OTHER_LOSSES,
     }
-
-
-def _distances(results: Mapping[str, Measured]) -> Figure:
-    """Bars of bias and step error, with standard errors."""
-    heights = {
-        "bias": {name: result.bias.value for name, result in results.items()},
-        "error of a step": {name: result.step_error for name, result in results.items()},
-    }
-    spreads = {
-        "bias": {name: result.bias.error for name, result in results.items()},
-        "error of a step": {name: result.step_error_error for name, result in results.items()},
-    }
-    caption = "Distance from the gradient of the global loss, relative to its length, ± one standard error"
-    return Figure(caption, plots.bars(heights, ylabel="relative to the gradient", errors=spreads))

@@ -23,7 +23,6 @@ from dualenc.commands.output import Evaluation, short_name
 from dualenc.data.detect import default_split
 from dualenc.data.views import crop_box
 from dualenc.encoders import Tower
-from dualenc.evaluation import plots
 from dualenc.evaluation.corrupted import CLEAN, AugmentedPrepare, ImageVersions, encode_versions, encoder_of
 from dualenc.evaluation.corruptions import CleanImages
 from dualenc.evaluation.geometry import effective_rank, label_similarities, uniformity
@@ -39,7 +38,7 @@ from dualenc.evaluation.probe import (
     predict,
     sgd_probe,
 )
-from dualenc.evaluation.report import Figure, Table
+from dualenc.evaluation.report import Table
 from dualenc.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -55,31 +54,30 @@ SGD_BATCH = 256
 Row = dict[str, object]
 
 
-def evaluate_probe(model: str, data: str, chosen: ImageOptions, options: ProbeOptions, output: OutputOptions) -> None:
+def evaluate_probe(model: str, data: str, images: ImageOptions, options: ProbeOptions, output: OutputOptions) -> None:
     """Fit the probes on training images, and test them."""
-    split = chosen.split or default_split(data, "test")
-    source = chosen.train or data
+    split = images.split or default_split(data, "test")
+    source = images.train or data
     evaluation = Evaluation("probe", model, data, output)
-    columns: dict[str, Any] = {"label_column": chosen.label_column, "quotes": chosen.quotes}
-    train = open_images(source, chosen.train_split, limit=chosen.train_limit, **columns)
-    test = open_images(data, split, limit=chosen.limit, **columns)
-    train_labels = require_labels(train, f"{source} ({chosen.train_split})", for_training=True)
+    train = open_images(source, images.train_split, images, limit=images.train_limit)
+    test = open_images(data, split, images, limit=images.limit)
+    train_labels = require_labels(train, f"{source} ({images.train_split})", for_training=True)
     test_labels = require_labels(test, f"{data} ({split})")
     # The class numbers are those of the training images.
     test_labels = align_labels(test_labels, test.class_names, train.class_names, f"{data} ({split})")
     for count in options.shots or ():
-        draw_per_class(train_labels, count, np.random.default_rng(chosen.seed))
+        draw_per_class(train_labels, count, np.random.default_rng(images.seed))
     tower = open_image_tower(model, evaluation.device)
     evaluation.check_weights(tower)
     folder = evaluation.folder / "features"
-    settings = (options.batch_size, chosen.num_workers)
+    settings = (options.batch_size, images.num_workers)
     fitted = labelled_features(tower, train, train_labels, folder / "train", *settings)
     tested = labelled_features(tower, test, test_labels, folder / "test", *settings)
     if distributed.is_main():
-        rows = _fit_features(fitted, tested, options, chosen.seed, evaluation.device)
+        rows = _fit_features(fitted, tested, options, images.seed, evaluation.device)
         if options.sgd != "no":
-            rows.append(_train_by_sgd(tower, fitted, tested, options, chosen))
-        facts: Row = {"model": model, "data": data, "split": split, "train": source, "train_split": chosen.train_split}
+            rows.append(_train_by_sgd(tower, fitted, tested, options, images))
+        facts: Row = {"model": model, "data": data, "split": split, "train": source, "train_split": images.train_split}
         facts |= {"train_images": len(fitted.labels), "test_images": len(tested.labels)}
         _write_results(evaluation, facts, rows, tested)
     distributed.barrier()
@@ -106,24 +104,24 @@ def _fit_features(train: Labelled, test: Labelled, options: ProbeOptions, seed: 
     return rows
 
 
-def _train_by_sgd(tower: Tower, train: Labelled, test: Labelled, options: ProbeOptions, chosen: ImageOptions) -> Row:
+def _train_by_sgd(tower: Tower, train: Labelled, test: Labelled, options: ProbeOptions, images: ImageOptions) -> Row:
     """A linear layer trained by SGD, as papers on self-supervised learning report it."""
     encode = encoder_of(tower, "features")
     prepare = AugmentedPrepare(tower.prepare, crop_and_flip)
 
     def augmented(epoch: int) -> Batches:
         """Features of the training images, augmented anew in each epoch."""
-        order = np.random.default_rng((chosen.seed, epoch)).permutation(len(train.labels)).tolist()
-        seed = derive_seed(chosen.seed, epoch, bits=32)
+        order = np.random.default_rng((images.seed, epoch)).permutation(len(train.labels)).tolist()
+        seed = derive_seed(images.seed, epoch, bits=32)
         versions = ImageVersions(CleanImages(train.items), [CLEAN], prepare, views=1, seed=seed)
-        settings: dict[str, Any] = {"num_workers": chosen.num_workers, "batch_size": SGD_BATCH}
+        settings: dict[str, Any] = {"num_workers": images.num_workers, "batch_size": SGD_BATCH}
         for block in encode_versions(versions, encode, indices=order, **settings):
             yield torch.from_numpy(block.features[:, 0, 0]), torch.from_numpy(train.labels[block.indices])
 
     batches: Callable[[int], Batches] = augmented
     what = "crops and flips"
     if options.sgd == "features":
-        batches = feature_batches(train.features, train.labels, batch_size=SGD_BATCH, seed=chosen.seed)
+        batches = feature_batches(train.features, train.labels, batch_size=SGD_BATCH, seed=images.seed)
         what = "fixed features"
     classifier = sgd_probe(
         batches,
@@ -149,7 +147,6 @@ def crop_and_flip(image: Image.Image, seed: int) -> Image.Image:
 def _write_results(evaluation: Evaluation, facts: Row, rows: list[Row], tested: Labelled) -> None:
     """Write the accuracy of the probes, and measures of the features themselves."""
     accuracies = {str(row["probe"]): {key: value for key, value in row.items() if key != "probe"} for row in rows}
-    heights = {"accuracy": {str(row["probe"]): float(str(row["accuracy"])) for row in rows}}
     shape: Row = {"effective_rank": effective_rank(tested.features), "uniformity": uniformity(tested.features)}
     if len(np.unique(tested.labels)) > 1:
         similar = label_similarities(tested.features, tested.labels)
@@ -160,5 +157,4 @@ def _write_results(evaluation: Evaluation, facts: Row, rows: list[Row], tested: 
         facts,
         {"accuracy": accuracies, "features": shape},
         [Table("Probes", rows), Table("Features of the test images", [shape])],
-        figures=[Figure("Accuracy by probe", plots.bars(heights, ylabel="accuracy"))],
     )

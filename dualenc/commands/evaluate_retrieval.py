@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from tqdm.auto import tqdm
 
 from dualenc import distributed
@@ -18,15 +17,12 @@ from dualenc.data.detect import default_split, detect
 from dualenc.data.sources import open_pairs
 from dualenc.data.urls import display_name, is_url
 from dualenc.errors import DualencError
-from dualenc.evaluation import plots
 from dualenc.evaluation.metrics import CUTOFFS, Run
 from dualenc.evaluation.query_scores import best_and_worst_rows, snippet
-from dualenc.evaluation.report import Figure, Table
+from dualenc.evaluation.report import Table
 from dualenc.evaluation.retrieval import (
-    HEADLINES,
     Result,
     bm25_run,
-    by_system,
     cutoff_rows,
     first_documents,
     metrics_document,
@@ -43,8 +39,7 @@ from dualenc.terminal import printable
 if TYPE_CHECKING:
     from dualenc.commands.evaluate import RetrievalOptions
     from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
-    from dualenc.data import RetrievalSet
-    from dualenc.data.vector_shards import Embeddings
+    from dualenc.data import Corpus, RetrievalSet
 
 BM25 = "BM25"
 HYBRID = "hybrid"
@@ -66,12 +61,14 @@ def evaluate_retrieval(
         least = max(CUTOFFS)
         raise DualencError(f"depth={options.depth}: the metrics look at {least} documents; retrieve that many or more")
     evaluation = Evaluation("retrieval", model, data[0], output)
+    needs_texts = "--rerank" if ranking.rerank is not None else ""
+    if options.bm25 or ranking.hybrid is not None:
+        needs_texts = "--bm25"
     collections: dict[str, RetrievalSet] = {}
     for source in data:
-        name, collection = _open_collection(source, options, columns)
+        name, collection = _open_collection(source, options, columns, needs_texts)
         if name in collections:
             raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
-        _check_collection(source, collection, options.bm25 or ranking.hybrid is not None, ranking)
         report_self_matches(name, collection, options.keep_self_matches)
         collections[name] = collection
     split = options.split or default_split(data[0], "test")
@@ -81,8 +78,6 @@ def evaluate_retrieval(
     if ranking.rerank is not None:
         device = str(evaluation.device)
         rescore, _ = open_cross_encoder(ranking.rerank, batch_size=options.batch_size, device=device)
-    systems = Systems(short_name(model), options, ranking, evaluation.device, rescore)
-
     results: list[Result] = []
     folders = {name: evaluation.folder / name if len(data) > 1 else evaluation.folder for name in collections}
     settings: dict[str, Any] = {"batch_size": options.batch_size, "model": model}
@@ -90,52 +85,59 @@ def evaluate_retrieval(
         folder = folders[name] / "embeddings"
         queries = embed_into(folder / f"queries-{split}", encoder.left, collection.queries, side="left", **settings)
         documents = embed_into(folder / "documents", encoder.right, collection.corpus, side="right", **settings)
-        results += systems.rank(name, collection, queries, documents)
+        dense = retrieve(
+            queries.ids,
+            queries.vectors,
+            documents.ids,
+            documents.vectors,
+            depth=options.depth,
+            qrels=None if options.keep_self_matches else collection.qrels,
+            device=evaluation.device,
+        )
+        runs = {short_name(model): dense} | _other_runs(dense, collection, options, ranking, rescore)
+        if distributed.is_main():
+            about = (collection.qrels, len(collection.corpus))
+            for system, run in runs.items():
+                results.append(Result(system, name, run, *about, keep_self_matches=options.keep_self_matches))
 
     if distributed.is_main():
         facts: dict[str, object] = {"model": model, "split": split, "depth": options.depth}
-        facts |= {"keep_self_matches": options.keep_self_matches, **_other_facts(options, ranking)}
+        facts["keep_self_matches"] = options.keep_self_matches
+        if options.where:
+            facts["where"] = ",".join(options.where)
+        if ranking.hybrid is not None:
+            facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
+        if ranking.rerank is not None:
+            facts |= {"rerank": ranking.rerank, "rerank_top": ranking.rerank_top}
         _write_results(evaluation, facts, collections, results, folders)
     distributed.barrier()
 
 
-class Systems(NamedTuple):
-    """The systems to compare: a model by its name in tables, BM25, both fused, and a cross-encoder."""
-
-    model: str
-    options: RetrievalOptions
-    ranking: RankingOptions
-    device: torch.device
-    rescore: Rescore | None
-
-    def rank(self, name: str, collection: RetrievalSet, queries: Embeddings, documents: Embeddings) -> list[Result]:
-        """Rank the documents by each system and score the rankings; only the main process has all results."""
-        depth = self.options.depth
-        keep = self.options.keep_self_matches
-        limits: dict[str, Any] = {"depth": depth, "qrels": None if keep else collection.qrels}
-        vectors = (queries.ids, queries.vectors, documents.ids, documents.vectors)
-        runs: dict[str, Run] = {self.model: retrieve(*vectors, **limits, device=self.device)}
-        hybrid = self.ranking.hybrid
-        if (self.options.bm25 or hybrid) and distributed.is_main():
-            asked = _texts(collection.queries)
-            texts = _texts(collection.corpus)
-            words = bm25_run(collection.queries.ids, asked, collection.corpus.ids, texts, depth + 1)
-            runs[BM25] = first_documents(words, **limits)
-            if hybrid:
-                runs[HYBRID] = _fuse(hybrid, self.ranking.weight, runs[self.model], runs[BM25], depth)
-        if self.rescore is not None:
-            first = runs.get(HYBRID if hybrid else self.model)
-            run = distributed.broadcast_object(first)
-            runs[RERANKED] = _rerank(self.rescore, run, collection, self.ranking.rerank_top)
-        if not distributed.is_main():
-            return []
-        size = len(collection.corpus)
-        return [
-            Result(system, name, run, collection.qrels, size, keep_self_matches=keep) for system, run in runs.items()
-        ]
+def _other_runs(
+    dense: Run,
+    collection: RetrievalSet,
+    options: RetrievalOptions,
+    ranking: RankingOptions,
+    rescore: Rescore | None,
+) -> dict[str, Run]:
+    """The runs of BM25, of both fused and of a cross-encoder; only the main process has all of them."""
+    runs: dict[str, Run] = {}
+    best = dense
+    if (options.bm25 or ranking.hybrid) and distributed.is_main():
+        queries = collection.queries
+        corpus = collection.corpus
+        words = bm25_run(queries.ids, _texts(queries), corpus.ids, _texts(corpus), options.depth + 1)
+        qrels = None if options.keep_self_matches else collection.qrels
+        runs[BM25] = first_documents(words, options.depth, qrels)
+        if ranking.hybrid:
+            best = _fuse(ranking.hybrid, ranking.weight, dense, runs[BM25], options.depth)
+            runs[HYBRID] = best
+    if rescore is not None:
+        runs[RERANKED] = _rerank(rescore, distributed.broadcast_object(best), collection, ranking.rerank_top)
+    return runs
 
 
-def _texts(corpus: Any) -> list[str]:
+def _texts(corpus: Corpus) -> list[str]:
     return [corpus[row] for row in range(len(corpus))]
 
 
@@ -165,18 +167,6 @@ def _rerank(rescore: Rescore, run: Run, collection: RetrievalSet, top: int) -> d
     return {query: scores for part in distributed.gather_objects(own) for query, scores in part.items()}
 
 
-def _other_facts(options: RetrievalOptions, ranking: RankingOptions) -> dict[str, object]:
-    """The options that differ from plain retrieval, for the record."""
-    facts: dict[str, object] = {}
-    if options.where:
-        facts["where"] = ",".join(options.where)
-    if ranking.hybrid is not None:
-        facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
-    if ranking.rerank is not None:
-        facts |= {"rerank": ranking.rerank, "rerank_top": ranking.rerank_top}
-    return facts
-
-
 def _write_results(
     evaluation: Evaluation,
     facts: Mapping[str, object],
@@ -197,34 +187,31 @@ def _write_results(
         {"systems": metrics_document(results)},
         [Table("Retrieval", summary_rows(results)), Table("All metrics", cutoff_rows(results)), *queries],
         printed=1,
-        figures=_figures(by_system(results)),
         files="metrics, run files and report.html",
     )
 
 
-def _open_collection(source: str, options: RetrievalOptions, columns: ColumnOptions) -> tuple[str, RetrievalSet]:
+def _open_collection(
+    source: str, options: RetrievalOptions, columns: ColumnOptions, needs_texts: str
+) -> tuple[str, RetrievalSet]:
     """A collection, restricted to the documents that meet --where, and the name of its folder or file."""
     where = options.where or []
     split = options.split or default_split(source, "test")
-    if detect(source) != "beir":
-        shown = display_name(source)
+    if detect(source) == "beir":
+        name = Path(source).resolve().name
+        collection = read_beir(source, split, titles=options.titles, columns=named_columns(where))
         if where:
-            raise DualencError(f"{shown}: --where is for fields of a BEIR folder; leave it out")
-        return Path(shown).stem, _open_pairs(source, split, columns)
-    name = Path(source).resolve().name
-    collection = read_beir(source, split, titles=options.titles, columns=named_columns(where))
-    if where:
-        collection = _restricted(collection, rows_that_meet(where, collection.corpus.columns), name)
-    return name, collection
-
-
-def _check_collection(source: str, collection: RetrievalSet, bm25: bool, ranking: RankingOptions) -> None:
-    """Refuse vectors where an option needs texts, and ids that run files cannot hold."""
-    if collection.corpus.modality != "text" and (bm25 or ranking.rerank is not None):
-        option = "bm25" if bm25 else "rerank"
-        raise DualencError(f"{source}: --{option} needs texts, and it holds vectors; leave it out")
+            collection = _restricted(collection, rows_that_meet(where, collection.corpus.columns), name)
+    elif where:
+        raise DualencError(f"{display_name(source)}: --where is for fields of a BEIR folder; leave it out")
+    else:
+        name = Path(display_name(source)).stem
+        collection = _open_pairs(source, split, columns)
+    if collection.corpus.modality != "text" and needs_texts:
+        raise DualencError(f"{source}: {needs_texts} needs texts, and it holds vectors; leave it out")
     check_trec_names(collection.queries.ids, f"{source}: query id")
     check_trec_names(collection.corpus.ids, f"{source}: document id")
+    return name, collection
 
 
 def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet:
@@ -255,20 +242,6 @@ def _restricted(collection: RetrievalSet, rows: np.ndarray, name: str) -> Retrie
         queries = f"{before - len(restricted.queries):,} of {before:,} queries have no relevant one among them"
         print(printable(f"{name}: {documents}; {queries} and are left out"))
     return restricted
-
-
-def _figures(systems: dict[str, list[Result]]) -> list[Figure]:
-    heights = {}
-    spread = {}
-    for system, own in systems.items():
-        heights[system] = {metric: own[0].means[metric] for metric in HEADLINES}
-        if len(own) > 1:
-            heights[system] = {result.dataset: result.means["ndcg@10"] for result in own}
-        spread[system] = [scores["ndcg@10"] for result in own for scores in result.per_query.values()]
-    return [
-        Figure("Mean scores by metric, or nDCG@10 by collection", plots.bars(heights)),
-        Figure("nDCG@10 over queries", plots.histograms(spread, xlabel="nDCG@10", ylabel="share of queries", bins=20)),
-    ]
 
 
 def _query_rows(result: Result, collection: RetrievalSet) -> list[dict[str, object]]:

@@ -14,9 +14,8 @@ from dualenc.commands.output import Evaluation, embed_into, open_model, short_na
 from dualenc.data import Corpus
 from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
-from dualenc.evaluation import plots
 from dualenc.evaluation.query_scores import rank_rows
-from dualenc.evaluation.report import Figure, Table
+from dualenc.evaluation.report import Table
 from dualenc.evaluation.runs import read_lines, write_per_query
 from dualenc.evaluation.zero_shot import (
     TEMPLATES,
@@ -40,7 +39,7 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
     evaluation = Evaluation("zero-shot", model, data, output)
     templates = TEMPLATES if options.templates is None else read_templates(options.templates)
     split = options.split or default_split(data, "test")
-    images = open_images(data, split, label_column=options.label_column, quotes=options.quotes)
+    images = open_images(data, split, options)
     labels = require_labels(images, f"{data}, {split}")
     names = _class_names(options.class_names, images.class_names, labels, data)
     prompts = class_prompts(names, templates)
@@ -66,11 +65,26 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
         queries = rank_rows(ranks, vectors, classes, describe_image, names.__getitem__)
         per_image = {}
         for row, rank in zip(rows, ranks):
-            scores = {f"top@{k}": float(rank <= k) for k in CUTOFFS}
-            per_image[images.ids[row]] = scores | {"mrr": float(1 / rank)}
+            hits = {f"top@{k}": float(rank <= k) for k in CUTOFFS}
+            per_image[images.ids[row]] = hits | {"mrr": float(1 / rank)}
         write_per_query(evaluation.folder / "per_query.ndjson", per_image, short_name(data))
-        facts: dict[str, object] = {"model": model, "data": data, "split": split}
-        _write_results(evaluation, facts, ranks, labels, names, queries)
+        by_class: list[dict[str, Any]] = []
+        for number in np.unique(labels).tolist():
+            own = ranks[labels == number]
+            by_class.append({"class": names[number], "images": len(own), "top@1": float(np.mean(own == 1))})
+        scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
+        sizes = {"images": len(ranks), "classes": len(names)}
+        evaluation.conclude(
+            f"Zero-shot classification: {short_name(model)} on {short_name(data)}",
+            {"model": model, "data": data, "split": split},
+            {**sizes, "metrics": scores, "per_class": by_class},
+            [
+                Table("Zero-shot classification", [{"data": short_name(data), **sizes, **scores}]),
+                Table("By class, hardest first", sorted(by_class, key=itemgetter("top@1"))),
+                Table("Best and worst images", queries),
+            ],
+            printed=1,
+        )
     distributed.barrier()
 
 
@@ -87,34 +101,3 @@ def _class_names(file: str | None, recorded: Sequence[str] | None, labels: np.nd
         problem = f"{len(names)} class names, but there is a label {labels.max()}"
         raise DualencError(f"{file or data}: {problem}; name every class")
     return [readable_class(name) for name in names]
-
-
-def _write_results(
-    evaluation: Evaluation,
-    facts: dict[str, object],
-    ranks: np.ndarray,
-    labels: np.ndarray,
-    names: Sequence[str],
-    queries: list[dict[str, object]],
-) -> None:
-    """Write the accuracy, overall and of each class."""
-    by_class: list[dict[str, Any]] = []
-    for number in np.unique(labels).tolist():
-        own = ranks[labels == number]
-        by_class.append({"class": names[number], "images": len(own), "top@1": float(np.mean(own == 1))})
-    scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
-    sizes = {"images": len(ranks), "classes": len(names)}
-    data = short_name(str(facts["data"]))
-    spread = plots.histograms({"top@1": [row["top@1"] for row in by_class]}, xlabel="top@1 of a class", bins=20)
-    evaluation.conclude(
-        f"Zero-shot classification: {short_name(evaluation.model)} on {data}",
-        facts,
-        {**sizes, "metrics": scores, "per_class": by_class},
-        [
-            Table("Zero-shot classification", [{"data": data, **sizes, **scores}]),
-            Table("By class, hardest first", sorted(by_class, key=itemgetter("top@1"))),
-            Table("Best and worst images", queries),
-        ],
-        printed=1,
-        figures=[Figure("Accuracy over classes", spread)],
-    )

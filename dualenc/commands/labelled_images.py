@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,20 +17,21 @@ from dualenc.encoders import Tower, load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation.corruptions import Images
 
+if TYPE_CHECKING:
+    from dualenc.commands.evaluate import ImageOptions, ZeroShotOptions
+
 
 def random_rows(total: int, limit: int | None) -> np.ndarray:
     """All row numbers below `total`, or a sample of `limit` with a fixed seed: files are often sorted by class."""
     return np.sort(np.random.default_rng(0).permutation(total)[:limit])
 
 
-def open_images(
-    data: str, split: str, *, label_column: str | None = None, quotes: bool | None = None, limit: int | None = None
-) -> Corpus:
+def open_images(data: str, split: str, options: ImageOptions | ZeroShotOptions, *, limit: int | None = None) -> Corpus:
     """Open images and their labels, if there are any; `limit` of them at random.
 
     If some images have labels, those without are left out, counted and reported.
     """
-    images = open_corpus(data, modality="image", split=split, label_column=label_column, quotes=quotes)
+    images = open_corpus(data, modality="image", split=split, label_column=options.label_column, quotes=options.quotes)
     if images.modality != "image":
         raise DualencError(f"{data}: holds {images.modality}; give images")
     if images.labels is not None:

@@ -15,7 +15,7 @@ from dualenc import distributed
 from dualenc.data.identity import digest_of
 from dualenc.data.vector_shards import Embeddings, is_embeddings
 from dualenc.errors import DualencError
-from dualenc.evaluation.report import Figure, Table, print_table, write_report
+from dualenc.evaluation.report import Table, print_table, write_report
 from dualenc.files import check_file_target, check_folder_target, check_writable, locked, remove, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.embed import embed, tower_checksum
@@ -42,11 +42,7 @@ EMBEDDINGS = [f"{folder}/*/meta.json" for folder in ("embeddings", "*/embeddings
 
 
 class Evaluation:
-    """The output of a task, such as "retrieval", of a model on data: checked before any work, written at the end.
-
-    Raises:
-        DualencError: a folder that cannot be written or holds something else, or a device that is not there.
-    """
+    """The output of a task, such as "retrieval", of a model on data: checked before any work, written at the end."""
 
     def __init__(self, task: str, model: str, data: str, output: OutputOptions) -> None:
         self.task = task
@@ -82,12 +78,11 @@ class Evaluation:
         tables: Sequence[Table],
         *,
         printed: int | None = None,
-        figures: Sequence[Figure] = (),
         files: str = "metrics and report.html",
     ) -> None:
         """Write metrics.json (facts and results) and report.html; print the first tables and where the files are."""
         write_json(self.folder / RESULT, {"task": self.task, **facts, "weights": self.weights, **results})
-        write_report(self.folder / PAGE, title, facts=facts, figures=figures, tables=tables)
+        write_report(self.folder / PAGE, title, facts=facts, tables=tables)
         self._lock.close()
         for table in tables[:printed]:
             print_table(table)
@@ -162,12 +157,8 @@ def embed_into(
 ) -> Embeddings:
     """Embed into a folder below an output; embeddings of another model or other data are replaced.
 
-    Finished shards stay where the checksums of weights and items are the same.
-
-    Args:
-        folder, tower, corpus: where to, with what, and which items.
-        side, model: recorded with the embeddings; the model as the user calls it.
-        options: of `dualenc.search.embed.embed`.
+    Finished shards stay where the checksums of weights and items are the same. The side, and the model as the user
+    calls it, are recorded with the embeddings; `options` are those of `dualenc.search.embed.embed`.
     """
     # Changed items under the same ids are noticed by `embed` itself.
     identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dualenc.evaluation.report import Figure, Table
 
 MAX_VALUE = 1e100
+Row = dict[str, object]
 
 
 def report(run: str, *others: str, out: str | None = None) -> None:
@@ -31,12 +32,15 @@ def report(run: str, *others: str, out: str | None = None) -> None:
 
     target = Path(out or Path(run) / "report.html")
     check_report_target(target)
-    runs = _read_runs([run, *others])
+    folders = [run, *others]
+    runs = [read_run(Path(folder)) for folder in folders]
+    if len({each.name for each in runs}) < len(runs):
+        runs = [each._replace(name=folder.rstrip("/")) for each, folder in zip(runs, folders)]
     tables = [Table("Metrics on held-out data", _ends(runs)), Table("Settings that differ", _differences(runs))]
     tables = [table for table in tables if table.rows]
     for table in tables:
         print_table(table)
-    facts: dict[str, object] = {each.name: f"{each.lines[-1]['step']:,} steps" for each in runs}
+    facts: Row = {each.name: f"{each.lines[-1]['step']:,} steps" for each in runs}
     # On the page only: with every default filled in they are too many lines for a terminal.
     if len(runs) == 1:
         facts |= runs[0].settings
@@ -66,19 +70,8 @@ class RunRecords(NamedTuple):
         return [line["step"] for line in logged], [line[name] for line in logged]
 
 
-def _read_runs(folders: Sequence[str]) -> list[RunRecords]:
-    runs = [read_run(Path(folder)) for folder in folders]
-    if len({each.name for each in runs}) == len(runs):
-        return runs
-    return [each._replace(name=folder.rstrip("/")) for each, folder in zip(runs, folders, strict=True)]
-
-
 def read_run(folder: Path) -> RunRecords:
-    """Read the folder of a run.
-
-    Raises:
-        DualencError: it holds no metrics, a recipe that is no YAML, garbage, or records of evaluations that are none.
-    """
+    """Read the folder of a run; garbage in its files is refused."""
     import yaml
 
     from dualenc.evaluation.query_scores import QueryScores
@@ -136,9 +129,9 @@ def _logged_names(runs: Sequence[RunRecords]) -> list[str]:
     return sorted(names, key=lambda name: not name.startswith("evaluation/"))
 
 
-def _ends(runs: Sequence[RunRecords]) -> list[dict[str, object]]:
+def _ends(runs: Sequence[RunRecords]) -> list[Row]:
     """Each metric of each run before training, at its best and at the end."""
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for each in runs:
         for name in _logged_names([each]):
             if not name.startswith("evaluation/"):
@@ -150,9 +143,9 @@ def _ends(runs: Sequence[RunRecords]) -> list[dict[str, object]]:
     return rows
 
 
-def _differences(runs: Sequence[RunRecords]) -> list[dict[str, object]]:
+def _differences(runs: Sequence[RunRecords]) -> list[Row]:
     """The settings that are not the same in all runs."""
-    rows = []
+    rows: list[Row] = []
     for name in dict.fromkeys(name for each in runs for name in each.settings):
         values = {each.name: each.settings.get(name, "–") for each in runs}
         if len(set(values.values())) > 1:
@@ -181,16 +174,9 @@ def _queries(runs: Sequence[RunRecords]) -> list[Table]:
     for each in runs:
         if not each.scores:
             continue
-        before = each.scores[min(each.scores)]
+        before = each.scores[min(each.scores)].scores
         after = each.scores[max(each.scores)]
-        rows = best_and_worst_rows(
-            after.scores,
-            after.metric,
-            lambda query, before=before, after=after: {  # type: ignore[misc]
-                "before": before.scores.get(query),
-                "text": after.texts.get(query, ""),
-            },
-            SHOWN_QUERIES,
-        )
+        columns = {query: {"before": before.get(query), "text": after.texts.get(query, "")} for query in after.scores}
+        rows = best_and_worst_rows(after.scores, after.metric, columns.__getitem__, SHOWN_QUERIES)
         tables.append(Table(f"{each.name}: best and worst queries after training", rows))
     return tables

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +17,6 @@ from dualenc.data.views import SimCLR
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.corruptions import CorruptedImages
 from dualenc.evaluation.probe import unit_rows
-from dualenc.reading import read_json_object
 from dualenc.seeds import derive_seed
 from dualenc.types import Inputs, Output, Vectors
 
@@ -35,10 +33,7 @@ VERSIONS_PER_FORWARD = 256
 
 
 class AugmentedPrepare:
-    """Augmentation before a tower's evaluation preprocessing; picklable.
-
-    `augment` takes an image and a seed to pixels (3, H, W) in [0, 1] or to an image.
-    """
+    """Augmentation by a seed, to pixels (3, H, W) in [0, 1] or an image, before preprocessing; picklable."""
 
     def __init__(self, prepare: PrepareImages, augment: Callable[[Image.Image, int], Any]) -> None:
         self.prepare = prepare
@@ -77,11 +72,10 @@ def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
 
 
 class ImageVersions(Dataset[Any]):
-    """Row i is image i under every condition, prepared for a tower; in `views` augmentations each.
+    """Row i is image i under every condition, prepared for a tower.
 
     Args:
-        source: the images.
-        conditions: C pairs of corruption and severity.
+        source, conditions: the images, and C pairs of corruption and severity.
         prepare: the tower's; called with seeds (training augmentation) if `views` is above 0.
         views: number V of augmented views of each version; 0 for the preprocessing of evaluation.
         seed: of the augmentation, which is a function of seed, image, condition and view.
@@ -126,8 +120,7 @@ class Encoded(NamedTuple):
     """A block of images, encoded.
 
     Attributes:
-        indices: (n,) numbers of the images.
-        features: (n, V, C, D); V is 1 without augmentation.
+        indices, features: (n,) numbers of the images and (n, V, C, D); V is 1 without augmentation.
         bad: (number, reason) of images that cannot be read; they are not among `indices`.
     """
 
@@ -147,14 +140,10 @@ def encode_versions(
     """Encode all versions of each image, a few images at a time, in order; the same for any number of workers.
 
     Args:
-        versions: what to encode.
-        encode: inputs with first dimension B to (B, D).
+        versions, encode: what to encode, and inputs with first dimension B to (B, D).
         indices: numbers of the images; all by default.
         num_workers: processes that corrupt and augment; 0 does it in this process.
-        batch_size: n; by default about 256 versions are encoded together.
-
-    Raises:
-        DualencError: an image is too small to be corrupted.
+        batch_size: images at a time; by default about 256 versions are encoded together.
     """
     num_views = max(versions.views, 1)
     num_conditions = len(versions.conditions)
@@ -201,11 +190,8 @@ def nearest_versions(features: Vectors) -> Nearest:
         features: (n, 2, K, D) first and second views of K versions of n images; scaled to unit norm here.
 
     Returns:
-        (n, 2, K) numbers of versions: [:, 0] found by first views among the second ones, [:, 1] by second among first.
-        −1 where the nearest two are equally near: an encoder that maps everything to one point finds nothing.
-
-    Raises:
-        DualencError: an embedding is not finite.
+        (n, 2, K) numbers of versions, found by first views among the second ones, and by second among first; −1 for a
+        tie: an encoder that maps everything to one point finds nothing.
     """
     rows = unit_rows(features.reshape(-1, features.shape[-1]), "embeddings").reshape(features.shape)
     similarities = rows[:, 0] @ rows[:, 1].swapaxes(1, 2)
@@ -220,14 +206,8 @@ def nearest_versions(features: Vectors) -> Nearest:
 def nearest_images(features: Vectors) -> Nearest:
     """Which image each view finds among the views of the other kind of all images, by cosine; exact search by FAISS.
 
-    Args:
-        features: (N, 2, D) first and second view of N images; scaled to unit norm here.
-
-    Returns:
-        (N, 2) numbers of images, −1 for a tie: as `nearest_versions`.
-
-    Raises:
-        DualencError: one image only, or an embedding that is not finite.
+    `features` are (N, 2, D) first and second views, scaled to unit norm here. Returns (N, 2) numbers of images, −1 for
+    a tie: as `nearest_versions`.
     """
     if len(features) < 2:
         raise DualencError("one image cannot be found among others; give two or more")
@@ -243,9 +223,7 @@ def nearest_images(features: Vectors) -> Nearest:
 def summarise(nearest: Nearest, versions: Sequence[str] = ()) -> dict[str, float]:
     """Top-1 accuracies: "top1", "top1_first_to_second", "top1_second_to_first", and "top1/NAME" of each version.
 
-    Args:
-        nearest: (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions`.
-        versions: K names, for the latter.
+    `nearest` is (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions` with the names of K versions.
     """
     own = np.arange(nearest.shape[2]) if nearest.ndim == 3 else np.arange(len(nearest))[:, None]
     hits = nearest == own
@@ -265,25 +243,8 @@ def confusions(nearest: Nearest) -> npt.NDArray[np.float64]:
     return counts / (2 * len(nearest))
 
 
-Errors = npt.NDArray[np.floating]
-
-
-def mean_corruption_error(errors: Errors, baseline: Errors | None = None) -> float:
-    """Mean corruption error, unnormalised or relative to a baseline (Hendrycks & Dietterich 2019, §4.1).
-
-    Args:
-        errors: (K, S) error rates of K corruptions at S severities.
-        baseline: (K, S) of the classifier to compare with. With it, the errors of a corruption are summed over
-            severities and divided by the baseline's sum, and the K quotients averaged. Without, the plain mean of
-            all errors, as papers on CIFAR-C report it.
-    """
-    if baseline is None:
-        return float(errors.mean())
-    return float(np.mean(errors.sum(axis=1) / baseline.sum(axis=1)))
-
-
 def robustness_rows(
-    errors: Errors, corruptions: Sequence[str], severities: Sequence[int]
+    errors: npt.NDArray[np.floating], corruptions: Sequence[str], severities: Sequence[int]
 ) -> list[dict[str, str | float]]:
     """Table rows from (K, S) error rates: accuracies of each corruption and their mean, and a last row of means."""
     rows: list[dict[str, str | float]] = []
@@ -292,26 +253,3 @@ def robustness_rows(
         cells = {f"severity {severity}": float(value) for severity, value in zip(severities, row)}
         rows.append({"corruption": name, **cells, "mean": float(row.mean())})
     return rows
-
-
-def read_baseline(path: str | os.PathLike[str], corruptions: Sequence[str], severities: Sequence[int]) -> Errors:
-    """Errors (K, S) of another model under K corruptions at S severities, from the metrics.json of its evaluation.
-
-    Raises:
-        DualencError: the file lacks such an error, or all under a corruption are 0: they cannot be divided by.
-    """
-    robustness = read_json_object(path).get("robustness")
-    errors = robustness.get("errors") if isinstance(robustness, dict) else None
-    if not isinstance(errors, dict) or not all(isinstance(row, dict) for row in errors.values()):
-        raise DualencError(f"{path}: holds no corruption errors; give the metrics.json of an evaluation with --train")
-    baseline = np.zeros((len(corruptions), len(severities)))
-    for row, name in enumerate(corruptions):
-        for column, severity in enumerate(severities):
-            value = errors.get(name, {}).get(str(severity))
-            if not isinstance(value, int | float) or not 0 <= value <= 1:
-                problem = f"the baseline has no error of {name} at severity {severity}, a rate from 0 to 1"
-                raise DualencError(f"{path}: {problem}; evaluate it on the same")
-            baseline[row, column] = value
-        if not baseline[row].sum() > 0:
-            raise DualencError(f"{path}: the baseline makes no error under {name}, which cannot be divided by")
-    return baseline

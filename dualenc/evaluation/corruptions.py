@@ -84,17 +84,7 @@ class CleanImages(CorruptedImages):
 
 
 class GeneratedCorruptions(CleanImages):
-    """Corruptions generated on the fly from clean images; picklable if `images` is.
-
-    Args:
-        images: N RGB images, each at least 32 × 32.
-        corruptions: names from `ALL`; all 19 by default.
-        seed: of the noise.
-        labels, class_names: (N,) class numbers, and the name of each, where there are any.
-
-    Raises:
-        DualencError: unknown corruption, or the library is not installed.
-    """
+    """Corruptions generated on the fly from RGB images of at least 32 × 32; picklable if `images` is."""
 
     def __init__(
         self,
@@ -102,12 +92,12 @@ class GeneratedCorruptions(CleanImages):
         corruptions: Sequence[str] = ALL,
         *,
         seed: int = 0,
-        labels: npt.NDArray[np.integer] | None = None,
+        labels: npt.NDArray[np.int64] | None = None,
         class_names: list[str] | None = None,
     ):
         for name in corruptions:
             _function(name)
-        super().__init__(images, None if labels is None else np.asarray(labels, np.int64), class_names)
+        super().__init__(images, labels, class_names)
         self.corruptions = tuple(corruptions)
         self.seed = seed
         self._last: tuple[int, Pixels] | None = None
@@ -120,20 +110,16 @@ class GeneratedCorruptions(CleanImages):
 
 
 def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0) -> Pixels:
-    """One corrupted version of an image, (H, W, 3) uint8: a pure function of the arguments.
+    """One corrupted version of an image, (H, W, 3) uint8, both sides at least 32: a pure function of the arguments.
 
     The package `imagecorruptions-imaug` (extra `corruptions`) draws from numpy's global generator, from fresh ones of
     scikit-image and numpy, and from numba's own. All are seeded here, and the global one restored afterwards.
 
     Args:
-        image: (H, W, 3) uint8 RGB pixels; both sides at least 32.
-        corruption: a name from `ALL`.
+        image, corruption: RGB pixels, and a name from `ALL`.
         severity: 1 (weak) to 5.
         image_id: stable id of the image; different images get different noise.
         seed: of the whole evaluation.
-
-    Raises:
-        DualencError: unknown corruption, an image too small, or `imagecorruptions-imaug` is not installed.
     """
     function = _function(corruption)
     if min(image.shape[:2]) < MIN_SIDE:
@@ -179,16 +165,9 @@ def read_corrupted(path: str | Path, corruptions: Sequence[str] = ()) -> Corrupt
 
 
 class CifarC(CorruptedImages):
-    """CIFAR-10-C or CIFAR-100-C: `<corruption>.npy` of (5N, 32, 32, 3) uint8, one block of N per severity.
+    """CIFAR-10-C or CIFAR-100-C: `labels.npy`, and `<corruption>.npy` of (5N, 32, 32, 3) uint8, N per severity.
 
     Pixels are memory-mapped; the object pickles to its paths.
-
-    Args:
-        path: folder with `labels.npy` and the corruption files.
-        corruptions: names to read; by default all in the folder.
-
-    Raises:
-        DualencError: a file is missing or damaged, or lengths differ.
     """
 
     labels: npt.NDArray[np.int64]
@@ -206,8 +185,8 @@ class CifarC(CorruptedImages):
         for name in self.corruptions:
             pixels = _read_npy(self.path / f"{name}.npy")
             if pixels.ndim != 4 or pixels.shape[::3] != (len(labels), 3) or pixels.dtype != np.uint8:
-                found = f"{pixels.dtype} of shape {pixels.shape}"
-                raise DualencError(f"{self.path}/{name}.npy: {found}; uint8 ({len(labels)}, H, W, 3) belongs")
+                problem = f"{pixels.dtype} of shape {pixels.shape}"
+                raise DualencError(f"{self.path}/{name}.npy: {problem}; uint8 ({len(labels)}, H, W, 3) belongs")
         self.labels = labels[:num_images].astype(np.int64)
 
     def __len__(self) -> int:
@@ -219,17 +198,7 @@ class CifarC(CorruptedImages):
 
 
 class TinyImageNetC(CorruptedImages):
-    """Tiny-ImageNet-C (and ImageNet-C): `<corruption>/<severity>/<class>/<name>.JPEG`.
-
-    An image is known by `<class>/<name>` and must be in every corruption and severity.
-
-    Args:
-        path: folder of the corruption folders.
-        corruptions: names to read; by default all in the folder.
-
-    Raises:
-        DualencError: a folder is missing or empty, or two folders do not hold the same images.
-    """
+    """Tiny-ImageNet-C (and ImageNet-C): `<corruption>/<severity>/<class>/<name>.JPEG`, the same names in each."""
 
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
@@ -241,9 +210,8 @@ class TinyImageNetC(CorruptedImages):
                 if different:
                     problem = f"{min(different)} is in one of it and {self.corruptions[0]}/1 only"
                     raise DualencError(f"{self.path}/{corruption}/{severity}: {problem}; download the folder again")
-        self.class_names = sorted({name.split("/")[0] for name in self.names})
-        number = {wnid: position for position, wnid in enumerate(self.class_names)}
-        self.labels = np.array([number[name.split("/")[0]] for name in self.names])
+        classes, self.labels = np.unique([name.split("/")[0] for name in self.names], return_inverse=True)
+        self.class_names = classes.tolist()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -273,8 +241,8 @@ def _choose(folder: Path, suffix: str, requested: Sequence[str]) -> tuple[str, .
     for name in requested:
         _check_corruption(name)
         if name not in available:
-            found = ", ".join(available) or "none"
-            raise DualencError(f"{folder}/{name}{suffix}: no such file or folder; there are {found}")
+            listed = ", ".join(available) or "none"
+            raise DualencError(f"{folder}/{name}{suffix}: no such file or folder; there are {listed}")
     if not available:
         raise DualencError(f"{folder}: no {ALL[0]}.npy, …, and no {ALL[0]}/1/, …; is it CIFAR-C or Tiny-ImageNet-C?")
     return tuple(requested or available)

@@ -20,12 +20,7 @@ EDGES: npt.NDArray[np.float64] = np.linspace(-1, 1, 101)
 def uniformity(embeddings: Vectors, temperature: float = 2) -> float:
     """log of the mean of exp(−t‖x − y‖²) over pairs of different rows (Wang & Isola 2020, Eq. 8); lower is more even.
 
-    Args:
-        embeddings: (N, D), N ≥ 2; scaled to unit norm here.
-        temperature: t.
-
-    Raises:
-        DualencError: fewer than two rows.
+    The embeddings (N, D), N ≥ 2, are scaled to unit norm here.
     """
     rows = unit_rows(embeddings, "embeddings")
     if len(rows) < 2:
@@ -65,14 +60,8 @@ class Similarities(NamedTuple):
 def label_similarities(embeddings: Vectors, labels: Integers) -> Similarities:
     """Cosines of all pairs of different images, of equal label (positives) and of different label (negatives).
 
-    The histograms have 100 equal bins on [−1, 1] (Robinson et al. 2021, arXiv:2010.04592, Figures 3 and 4).
-
-    Args:
-        embeddings: (N, D); scaled to unit norm here.
-        labels: (N,) class numbers.
-
-    Raises:
-        DualencError: there is no pair of one kind.
+    The histograms have 100 equal bins on [−1, 1] (Robinson et al. 2021, arXiv:2010.04592, Figures 3 and 4). The
+    embeddings (N, D) are scaled to unit norm here.
     """
     rows = unit_rows(embeddings, "embeddings")
     counts = np.zeros((2, len(EDGES) - 1), np.int64)

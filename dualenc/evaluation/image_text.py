@@ -41,9 +41,6 @@ def match_captions(
     Args:
         left_id, right_id: (M,) image and text id of each pair.
         image_ids, text_ids: id of each row of the embeddings.
-
-    Raises:
-        DualencError: no pair is left.
     """
     image_row = {number: row for row, number in enumerate(image_ids)}
     text_row = {number: row for row, number in enumerate(text_ids)}
@@ -70,8 +67,7 @@ def both_ways_ranks(
 
     Args:
         images, texts: (I, D) and (T, D) embeddings.
-        captions: for each image its texts, as rows of `texts`; negative numbers are padding. A text may
-            describe several images.
+        captions: for each image its texts, as rows of `texts`; negative numbers are padding.
 
     Returns:
         "image_to_text": (I,) and "text_to_image": (T,) ranks from 1; ties count against the model.
@@ -92,7 +88,7 @@ def both_ways_recall(ranks: dict[str, npt.NDArray[np.int64]], cutoffs: Sequence[
     """Recall@k of both directions, such as "image_to_text_recall@1", and their mean "mean_recall".
 
     Image to text, any one of the image's captions among the first k counts, as in the literature on Flickr30k and
-    COCO (Karpathy and Fei-Fei 2015). `ranks` are those of `both_ways_ranks`.
+    COCO (Karpathy and Fei-Fei 2015).
     """
     scores: Scores = {}
     for direction, query_ranks in ranks.items():

@@ -39,9 +39,6 @@ def score_queries(
         run: score of each retrieved document by query id; queries without judgements are ignored.
         cutoffs: the k of nDCG@k, recall@k, MRR@k, MAP@k, precision@k and hit@k.
         keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed.
-
-    Raises:
-        DualencError: no query is judged, or a score is not a number.
     """
     qrels = {query: grades for query, grades in qrels.items() if grades}
     if not qrels:
@@ -90,8 +87,7 @@ def best_positive_ranks(
 ) -> npt.NDArray[np.int64]:
     """Rank, from 1, of the best-scored positive of each query among all candidates, by inner product.
 
-    A tie counts against the model: a candidate that is not positive and scores the same as the best positive goes
-    before it, so that a collapsed encoder gets no credit.
+    A tie counts against the model, so that a collapsed encoder gets no credit.
 
     Args:
         queries, candidates: (A, D) and (N, D) embeddings.
@@ -99,9 +95,6 @@ def best_positive_ranks(
 
     Returns:
         (A,) ranks; N + 1 for a query without a positive.
-
-    Raises:
-        DualencError: an embedding is not finite.
     """
     block = rows_at_once(len(candidates))
     ranks = [np.zeros(0, np.int64)]
@@ -131,10 +124,8 @@ class Comparison(NamedTuple):
     """Paired bootstrap of run B against run A, for one metric.
 
     Attributes:
-        queries: number of queries.
-        mean_a, mean_b: of both runs.
-        difference: `mean_b` − `mean_a`.
-        low, high: confidence interval of the difference.
+        queries, mean_a, mean_b: number of queries, and means of both runs.
+        difference, low, high: `mean_b` − `mean_a` and its confidence interval.
         p_value: two-sided: how often the difference would be as large by the choice of queries alone.
         better, worse: queries on which B scores higher, or lower.
     """
@@ -158,17 +149,11 @@ def paired_bootstrap(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Comparison:
-    """Compare two systems by resampling the queries on which both were scored.
+    """Compare two systems by resampling the queries on which both were scored, (Q,) each.
 
     The interval holds the percentiles of the resampled mean difference. The p-value counts the resamples whose
     difference, shifted so that their mean is zero, is at least as far from zero as the observed one (Efron and
     Tibshirani 1993, §16.4); it is never 0.
-
-    Args:
-        a, b: (Q,) scores of both runs on the same queries.
-        samples: number of resamples.
-        confidence: share of the resamples inside the interval.
-        seed: of the resampling.
     """
     a = np.asarray(a, float)
     b = np.asarray(b, float)
@@ -208,11 +193,7 @@ def paired_bootstrap(
 def compare_runs(
     a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: Sequence[str], **options: Any
 ) -> dict[str, Comparison]:
-    """Compare the per-query scores of two runs, metric by metric; `options` are those of `paired_bootstrap`.
-
-    Raises:
-        DualencError: the runs do not have the same queries.
-    """
+    """Compare the per-query scores of two runs, metric by metric; `options` are those of `paired_bootstrap`."""
     if a.keys() != b.keys():
         only = len(a.keys() ^ b.keys())
         raise DualencError(f"{only} queries are in one run only; compare runs on the same data and split")

@@ -66,8 +66,7 @@ class FrozenPairs:
     Attributes:
         left, right: (N, D) unit-norm embeddings of the items, by id; N may differ between the sides.
         left_id, right_id: (M,) ids of each pair.
-        left_positives, right_positives: (M, K) ids known to be positive with the pair's left or right item, padded
-            with -1.
+        left_positives, right_positives: (M, K) ids of positives of the pair's left or right item, padded with -1.
         views: left and right are two views of one image.
         num_encoded: items that the last step requested by id.
     """
@@ -115,15 +114,18 @@ class FrozenPairs:
         return embedding(ids, getattr(self, side), sparse=True)
 
     def step(self, criterion: Objective, rows: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
-        """The (sparse) gradient of a batch, pairs `rows` (B,), on the left and the right items; and the loss."""
+        """The sparse gradients of a batch, pairs `rows` (B,), on the left and the right items, and its loss."""
         left_id = self.left_id[rows]
         right_id = self.right_id[rows]
         left = self.encode("left", left_id)
         right = self.encode("right", right_id)
         # Only items outside the batch count as extra encodes.
         self.num_encoded = 0
-        listed = {"left_positives": self.left_positives, "right_positives": self.right_positives}
-        positives = {name: ids[rows] for name, ids in listed.items() if ids is not None}
+        positives = {}
+        for name in ("left_positives", "right_positives"):
+            listed = getattr(self, name)
+            if listed is not None:
+                positives[name] = listed[rows]
         loss = criterion(left, right, left_id, right_id, encode=self.encode, **positives).loss
         on_left, on_right = torch.autograd.grad(loss, [self.left, self.right])
         return (on_left, on_right), float(loss.detach())
@@ -185,11 +187,10 @@ def bias_of(stretches: Tensor, exact: Tensor, *, gap: int = 0) -> Bias:
     """Bias from independent means of a gradient.
 
     The expected product of the deviations of two independent means is the squared bias, without a noise term; the
-    standard error is the jackknife's, over the stretches.
+    standard error is the jackknife's.
 
     Args:
-        stretches: (S, N, D) mean gradients of S stretches of a run, or of S runs.
-        exact: (N, D) the exact gradient.
+        stretches, exact: (S, N, D) mean gradients of S stretches of a run, or of S runs, and the exact one (N, D).
         gap: distance up to which stretches are dependent: 0 for separate runs, 1 for neighbours in one run.
     """
     deviations = (stretches - exact).flatten(1)
@@ -215,9 +216,8 @@ class Measured:
         bias: of the mean gradient of an epoch, relative to the exact gradient.
         epochs: number of averaged epochs, over all runs.
         step_errors: relative distance of a step's gradient from the exact gradient of the same anchors, for a sample.
-        mean_errors: relative distance of the running mean gradient, noise included, at every check or epoch.
-        values: reported loss of each step.
-        seconds: duration of each step.
+        mean_errors: relative distance of the running mean gradient, noise included.
+        values, seconds: reported loss and duration of each step.
         encodes: items requested by id, per pair.
         state_bytes: size of the objective's tables.
     """
@@ -246,13 +246,9 @@ class Measured:
 
 @dataclass
 class ObjectiveTrial:
-    """A run of an objective through epochs in random order.
+    """A run of an objective through epochs in random order; all runs add to the same measurements.
 
-    Attributes:
-        frozen, criterion, oracle: the pairs, the objective, and `ExactGlobal` of the same pairs.
-        batch_size, seed: of the batches.
-        measured: what all runs of the objective add their measurements to.
-        num_compared: steps that were compared with the exact gradient.
+    `oracle` is `ExactGlobal` of the same pairs, with whose gradient `num_compared` steps have been compared.
     """
 
     frozen: FrozenPairs
@@ -315,16 +311,13 @@ def measure_objective(
     """Measure an objective over uniform batches until the standard error of its bias is below a bound.
 
     Independent runs, each with its own order, draws and state, advance together, doubling the epochs while the standard
-    error is above the bound. A slowly changing state, such as a chain that hardly moves, is noise of its run, not bias.
+    error is above the bound.
 
     Args:
-        frozen, kind, temperature: the pairs, and the objective as `frozen.build` takes it.
-        batch_size: B.
-        warm_up: epochs of each run before measurement, in which averages and chains settle.
+        frozen, kind, temperature, batch_size: the pairs, the objective as `frozen.build` takes it, and B.
+        warm_up, max_epochs: epochs of each run before measurement, and the most after that.
         bound: standard error of the bias at which to stop.
-        max_epochs: the most epochs of a run after its warm-up, at least one.
-        runs: how many, at least three.
-        seed: of the first run; the others take the numbers after it.
+        runs, seed: how many, at least three, and the seed of the first; the others take the numbers after it.
     """
     measured = Measured()
     oracle = frozen.build(ExactGlobal, temperature)
@@ -351,13 +344,7 @@ def measure_objective(
 
 
 def softmax_shares(frozen: FrozenPairs, temperature: float, batches: Iterable[Tensor]) -> Tensor:
-    """(A,) for every anchor of the batches (B,), the share of its softmax over the corpus that its batch holds.
-
-    An item counts once per pair that contains it, in the corpus and in the batch.
-
-    Raises:
-        DualencError: a pair has no negative in the corpus, since every item is its positive.
-    """
+    """(A,) for every anchor of the batches (B,), the share of its softmax over the corpus that its batch holds."""
     shares = [_shares_of_side(frozen, temperature, batch, side) for batch in batches for side in SIDES]
     return torch.cat(shares)
 
@@ -376,17 +363,18 @@ def _shares_of_side(frozen: FrozenPairs, temperature: float, rows: Tensor, side:
     """(B,) shares of the anchors on one side of the pairs `rows`."""
     other: Side = "right" if side == "left" else "left"
     rows = rows.to(frozen.left_id.device)
-    corpus_counts = frozen.counts(other)
-    batch_counts = torch.bincount(getattr(frozen, f"{other}_id")[rows], minlength=len(getattr(frozen, other)))
-    if frozen.views:
-        corpus_counts = corpus_counts.repeat(2)
-        batch_counts = batch_counts.repeat(2)
     logits = _negative_logits(frozen, temperature, rows, side)
-    total = torch.logsumexp(logits + corpus_counts.to(logits).log(), dim=1)
-    if bool(torch.isneginf(total).any()):
-        row = int(rows[torch.isneginf(total)][0])
-        raise DualencError(f"pair {row} has no negative here: all others are its positives; give more pairs")
-    return torch.exp(torch.logsumexp(logits + batch_counts.to(logits).log(), dim=1) - total)
+    in_batch = torch.bincount(getattr(frozen, f"{other}_id")[rows], minlength=len(getattr(frozen, other)))
+    sums = []
+    for counts in (in_batch, frozen.counts(other)):
+        repeated = counts.repeat(2) if frozen.views else counts
+        sums.append(torch.logsumexp(logits + repeated.to(logits).log(), dim=1))
+    without = torch.isneginf(sums[1])
+    if bool(without.any()):
+        raise DualencError(
+            f"pair {int(rows[without][0])} has no negative here: all others are its positives; give more pairs"
+        )
+    return torch.exp(sums[0] - sums[1])
 
 
 def _negative_logits(frozen: FrozenPairs, temperature: float, rows: Tensor, side: Side) -> Tensor:
@@ -413,12 +401,7 @@ def advice(results: dict[str, Measured], batch_size: int, first: float) -> str:
     """The gradient that in-batch losses miss at this batch size, the estimators nearest to it, and what to train with.
 
     Estimators without a significant bias are level, and the smaller error of a step decides between them. A model that
-    finds most positives is fine-tuned, and a loss without the positive in its softmax would keep pushing there.
-
-    Args:
-        results: measurements by objective.
-        batch_size: B.
-        first: share of the anchors whose positive is nearer than every negative; see `found_first`.
+    finds most positives `first` is fine-tuned, and a loss without the positive in its softmax would keep pushing there.
     """
     measured = {name: result for name, result in results.items() if name not in OTHER_LOSSES}
     if not measured:

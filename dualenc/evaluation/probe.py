@@ -30,11 +30,7 @@ MAX_ITERATIONS = 500
 
 
 def unit_rows(features: Vectors, what: str = "features") -> npt.NDArray[np.float32]:
-    """Rows (N, D) scaled to unit norm, as contiguous float32; a zero row stays zero.
-
-    Raises:
-        DualencError: a row is not finite; `what` names the vectors.
-    """
+    """Rows (N, D) scaled to unit norm, as contiguous float32; a zero row stays zero. Errors call them `what`."""
     rows = np.ascontiguousarray(features, dtype=np.float32)
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     if not np.isfinite(norms).all():
@@ -62,9 +58,6 @@ def knn_predict(
         k: number of neighbours; 1 is the nearest-neighbour classifier.
         temperature: τ of the vote; None gives every neighbour one vote.
         device: where to search, as in `dualenc.search.exact.exact_search`.
-
-    Raises:
-        DualencError: a label is missing, a feature is not finite, or k or τ is out of range.
     """
     train_labels = np.asarray(train_labels)
     if train_labels.min(initial=0) < 0:
@@ -120,9 +113,6 @@ def linear_probe(
         test, test_labels: (A, D) features and (A,) class numbers, if there are any to test with.
         l2: the λ to try, of λ/2·‖W‖² added to the mean cross-entropy.
         seed: of the split for validation.
-
-    Raises:
-        DualencError: there is one class only, or λ is not positive.
     """
     if not l2 or min(l2) <= 0:
         raise DualencError(f"l2={list(l2)}: give one or more numbers above 0")
@@ -151,12 +141,9 @@ def _validate(train: Vectors, labels: Integers, l2: Sequence[float], seed: int) 
 
 
 def fit_linear(features: Vectors, labels: Integers, l2: float, *, standardised_by: Vectors | None = None) -> Pipeline:
-    """Fit standardisation and classifier to minimise mean cross-entropy + λ/2·‖W‖².
+    """Fit standardisation, by the statistics of `standardised_by` (N', D), and a classifier of features (N, D).
 
-    Args:
-        features, labels: (N, D), and (N,) class numbers of two classes at least.
-        l2: λ > 0.
-        standardised_by: (N', D) features whose mean and deviation are used; by default `features`.
+    It minimises mean cross-entropy + λ/2·‖W‖², λ being `l2`.
     """
     reference = features if standardised_by is None else standardised_by
     if not np.isfinite(reference).all():
@@ -195,12 +182,8 @@ def few_shot(
         train, train_labels: (N, D) features to draw from, and (N,) class numbers.
         test, test_labels: (A, D) features and (A,) class numbers.
         shots: how many images of each class.
-        draws: number of draws of the images, at least 2.
+        draws, seed: number of draws of the images, at least 2, and their seed.
         l2: λ of λ/2·‖W‖² added to the mean cross-entropy.
-        seed: of the draws.
-
-    Raises:
-        DualencError: a class has too few images.
     """
     results = {}
     for count in shots:
@@ -246,9 +229,6 @@ def sgd_probe(
         steps_per_epoch, epochs: number of batches in an epoch, and of passes over the training images.
         learning_rate: at the start.
         device: where the classifier is trained.
-
-    Raises:
-        DualencError: the loss is not finite.
     """
     # Small weights from a separate generator: the same on every device, and the global generator does not advance.
     classifier = nn.utils.skip_init(nn.Linear, num_features, num_classes)

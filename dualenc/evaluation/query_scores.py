@@ -28,11 +28,7 @@ class QueryScores(NamedTuple):
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> QueryScores:
-        """Restore from untrusted `to_plain()`.
-
-        Raises:
-            DualencError: it is something else.
-        """
+        """Restore from untrusted `to_plain()`."""
         try:
             queries = plain["queries"]
             scores = {query: float(score) for query, score in queries["scores"].items()}
@@ -90,10 +86,7 @@ def rank_rows(
 ) -> list[dict[str, object]]:
     """Table rows of the best and the worst queries by the rank of their right answer, with the nearest candidate.
 
-    Args:
-        ranks: (A,) from 1.
-        queries, candidates: (A, D) and (N, D) embeddings.
-        name_query, name_candidate: what to show for a row, and for a column.
+    `ranks` (A,) are from 1, of queries (A, D) among candidates (N, D); the functions name a row of either.
     """
 
     def describe(query: str) -> dict[str, object]:

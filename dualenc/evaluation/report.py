@@ -40,7 +40,7 @@ class Table(NamedTuple):
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def cells(self) -> list[list[str]]:
-        """The rows as text, one cell for each column; what a row lacks is empty."""
+        """The rows as text, one cell for each column; a missing value is empty."""
         return [[as_text(row.get(name, "")) for name in self.columns] for row in self.rows]
 
     def is_numeric(self, name: str) -> bool:
@@ -93,14 +93,7 @@ def write_report(
     figures: Sequence[Figure] = (),
     tables: Sequence[Table] = (),
 ) -> None:
-    """Write a self-contained HTML page, style and plots (SVG) inside; an existing file is replaced as a whole.
-
-    Args:
-        path: the file to write.
-        title: heading of the page.
-        facts: settings by name, shown under the heading.
-        figures, tables: shown in this order.
-    """
+    """Write a self-contained HTML page: heading, settings by name, plots (SVG inside) and tables, in this order."""
     # Untrusted texts are shown without control characters; HTML in them is escaped.
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(

@@ -41,9 +41,6 @@ def retrieve(
         depth: how many documents to keep for each query.
         qrels: judgements; with them one more takes the place of an unjudged document whose id is the query's.
         device: where to search, as in `exact_search`.
-
-    Raises:
-        DualencError: there is no document, or an embedding is not finite.
     """
     # One document more than wanted takes the place of a self-match.
     scores, columns = exact_search(queries, documents, depth + 1, document_ids=document_ids, device=device)
@@ -83,14 +80,6 @@ def bm25_run(
 
     Documents that share no word with the query are not retrieved, so a query may find fewer than k, or none. Equal
     scores are ordered by descending document id, as trec_eval does.
-
-    Args:
-        query_ids, queries: (Q,) ids and texts.
-        document_ids, documents: (N,) ids and texts.
-        k: how many documents to retrieve for each query.
-
-    Raises:
-        DualencError: no document has a word.
     """
     # Equal scores are found by ascending row.
     rows = sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True)
@@ -110,14 +99,10 @@ class Result:
 
     Args:
         system, dataset: names of the model or method, and of the collection.
-        run: score of each retrieved document by query id.
-        qrels: judgements.
+        run, qrels: score of each retrieved document by query id, and the judgements.
         num_documents: size of the corpus.
         keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed, so that
             trec_eval finds the same numbers in the file of the run.
-
-    Raises:
-        DualencError: the judgements are empty, or a score is not finite.
     """
 
     def __init__(

@@ -14,16 +14,11 @@ from dualenc.reading import open_regular
 
 PathLike = str | os.PathLike[str]
 
-MAX_LINE_BYTES = 1 << 20
-
 
 def write_trec(path: PathLike, run: Run, tag: str = "dualenc") -> None:
     """Write a run as `query Q0 document rank score tag` lines, ranked as trec_eval ranks them.
 
-    Scores are written so that reading them gives the same float32.
-
-    Raises:
-        DualencError: an id or the tag holds white space, which the format cannot express.
+    Scores are written so that reading them gives the same float32; an id with white space is an error.
     """
     check_trec_names((tag,), "the tag")
     check_trec_names(run, "query id")
@@ -35,11 +30,7 @@ def write_trec(path: PathLike, run: Run, tag: str = "dualenc") -> None:
 
 
 def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
-    """Read a TREC run file; the ranks in it are ignored, as trec_eval does.
-
-    Raises:
-        DualencError: no such file, a line that is not a run's, or a document twice for a query.
-    """
+    """Read a TREC run file; the ranks in it are ignored, as trec_eval does."""
     run: dict[str, dict[str, float]] = {}
     for place, line in read_lines(path):
         try:
@@ -67,11 +58,7 @@ def write_per_query(path: PathLike, per_query: Mapping[str, Scores], dataset: st
 
 
 def read_per_query(path: PathLike) -> dict[str, Scores]:
-    """Read a log of `write_per_query`: the metrics by query id.
-
-    Raises:
-        DualencError: no such file, a line that is not such an object, a query twice, or no line at all.
-    """
+    """Read a log of `write_per_query`: the metrics by query id."""
     per_query: dict[str, Scores] = {}
     for place, line in read_lines(path):
         try:
@@ -105,22 +92,14 @@ def check_trec_names(names: Iterable[str], what: str) -> None:
 
 
 def read_lines(path: PathLike) -> Iterator[tuple[str, str]]:
-    """Lines of a text file that are not blank, each with its place; one line at a time is in memory.
-
-    Raises:
-        DualencError: no regular file, not UTF-8, or a line that is too long to be one.
-    """
+    """Lines of a text file that are not blank, each with its place; one line at a time is in memory."""
     try:
         stream = open_regular(path)
     except FileNotFoundError:
         raise DualencError(f"{path}: no such file") from None
     with stream:
-        number = 0
-        while line := stream.readline(MAX_LINE_BYTES + 1):
-            number += 1
+        for number, line in enumerate(stream, start=1):
             place = f"{path}:{number}"
-            if len(line) > MAX_LINE_BYTES:
-                raise DualencError(f"{place}: a line of more than {MAX_LINE_BYTES >> 20} MiB; is it a text file?")
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:

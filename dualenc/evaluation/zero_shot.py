@@ -29,11 +29,7 @@ TEMPLATES: tuple[str, ...] = (
 
 
 def read_templates(path: str | os.PathLike[str]) -> list[str]:
-    """Prompt templates from a text file, one on each line, `{}` standing for the class; blank lines are left out.
-
-    Raises:
-        DualencError: no such file, not UTF-8, no template, or one without exactly one `{}`.
-    """
+    """Prompt templates from a text file, one on each line, `{}` standing for the class; blank lines are left out."""
     templates = []
     for place, line in read_lines(path):
         if line.count("{}") != 1:
@@ -66,9 +62,7 @@ def zero_shot_ranks(
 ) -> npt.NDArray[np.int64]:
     """Rank, from 1, of each image's own class among all classes; ties count against the model.
 
-    Args:
-        images, classes: (A, D) and (C, D) embeddings.
-        labels: (A,) class numbers from 0.
+    `images` are (A, D), `classes` (C, D) embeddings, `labels` (A,) class numbers from 0.
     """
     return best_positive_ranks(images, classes, np.asarray(labels)[:, None].tolist())
 
@@ -79,13 +73,12 @@ def zero_shot_accuracy(
     num_classes: int,
     cutoffs: Sequence[int] = (1, 5),
 ) -> Scores:
-    """Share of images whose class is among the first k, and the mean over classes of top-1.
+    """Share of images whose class is among the first k ("top@k"), and the mean over classes of top-1.
 
     Args:
-        ranks: (A,) what `zero_shot_ranks` returns.
-        labels: (A,) class numbers.
+        ranks, labels: (A,) of `zero_shot_ranks`, and class numbers.
         num_classes: C; a cut-off of C or more is left out.
-        cutoffs: the k of "top@k".
+        cutoffs: the k.
     """
     labels = np.asarray(labels)
     scores = {f"top@{k}": float(np.mean(ranks <= k)) for k in cutoffs if k == 1 or k < num_classes}

@@ -27,13 +27,15 @@ def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, sev
         num_workers: processes that corrupt and augment.
         severity: of the corruptions, 1 to 5.
     """
-    from dualenc.commands.labelled_images import open_images
+    from dualenc.commands.labelled_images import random_rows
+    from dualenc.data import open_corpus
     from dualenc.encoders import ImageEncoder
     from dualenc.evaluation.corrupted import ImageVersions, encode_versions, nearest_versions, simclr_prepare, summarise
     from dualenc.evaluation.corruptions import ALL, GeneratedCorruptions
     from dualenc.types import Inputs
 
-    source = GeneratedCorruptions(open_images(data, "test", limit=images).items, ALL)
+    corpus = open_corpus(data, modality="image", split="test")
+    source = GeneratedCorruptions(corpus.take(random_rows(len(corpus), images)).items, ALL)
     prepare = simclr_prepare(ImageEncoder(image_size=size).left.prepare)
     versions = ImageVersions(source, [(name, severity) for name in ALL], prepare, views=2)
     projection = np.random.default_rng(0).normal(size=(3 * size * size, 64)).astype(np.float32)

@@ -57,21 +57,6 @@ def test_all_three_parts(image_model: Path, data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_baseline_divides_the_errors(image_model: Path, data: Path, tmp_path: Path) -> None:
-    robust = (*FEW, "--train", data, "--severities", "5")
-    assert evaluate(image_model, data, "--out", tmp_path / "a", *robust) == 0
-    if not all(row["5"] for row in metrics_of(tmp_path / "a")["robustness"]["errors"].values()):
-        document = metrics_of(tmp_path / "a")
-        document["robustness"]["errors"] = {name: {"5": 0.5} for name in document["robustness"]["errors"]}
-        (tmp_path / "a" / "metrics.json").write_text(json.dumps(document))
-    baseline = tmp_path / "a" / "metrics.json"
-    assert evaluate(image_model, data, "--out", tmp_path / "b", *robust, "--baseline", baseline) == 0
-    ours, theirs = (metrics_of(tmp_path / name)["robustness"] for name in "ba")
-    quotients = [ours["errors"][name]["5"] / theirs["errors"][name]["5"] for name in ours["errors"]]
-    assert ours["relative_to_baseline"] == pytest.approx(np.mean(quotients))
-
-
-@pytest.mark.slow
 def test_workers_change_nothing_and_other_settings_do(image_model: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(image_model, data, "--out", tmp_path / "one", *FEW) == 0
     assert evaluate(image_model, data, "--out", tmp_path / "two", *FEW, workers=2) == 0
@@ -118,8 +103,6 @@ def test_mistakes_are_one_line(
     flat.mkdir()
     Image.new("RGB", (20, 20)).save(flat / "small.png")
     folder = save_cifar_c(tmp_path / "cifar-c")
-    empty = tmp_path / "empty.json"
-    empty.write_text("{}")
     for given, message in [
         ((toy_text, data), "is of kind query-document and encodes no images"),
         ((image_model, data, "--corruptions", "fogg"), "unknown corruption fogg (did you mean fog?)"),
@@ -132,7 +115,6 @@ def test_mistakes_are_one_line(
             "frost.npy: no such file or folder; there are snow",
         ),
         ((image_model, data, *FEW, "--train", flat), "there are no labels"),
-        ((image_model, data, *FEW, "--train", data, "--baseline", empty), "holds no corruption errors"),
     ]:
         assert message in failure(capsys, *given, "--out", out), message
         assert not (out / "metrics.json").exists()

@@ -58,7 +58,6 @@ def test_pairs_are_measured(toy_text: Path, pairs: Path, tmp_path: Path, capsys:
     assert 0 < found["softmax_share"]["mean"] < 1
     assert found["advice"].startswith("at B=4 InfoNCE misses")
     assert printed.strip().endswith(found["advice"])
-    assert (tmp_path / "out" / "report.html").read_text().count("<figure>") == 2
 
 
 @pytest.mark.slow
@@ -103,7 +102,7 @@ def test_temperature_of_the_training(short_run: Path, toy_text: Path, toy_clip: 
         (("--batch-size", "64"), "holds 13 pairs, fewer than a batch of 64; lower --batch-size"),
         (("--pairs", "8"), "--pairs is 8; it must be at least 32"),
         (("--temperature", "0"), "--temperature is 0.0; it must lie between 0.001 and"),
-        (("--temperature", "warm"), "argument --temperature: invalid float or null value: 'warm'"),
+        (("--temperature", "warm"), "argument --temperature: invalid float value: 'warm'"),
         (("--objectives", "InfoNEC"), "there is no 'InfoNEC' (did you mean InfoNCE?); choose from InfoNCE, DCL"),
         (("--objectives", "[]"), "--objectives names none"),
         (("--seed", "-1"), "--seed is -1"),

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, features
 
+from dualenc.commands.evaluate import ImageOptions
 from dualenc.commands.labelled_images import open_images
 from dualenc.data import (
     BeirPairs,
@@ -181,7 +182,11 @@ def test_folders_named_like_splits_are_splits_and_no_classes(tmp_path: Path) -> 
     for number, split in enumerate(["train", "val"]):
         for shade, name in enumerate(["cat", "dog"]):
             image_and_caption(tmp_path / split / name / f"{number}.png", 10 * number + shade, f"{split} {name}")
-    for corpus in (open_corpus(tmp_path), open_corpus(tmp_path, split="train"), open_images(str(tmp_path), "train")):
+    for corpus in (
+        open_corpus(tmp_path),
+        open_corpus(tmp_path, split="train"),
+        open_images(str(tmp_path), "train", ImageOptions()),
+    ):
         assert (corpus.ids, corpus.class_names) == (["cat/0.png", "dog/0.png"], ["cat", "dog"])
     assert [shade_of(image) for image in open_corpus(tmp_path, split="val")] == [10, 11]
     assert ImageFolderViews(tmp_path).class_names == ["cat", "dog"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -20,10 +17,8 @@ from dualenc.evaluation.corrupted import (
     ImageVersions,
     confusions,
     encode_versions,
-    mean_corruption_error,
     nearest_images,
     nearest_versions,
-    read_baseline,
     robustness_rows,
     summarise,
 )
@@ -182,13 +177,6 @@ def test_too_small_images_are_one_line_from_any_process(workers: int) -> None:
 
 
 ERRORS = np.array([[0.1, 0.3], [0.2, 0.6]])
-BASELINE = np.array([[0.4, 0.4], [0.5, 0.5]])
-
-
-def test_the_mean_error_is_plain_or_relative_to_a_baseline() -> None:
-    assert mean_corruption_error(ERRORS) == pytest.approx(0.3)
-    assert mean_corruption_error(ERRORS, BASELINE) == pytest.approx((0.4 / 0.8 + 0.8 / 1.0) / 2)
-    assert mean_corruption_error(BASELINE, BASELINE) == 1.0
 
 
 def test_rows_show_accuracy_and_means() -> None:
@@ -197,12 +185,3 @@ def test_rows_show_accuracy_and_means() -> None:
     assert rows[2]["corruption"] == "mean"
     assert rows[2]["severity 5"] == pytest.approx(0.55)
     assert rows[2]["mean"] == pytest.approx(0.7)
-
-
-def test_a_baseline_is_read_in_any_order(tmp_path: Path) -> None:
-    errors = {"fog": {"1": 0.1, "5": 0.3}, "snow": {"1": 0.2, "5": 0.6}}
-    path = tmp_path / "metrics.json"
-    path.write_text(json.dumps({"robustness": {"errors": errors}}))
-    assert read_baseline(path, ["snow", "fog"], [5, 1]).tolist() == [[0.6, 0.2], [0.3, 0.1]]
-    with pytest.raises(DualencError, match="no error of fog at severity 3"):
-        read_baseline(path, ["fog"], [3])
