@@ -104,11 +104,10 @@ def test_temperature_of_the_training(short_run: Path, toy_text: Path, toy_clip: 
         (("--temperature", "0"), "--temperature is 0.0; it must lie between 0.001 and"),
         (("--temperature", "warm"), "argument --temperature: invalid float value: 'warm'"),
         (("--objectives", "InfoNEC"), "there is no 'InfoNEC' (did you mean InfoNCE?); choose from InfoNCE, DCL"),
-        (("--objectives", "[]"), "--objectives names none"),
         (("--seed", "-1"), "--seed is -1"),
         (("--max-epochs", "0"), "--max-epochs is 0"),
     ],
-    ids=["batch-1", "batch-64", "pairs", "cold", "warm", "unknown", "none", "seed", "epochs"],
+    ids=["batch-1", "batch-64", "pairs", "cold", "warm", "unknown", "seed", "epochs"],
 )
 def test_bad_arguments_are_told_in_one_line(
     toy_text: Path,

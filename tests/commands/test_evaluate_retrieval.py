@@ -349,7 +349,6 @@ def test_filters_that_cannot_be_applied_are_told_in_one_line(
     for folder, words, message in [
         (dated, ["yaer>2000"], "corpus.jsonl: no column 'yaer'; did you mean 'year'?"),
         (data, ["year>2000"], "no column 'year'; did you mean"),
-        (dated, ["id=3"], "no column 'id'; did you mean '_id'?"),
         (dated, ["recent"], "'recent' is no condition; write for example year>=2020"),
         (dated, ["year>soon"], "column 'year' is compared with 'soon'; give a whole number"),
         (dated, ["lang>en"], "orders a column of text values"),
