@@ -50,13 +50,11 @@ def _objectives(settings: Any) -> Iterator[dict[str, Any]]:
 
 
 def _parser(settings: Mapping[str, Any]) -> ArgumentParser:
-    """Types and links of a recipe, in a parser mode where text stays text.
-
-    By default jsonargparse parses text as YAML, which could name unchecked classes, and opens it as a file where a
-    class is expected (hence `add_argument`, which does not).
-    """
+    """Types and links of a recipe, in a parser mode where text stays text."""
     from jsonargparse import ArgumentParser, set_loader
 
+    # By default jsonargparse parses text as YAML, which could name unchecked classes, and opens it as a file where a
+    # class is expected (hence `add_argument`, which does not).
     set_loader("text", lambda text: text)
     parser = ArgumentParser(exit_on_error=False, parser_mode="text", default_env=False, print_config=None)
     for name, section in SECTIONS.items():
@@ -90,12 +88,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe, read and checked, with every default filled in.
-
-    Args:
-        config: the parsed recipe.
-        source: what errors call it.
-    """
+    """A recipe, read and checked, with every default filled in; `source` is what errors call it."""
 
     config: Namespace
     source: str = "recipe"
@@ -144,11 +137,7 @@ class Recipe:
         return Parts(**{name: built[name] for name in Parts._fields} | {"trainer": trainer})
 
     def train(self, resume: bool = False) -> TrainingResult:
-        """Make all parts and train.
-
-        Args:
-            resume: continue from the latest checkpoint in `trainer.output`.
-        """
+        """Make all parts and train; `resume` continues from the latest checkpoint in `trainer.output`."""
         from dualenc.training.checkpoint import check_run_folder
 
         # Reading the data may take long.
@@ -162,7 +151,7 @@ class Recipe:
 def read_recipe(
     path: str | os.PathLike[str], overrides: Sequence[str] = (), allow_modules: Sequence[str] = ()
 ) -> Recipe:
-    """Read a recipe and apply changes to it.
+    """Read a recipe and apply changes to it; no class is made, and no other module imported, before all is checked.
 
     Args:
         path: YAML file.
@@ -171,9 +160,8 @@ def read_recipe(
         allow_modules: modules other than `dualenc` whose classes the recipe may name, such as "my_package".
 
     Raises:
-        DualencError: no such file, not YAML, an unknown key or class (names the nearest valid one), a missing
-            argument, a value of the wrong type, a class that is not of dualenc or an allowed module, or not of the
-            expected type. No class is made, and no other module imported, before the whole recipe is checked.
+        DualencError: not YAML, an unknown key or class (names the nearest valid one), a missing argument, a value of
+            the wrong type, a class that is not of dualenc or an allowed module, or not of the expected type.
     """
     settings = _read_yaml(Path(path))
     for override in overrides:
@@ -182,16 +170,7 @@ def read_recipe(
 
 
 def make_recipe(settings: dict[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()) -> Recipe:
-    """A recipe from nested values, as a YAML file holds them.
-
-    Args:
-        settings: sections by name.
-        source: what errors call it.
-        allow_modules: as of `read_recipe`.
-
-    Raises:
-        DualencError: as `read_recipe`.
-    """
+    """A recipe from nested values, as a YAML file holds them, called `source` in errors; else as `read_recipe`."""
     checked = Check(source, allow_modules).recipe(settings)
     try:
         return Recipe(_parser(checked).parse_object(checked, env=False), source)

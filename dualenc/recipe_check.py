@@ -147,14 +147,9 @@ class Check:
         if any(self._fits(cls, base) for base in bases):
             return f"{package_name}.{name}", typing.cast(type, cls)
 
-        problem = f"{name!r} is not {_described(bases)}"
-        if cls is None:
-            problem = f"no class {name!r} in {package_name}"
-        elif inspect.isabstract(cls):
-            problem = f"{name!r} is abstract"
         names = [key for key, value in vars(package).items() if any(self._fits(value, base) for base in bases)]
         alternatives = nearest(name, names) or f"; there are {', '.join(names) or 'none'}"
-        raise self._refusal(place, problem + alternatives)
+        raise self._refusal(place, f"{name!r} in {package_name} is not {_described(bases)}{alternatives}")
 
     def _fits(self, cls: Any, base: Any) -> bool:
         """Whether an attribute of a module is a class to instantiate where the base type is expected."""

@@ -8,12 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -49,10 +47,6 @@ def test_code_is_python(page: Path) -> None:
         compile(block, str(page), "exec")
 
 
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 1500
-
-
 def test_files_of_the_architecture_exist() -> None:
     tree = next(block for block in code(ROOT / "docs" / "design.md", "text") if block.startswith("dualenc/"))
     folder, missing = ROOT, []
@@ -73,77 +67,6 @@ def lies_in(file: str, folder: Path) -> bool:
 def test_every_recipe_and_example_is_told_of() -> None:
     guide = (ROOT / "docs" / "getting-started.md").read_text("utf-8")
     assert [recipe.name for recipe in (ROOT / "recipes").glob("*.yaml") if f"`{recipe.name}`" not in guide] == []
-
-
-def follows_the_recommendation(objective: str, published: bool, mined: bool) -> bool:
-    """Whether a call or a recipe's section is what README, "Objectives", and docs/choosing.md recommend."""
-    if mined:
-        return objective.startswith("InfoNCE")
-    if not published:
-        return objective.startswith(("GlobalCache", "ISIR"))
-    return objective.startswith(("SogCLR", "GlobalCache")) and bool(
-        re.search("positive_in_softmax(=|': )True", objective)
-    )
-
-
-def test_pages_give_one_recommendation() -> None:
-    for page in ("README.md", "docs/objectives.md"):
-        words = " ".join((ROOT / page).read_text("utf-8").split())
-        for advice in (
-            "rom scratch.{0,12} `GlobalCache`, or `ISIR` where embeddings are too much memory",
-            "fine-tune a published encoder.{0,6} `SogCLR` or `GlobalCache`,? (and|with) `positive_in_softmax=True`",
-        ):
-            assert re.search(advice, words), f"{page}: {advice}"
-    choosing = (ROOT / "docs" / "choosing.md").read_text("utf-8")
-    assert (
-        "| a published encoder to fine-tune | `SogCLR(positive_in_softmax=True)`, or `GlobalCache` with it" in choosing
-    )
-    assert "and room for an embedding per item | `GlobalCache` |" in choosing
-    assert "| no room for an embedding per item | `ISIR` |" in choosing
-    assert "| mined negatives | `InfoNCE`" in choosing
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
-def test_first_examples_of_pages_follow_it(page: str) -> None:
-    blocks = [*code(ROOT / page, "python"), *code(ROOT / page, "yaml")]
-    blocks = [block for block in blocks if "all-MiniLM" in block and "objective" in block]
-    assert blocks
-    for block in blocks:
-        assert re.search(r"SogCLR\b", block), block
-        assert re.search(r"positive_in_softmax(=True|: true)", block), block
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_recipes_follow_it_unless_they_repeat_a_paper(path: Path) -> None:
-    if path.stem.startswith("cifar10_"):
-        return  # each of a paper that its first line names
-    recipe = yaml.safe_load(path.read_text("utf-8"))
-    objective, model = recipe["objective"], recipe["model"]["init_args"]
-    while "objective" in objective["init_args"]:  # what a wrapper holds
-        objective = objective["init_args"]["objective"]
-    told = f"{objective['class_path']} {objective['init_args']}"
-    assert follows_the_recommendation(told, "name" in model, recipe["data"]["class_path"] == "MinedPairs"), told
-
-
-@pytest.mark.parametrize("name", ["text", "image_text", "lora", "vectors"])
-def test_examples_follow_it(name: str) -> None:
-    text = (ROOT / "examples" / f"{name}.py").read_text("utf-8")
-    objective = re.search(r"objective = (.+)", text)
-    assert objective is not None
-    assert follows_the_recommendation(objective[1], name != "vectors", False), objective[1]
-
-
-def test_quickstart_follows_it() -> None:
-    from dualenc.commands.quickstart import _objective
-
-    sizes: Any = SimpleNamespace(num_left=4, num_right=4)
-    assert follows_the_recommendation(type(_objective(sizes)).__name__, False, False)
-
-
-def test_readme_begins_with_the_commands_that_install_try_and_test() -> None:
-    first = code(ROOT / "README.md", "bash")[0]
-    assert "pip install . && dualenc quickstart" in first
-    assert 'pip install -e ".[test]" && pytest -n 2' in first
 
 
 def test_types_are_shipped() -> None:
@@ -189,8 +112,7 @@ def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     fetched = re.compile(r"""<(?:script|img|iframe)[^>]+src=["']?(?:https?:)?//|<link[^>]+stylesheet[^>]+//""")
-    asking = [page for page in (tmp_path / "site").rglob("*.html") if fetched.search(page.read_text("utf-8"))]
-    assert asking == []
+    assert not [page for page in (tmp_path / "site").rglob("*.html") if fetched.search(page.read_text("utf-8"))]
     # All commands with their arguments, from the program itself.
     commands = (tmp_path / "site" / "commands" / "index.html").read_text("utf-8")
     shown = " ".join(html.unescape(re.sub(r"<[^>]+>", "", commands)).split())
@@ -198,25 +120,6 @@ def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
         assert part in shown
     assert "items per forward pass (default: 32)" in shown
     assert not (tmp_path / "site" / "hooks.py").exists()
-
-
-@pytest.mark.parametrize("page", PAGES[3:], ids=lambda page: str(page.relative_to(ROOT)))
-def test_formulas_fit_on_a_phone(page: Path) -> None:
-    """A block of code is cut off at 400 pixels beyond 45 characters; formulas cannot be scrolled to be understood."""
-    lines = [line.strip() for line in page.read_text("utf-8").splitlines() if line.startswith("    ")]
-    assert [line for line in lines if re.search("[Σ∇]", line) and len(line) > 45] == []
-
-
-def test_headings_say_what_a_section_is_about() -> None:
-    """A reader of the table of contents sees headings alone."""
-    vague = {"the table", "in short", "γ", "time", "files", "flow", "bounds", "notes", "details", "more", "other"}
-    headings = [
-        f"{page.name}: {heading}"
-        for page in PAGES
-        for heading in re.findall(r"^##+ (.+)$", page.read_text("utf-8"), flags=re.M)
-        if heading.lower() in vague
-    ]
-    assert headings == []
 
 
 def test_the_page_on_trackers_names_what_is_logged() -> None:

@@ -25,41 +25,29 @@ LAUNCH = ROOT / "recipes" / "launch"
 STEPS = 200
 
 
-@pytest.fixture(scope="module")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
     """A recipe of an adapter on random vectors; 200 steps take long enough to be interrupted."""
-    folder = tmp_path_factory.mktemp("recipe")
     draw = np.random.default_rng(0)
+    data = {}
     for name in ("left", "right"):
-        np.save(folder / f"{name}.npy", draw.standard_normal((64, 8)).astype(np.float32))
+        data[name] = str(tmp_path / f"{name}.npy")
+        np.save(data[name], draw.standard_normal((64, 8)).astype(np.float32))
     settings = {
         "model": {"class_path": "VectorEncoder", "init_args": {"dim": 8, "tower": "linear"}},
-        "data": {
-            "class_path": "VectorPairs",
-            "init_args": {"left": str(folder / "left.npy"), "right": str(folder / "right.npy")},
-        },
+        "data": {"class_path": "VectorPairs", "init_args": data},
         "objective": {"class_path": "SogCLR", "init_args": {"temperature": 0.1}},
-        "trainer": {"output": "run", "batch_size": 8, "max_steps": STEPS, "save_every": 20},
+        "trainer": {"output": str(tmp_path / "run"), "batch_size": 8, "max_steps": STEPS, "save_every": 20},
     }
-    (folder / "mine.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path / "mine.yaml"
 
 
 @pytest.fixture
-def recipe(shared_folder: Path, tmp_path: Path) -> Path:
-    """The same recipe with an output of its own."""
-    path = tmp_path / "mine.yaml"
-    settings = yaml.safe_load((shared_folder / "mine.yaml").read_text())
-    settings["trainer"]["output"] = str(tmp_path / "run")
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
-@pytest.fixture(scope="module")
-def alone(shared_folder: Path) -> Path:
+def alone(recipe: Path, tmp_path: Path) -> Path:
     """The run of one process, uninterrupted."""
-    main(["train", str(shared_folder / "mine.yaml"), f"trainer.output={shared_folder / 'run'}"])
-    return shared_folder / "run"
+    assert main(["train", str(recipe), f"trainer.output={tmp_path / 'alone'}"]) == 0
+    return tmp_path / "alone"
 
 
 class Node:
@@ -95,26 +83,12 @@ class Node:
         return code, self.written.read_text()
 
 
-def launch(folder: Path, config: str, *words: object) -> Node:
-    """`accelerate launch` with one of the configurations; further words are options of it and what to run."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH / config]
-    return Node(folder, *command, *words)
-
-
-def nodes(folder: Path, recipe: Path, *words: object) -> list[Node]:
+def nodes(folder: Path, recipe: Path) -> list[Node]:
     """The same run on two machines with one process each."""
-    port = free_port()
-    meet = ("--main_process_ip", "127.0.0.1", "--main_process_port", port, "--num_processes", 2)
-    run = ("-m", "dualenc", "train", recipe, *words)
-    return [launch(folder, "several_nodes.yaml", "--machine_rank", rank, *meet, *run) for rank in range(2)]
-
-
-@pytest.mark.nightly
-def test_one_machine_has_as_many_ranks_as_it_says(tmp_path: Path, recipe: Path) -> None:
-    words = ("--num_processes", 2, "--main_process_port", free_port(), "-m", "dualenc", "train", recipe)
-    code, written = launch(tmp_path, "one_node.yaml", *words).end()
-    assert code == 0, written
-    assert f"{STEPS} steps" in written
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH / "several_nodes.yaml"]
+    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--num_processes", 2]
+    run = ("-m", "dualenc", "train", recipe)
+    return [Node(folder, *command, "--machine_rank", rank, *run) for rank in range(2)]
 
 
 @pytest.mark.nightly
@@ -131,10 +105,8 @@ def test_a_lost_machine_ends_the_run_which_is_resumed_with_another_number(
     first, second = nodes(tmp_path, recipe)
     wait_for_checkpoint(tmp_path / "run", first)
     second.kill()
-    begun = time.monotonic()
     code, written = first.end(60)
     assert code != 0
-    assert time.monotonic() - begun < 60
     errors = [line for line in written.splitlines() if "dualenc: error: " in line]
     assert len(errors) == 1, written
     assert "the connection to another process of this run is lost" in errors[0]
@@ -171,13 +143,9 @@ def test_a_slurm_job_out_of_time_is_queued_again_and_resumes(tmp_path: Path, rec
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    environment = {
-        "SLURM_JOB_ID": os.getpid(),
-        "SLURM_NTASKS": 2,
-        "SLURM_NTASKS_PER_NODE": 2,
-        "SLURM_JOB_NODELIST": "here",
-    }
-    environment |= {"TASKS": tmp_path / "tasks", "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment: dict[str, object] = {"SLURM_JOB_ID": os.getpid(), "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}
+    environment |= {"SLURM_JOB_NODELIST": "here", "TASKS": tmp_path / "tasks"}
+    environment["PATH"] = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     job = Node(tmp_path, "bash", LAUNCH / "slurm.sh", recipe, **environment)
     wait_for_checkpoint(tmp_path / "run", job)
     for pid in (tmp_path / "tasks").read_text().split():

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from dualenc.data import Corpus
     from dualenc.search import Embeddings, Index
 
-RECALL_TOLERANCE = 0.01
-"""A recall this far below its target is not reported as a miss: it is measured with a few hundred queries."""
+RECALL_TOLERANCE = 0.01  # below the target: recall is measured with a few hundred queries
 
 
 def index(
@@ -47,8 +46,7 @@ def index(
     them at once share the parts.
 
     --bm25 also indexes the words of the texts, for `search --hybrid`, and --texts keeps the texts, for
-    `search --rerank`: those of DATA, or those that were embedded. `dualenc index INDEX [DATA] --bm25 --texts` adds them
-    to an index.
+    `search --rerank`; `dualenc index INDEX [DATA] --bm25 --texts` adds them to an index.
 
     Args:
         source: folder of embeddings, model folder or name; for --remove, --verify, --bm25 and --texts also that of an
@@ -159,7 +157,7 @@ def _build(folder: Path, out: str, build: BuildOptions, corpus: Corpus | None) -
     if build.queries is not None:
         options["queries"] = _first(Embeddings.open(build.queries), build.dim).vectors[: build.recall_queries]
     options["memory"] = None if build.memory is None else parse_bytes(build.memory)
-    _describe(Index.build(vectors, None, folder=out, progress=True, **options), out, options["memory"])
+    _describe(Index.build(vectors, None, folder=out, progress=True, **options), out)
 
 
 def _first(embeddings: Embeddings, dim: int | None) -> Embeddings:
@@ -167,10 +165,8 @@ def _first(embeddings: Embeddings, dim: int | None) -> Embeddings:
     return embeddings if dim is None or embeddings.dim == dim else embeddings.first(dim)
 
 
-def _describe(built: Index, out: str, budget: int | None) -> None:
-    """Print kind, recall and speed of an index, and how to improve a recall below its target."""
-    from dualenc.search.kinds import remedies
-
+def _describe(built: Index, out: str) -> None:
+    """Print kind, recall and speed of an index."""
     meta = built.meta
     settings = "".join(f", {name}={value}" for name, value in meta["search_parameters"].items())
     kind = f"{meta['factory']}{settings}, {meta['metric']}"
@@ -179,8 +175,7 @@ def _describe(built: Index, out: str, budget: int | None) -> None:
         return
     print(f"recall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)")
     if meta["recall_at_10"] < meta.get("target_recall", 0) - RECALL_TOLERANCE:
-        options = "; or ".join(remedies(meta["factory"], len(built), built.dim, budget)) or "--factory Flat"
-        print(printable(f"this misses the target of {meta['target_recall']:g}; to improve it: {options}"))
+        print(f"this misses the target of {meta['target_recall']:g}; give a --factory of finer codes or Refine(SQfp16)")
     times = ", ".join(f"{name} {value:.2f} ms" for name, value in meta["latency_ms"].items())
     print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
 
@@ -191,8 +186,7 @@ def _check_texts_of(index: str, *, bm25: bool, texts: bool) -> bool:
     from dualenc.search.lexical import has_lexical
 
     if (bm25 and not has_lexical(index)) or (texts and not has_texts(index)):
-        remedy = f"run dualenc index {index} --bm25 --texts first, or leave the options out"
-        raise DualencError(f"{index}: has no BM25 or no texts that others could be appended to; {remedy}")
+        raise DualencError(f"{index}: has no BM25 or no texts to append to; run dualenc index {index} --bm25 --texts")
     return has_lexical(index) or has_texts(index)
 
 
@@ -202,11 +196,9 @@ def _open_texts(folder: str, data: str | None, items: SourceOptions) -> Corpus:
 
     recorded = data or read_json_object(Path(folder) / "meta.json").get("data")
     if not isinstance(recorded, str):
-        raise DualencError(
-            f"{folder}: does not say what it was made of; name its texts: dualenc index INDEX DATA --bm25 --texts"
-        )
-    named: dict[str, Any] = {"text_column": items.text_column, "id_column": items.id_column}
-    return open_corpus(recorded, modality="text", split=items.split, quotes=items.quotes, **named)
+        raise DualencError(f"{folder}: does not say what it was made of; name its texts: index INDEX DATA --texts")
+    columns: dict[str, Any] = {"text_column": items.text_column, "id_column": items.id_column}
+    return open_corpus(recorded, modality="text", split=items.split, quotes=items.quotes, **columns)
 
 
 def _write_texts(folder: str, corpus: Corpus, *, bm25: bool, texts: bool) -> None:

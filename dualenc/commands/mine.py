@@ -85,7 +85,7 @@ def mine(
         documents = embed_into(folder / "documents", encoder.right, right, side="right", **embedding)
         report = mine_negatives(queries, documents, pairs, Path(out), **options)
     if distributed.is_main():
-        _print_report(report, needs_all=form == "sentence-transformers")
+        _print_report(report)
         if plot is not None:
             plots.save(plots.counts(*report.histogram(), xlabel="score"), plot)
             print(printable(f"the histogram is in {plot}"))
@@ -114,27 +114,15 @@ def _check(rule: Rule, target: Path, folder: Path, plot: str | None, factory: st
     check_folder_target(folder, are_embeddings, "embeddings of mining")
 
 
-def _print_report(report: Report, needs_all: bool) -> None:
-    """Print the histogram of scores and the counts; `needs_all`: rows have all their negatives."""
+def _print_report(report: Report) -> None:
+    """Print the histogram of scores and the counts."""
     from dualenc.evaluation.report import Table, print_table
 
     edges, counts = report.histogram()
     rows: list[dict[str, Any]] = []
     for bin_number, (low, high) in enumerate(itertools.pairwise(edges)):
-        in_bin = {name: int(numbers[bin_number]) for name, numbers in counts.items()}
+        in_bin = {name: int(bins[bin_number]) for name, bins in counts.items()}
         rows.append({"score": f"{low:.2f} to {high:.2f}", **in_bin})
     print_table(Table("Scores", rows))
-    dropped = " (no row)" if needs_all else ""
-    numbers = {
-        "queries": report.queries,
-        "rows written": report.written,
-        "negatives": report.negatives,
-        "candidates": report.candidates,
-        "dropped as known positives or copies": report.known_positives,
-        "dropped as likely false negatives": report.false_negatives,
-        "dropped as repeated": report.repeated,
-        f"queries with fewer negatives than asked for{dropped}": report.fewer_negatives,
-        "queries without negatives (no row)": report.without_negatives,
-        "queries without vectors (no row)": report.without_vectors,
-    }
+    numbers = {name.replace("_", " "): number for name, number in vars(report).items() if name != "scores"}
     print_table(Table("Mined", [{"what": name, "number": number} for name, number in numbers.items()]))

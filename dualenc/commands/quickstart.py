@@ -38,15 +38,12 @@ if TYPE_CHECKING:
 PACKAGES = ("numpy", "scipy", "sklearn", "pandas", "matplotlib", "networkx", "sympy", "PIL", "torch", "datasets")
 """Packages that are read after the standard library, if they are installed."""
 SKIPPED_FOLDERS = {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "_vendor"}
-MIN_LENGTH = 80
-"""Characters that must follow the summary line."""
+MIN_LENGTH = 80  # characters that must follow the summary line
 FORMAT = "dualenc quickstart"
 MAX_STEPS = 600
 MIN_STEPS = 20
-FEW_STEPS = 100
-"""With fewer the model hardly learns: the results say little."""
-TRAINING_SECONDS = 130
-"""What the training may take by default; with everything else about four minutes."""
+FEW_STEPS = 100  # with fewer the model hardly learns
+TRAINING_SECONDS = 130  # with everything else about four minutes
 BATCH_SIZE = 128
 MAX_TOKENS = 64
 VOCABULARY = 8000
@@ -57,7 +54,6 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 512,
     "max_position_embeddings": MAX_TOKENS,
-    # A training of minutes does not overfit.
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
@@ -155,10 +151,7 @@ class Docstring(NamedTuple):
 
 
 def read_docstrings(limit: int, packages: Sequence[str] = PACKAGES) -> list[Docstring]:
-    """Docstrings of the standard library and of packages with a summary line and something after it.
-
-    Their order is the same in every run on the same machine.
-    """
+    """Docstrings of the standard library and of packages with a summary line and more, in the same order each time."""
     docstrings = itertools.islice(_docstrings(packages), limit)
     return list(tqdm(docstrings, "reading docstrings", limit, unit="doc", leave=False))
 
@@ -221,8 +214,7 @@ def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: in
     Of the documents, which are all in the corpus, `num_test` random ones are held out from the training pairs.
     """
     if len(docstrings) < 2 * num_test:
-        count = f"only {len(docstrings)} docstrings were found on this machine, {2 * num_test} are needed"
-        raise DualencError(f"{count}; install a documented package such as scipy, or ask for fewer test functions")
+        raise DualencError(f"only {len(docstrings)} docstrings were found; give at most half of that as --test-docs")
     order = np.random.default_rng(seed).permutation(len(docstrings))
     documents = [{"_id": each.name, "title": each.name, "text": each.rest} for each in docstrings]
     queries = [{"_id": f"query-{each.name}", "text": each.summary} for each in docstrings]

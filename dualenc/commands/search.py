@@ -97,19 +97,9 @@ def _open(index: str, query: str, k: int, ranking: RankingOptions, options: Sear
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
     device = start_processes(options.device)
-    judge = None
-    if ranking.rerank is not None:
-        judge, _ = open_cross_encoder(ranking.rerank, device=str(device))
-    return Searcher.open(
-        index,
-        options.model,
-        device=device,
-        qdrant_path=options.qdrant_path,
-        nprobe=options.nprobe,
-        ef_search=options.ef_search,
-        hybrid=ranking.hybrid is not None,
-        judge=judge,
-    )
+    judge = None if ranking.rerank is None else open_cross_encoder(ranking.rerank, device=str(device))[0]
+    more = {"device": device, "judge": judge, "hybrid": ranking.hybrid is not None}
+    return Searcher.open(index, **vars(options) | more)
 
 
 def _modality(query: str, takes: Sequence[Modality]) -> Modality:

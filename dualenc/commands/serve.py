@@ -11,8 +11,7 @@ from dualenc.commands.options import SEARCH, SearchOptions
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
 
-MAX_REQUESTS = 64
-"""Requests at a time; more are answered with 503."""
+MAX_REQUESTS = 64  # at a time; more are answered with 503
 
 
 def serve(
@@ -52,21 +51,13 @@ def serve(
     check_range(1, MAX_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
     listening = _bind(host, port)
     device = start_processes(options.device)
-    searcher = Searcher.open(
-        index,
-        options.model,
-        device=device,
-        judge=None if rerank is None else open_cross_encoder(rerank, device=str(device))[0],
-        nprobe=options.nprobe,
-        ef_search=options.ef_search,
-        qdrant_path=options.qdrant_path,
-    )
+    judge = None if rerank is None else open_cross_encoder(rerank, device=str(device))[0]
+    searcher = Searcher.open(index, **vars(options) | {"device": device, "judge": judge})
     address, port = listening.getsockname()[:2]
     is_local = ipaddress.ip_address(address).is_loopback
-    hosts = ["localhost", "127.0.0.1", "[::1]"] if is_local else None
-    app = create_app(Service(searcher, rerank_top), hosts)
-    shown_address = f"[{address}]" if ":" in address else address
-    print(printable(f"{len(searcher):,} vectors of {index} at http://{shown_address}:{port}/"), flush=True)
+    app = create_app(Service(searcher, rerank_top), ["localhost", "127.0.0.1", "[::1]"] if is_local else None)
+    host = f"[{address}]" if ":" in address else address
+    print(printable(f"{len(searcher):,} vectors of {index} at http://{host}:{port}/"), flush=True)
     config = uvicorn.Config(app, ws="none", access_log=False, server_header=False, limit_concurrency=MAX_REQUESTS)
     uvicorn.Server(config).run(sockets=[listening])
 

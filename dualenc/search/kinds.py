@@ -105,34 +105,6 @@ def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target
     return min(KINDS, key=lambda kind: kind.resident(dim)).factory(lists, dim)
 
 
-def remedies(factory: str, num_vectors: int, dim: int, memory: int | None = None) -> list[str]:
-    """Options that may raise the recall of an index beyond what its search parameters reach, each with its reason.
-
-    Args:
-        factory: FAISS factory string of the index.
-        num_vectors: N.
-        dim: D.
-        memory: bytes that the user allowed, if any.
-    """
-    base = factory.partition(",Refine")[0]
-    options = []
-    code = re.search(r"(?<![A-Z])(SQ|PQ|RaBitQ)\w*", base)
-    if "SQfp16" in factory:
-        options.append(f"--factory '{base},Refine(Flat)', which scores the best again by the vectors themselves")
-    elif code is not None:
-        options.append(
-            f"--factory '{base},Refine(SQfp16)', which scores the best again ({2 * dim:,} bytes each, on disk)"
-        )
-        finer = f"{base[: code.start()]}SQfp16{base[code.end() :]}"
-        options.append(f"--factory '{finer}', codes of more bits")
-    if links := re.match(r"HNSW(\d+)", base):
-        options.append(f"--factory HNSW{2 * int(links[1])}, a graph of more links")
-    float_bytes = num_vectors * (4 * dim + 8)
-    if memory is not None and memory < float_bytes:
-        options.append(f"--memory {math.ceil(float_bytes / 2**20)}MiB, which holds the vectors themselves")
-    return options
-
-
 def training_rows_in(memory: int, dim: int) -> int:
     """Number of vectors of dimension D that a quarter of the memory holds."""
     return max(MIN_TRAINING_ROWS, memory // 4 // (4 * dim))

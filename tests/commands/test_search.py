@@ -15,8 +15,7 @@ import torch
 
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders import load_model
-from dualenc.search import Index, kinds
-from dualenc.search.embeddings import EmbeddingWriter
+from dualenc.search import Index
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 from tests.data.make import write_csv
@@ -116,32 +115,6 @@ def test_index_of_a_model_and_of_its_embeddings_are_the_same(
     )
 
 
-def test_a_target_of_recall_that_is_missed_is_told_with_what_reaches_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In clusters tighter than a step of 8 bits all vectors of one look alike."""
-    random = np.random.default_rng(0)
-    vectors = random.normal(size=(80, 16))[random.integers(0, 80, 1600)] + 0.1 * random.normal(size=(1600, 16))
-    writer = EmbeddingWriter(tmp_path / "emb", [str(row) for row in range(1600)], 16, "float32", {})
-    for number in writer.missing():
-        writer.write(number, vectors.astype(np.float32)[writer.ranges[number].start : writer.ranges[number].stop])
-    writer.finish()
-    monkeypatch.setattr(kinds, "KINDS", kinds.KINDS[3:])  # exact ones are always taken at this size
-    words = ("index", tmp_path / "emb", "--out", tmp_path / "index")
-    run(*words, "--memory", "17MiB")
-    shown = capsys.readouterr().out
-    assert "SQ8, nprobe=" in shown
-    (warning,) = [line for line in shown.splitlines() if "misses the target of 0.95" in line]
-    factory = re.search("--factory '([^']*Refine[^']*)'", warning)
-    assert factory is not None
-    run(*words, "--factory", factory[1])
-    shown = capsys.readouterr().out
-    assert "recall@10 against exact search" in shown
-    assert "misses the target" not in shown
-    run(*words, "--factory", "IVF8,SQ8", "--nprobe", 1)
-    assert "misses the target" not in capsys.readouterr().out, "nprobe was the user's choice"
-
-
 def test_index_with_a_factory_string_keeps_embeddings_on_request(
     tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,23 +166,18 @@ def test_search_is_the_exact_ranking_of_the_query_side(
 
 
 @pytest.mark.slow
-def test_a_search_without_results_says_so_in_a_line_with_what_to_try(
+def test_a_search_without_results_says_so_in_a_line(
     tmp_path: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"_id": str(i), "text": f"a fox {i}", "year": 2000 + i} for i in range(10)]
     (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run("index", toy_text, tmp_path / "docs.jsonl", "--out", tmp_path / "index", "--columns", "year")
-    words = ("search", tmp_path / "index", "fox")
-    told = "nothing was found for 'fox' that meets all conditions"
-    for conditions in (["year>=2030"], ["year>=2005", "year<2003"]):
-        options = [word for condition in conditions for word in ("--where", condition)]
-        capsys.readouterr()
-        run(*words, *options)
-        shown = capsys.readouterr().out.splitlines()
-        assert len(shown) == 1
-        assert shown[0].startswith(told)
-        run(*words, *options, "--json")
-        assert json.loads(capsys.readouterr().out)["results"] == []
+    words = ("search", tmp_path / "index", "fox", "--where", "year>=2005", "--where", "year<2003")
+    capsys.readouterr()
+    run(*words)
+    assert capsys.readouterr().out.startswith("nothing was found for 'fox' that meets all conditions")
+    run(*words, "--json")
+    assert json.loads(capsys.readouterr().out)["results"] == []
 
 
 def test_search_finds_a_model_that_moved_along(
@@ -257,7 +225,6 @@ def test_texts_are_found_by_image(
         ("embed MODEL no.jsonl --out OUT", "no.jsonl"),
         ("embed no/model DOCS --out OUT", "no/model: "),
         ("embed MODEL DOCS --out OUT --batch-size 0", "--batch-size is 0"),
-        ("embed MODEL DOCS --out OUT --limit 0", "--limit is 0"),
         ("embed MODEL DOCS --out OUT --num-workers -1", "--num-workers is -1"),
         ("embed MODEL DOCS --out OUT --device foo", "device 'foo'"),
         ("embed MODEL DOCS --out OUT --dim 33", "dim is 33: give 1 to 32"),
@@ -319,12 +286,6 @@ def test_ids_and_snippets_do_not_command_the_terminal(
 
 def test_more_results_than_there_are(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(found(capsys, index, "fox", "-k", 10**12)) == 60
-
-
-def test_a_file_that_was_changed_is_refused(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    items = (index / "items.arrow").read_bytes()
-    (index / "items.arrow").write_bytes(items.replace(b"fox", b"dog"))
-    assert "items.arrow: corrupt" in failure(capsys, "search", index, "fox")
 
 
 def test_a_replaced_image_is_embedded_again(tmp_path: Path, toy_clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
