@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-
-
-class Results(NamedTuple):
-    """Metrics of a model on one data set, for the `model-index` of the front matter.
-
-    Attributes:
-        task: one of `TASKS`.
-        data: name of the data set.
-        split: of it, if it has splits.
-        metrics: numbers by name, such as "ndcg@10".
-    """
-
-    task: str
-    data: str
-    split: str | None
-    metrics: Mapping[str, float]
 
 
 LIBRARIES = {
@@ -39,16 +22,6 @@ LIBRARIES = {
     "vector": ("dualenc", "feature-extraction", ()),
 }
 """Library, pipeline of the hub and further tags of each format of model folders."""
-
-TASKS = {
-    "retrieval": ("information-retrieval", "Information Retrieval"),
-    "image-text": ("image-text-retrieval", "Image-Text Retrieval"),
-    "zero-shot": ("zero-shot-image-classification", "Zero-Shot Image Classification"),
-    "nearest-neighbours": ("image-classification", "Image Classification by Nearest Neighbours"),
-}
-"""Type and name of each evaluated task in a model-index."""
-METRIC_TYPES = {"top@1": "accuracy", "top@5": "top_5_accuracy", "knn_accuracy": "accuracy"}
-"""Types of metrics that are not simply their name as MTEB spells it, such as ndcg_at_10."""
 
 SECTIONS = {"task": "Task", "data": "Training data", "recipe": "Recipe", "metrics": "Metrics"}
 METADATA = ("base_model", "datasets", "language", "license")
@@ -73,19 +46,16 @@ def render_card(
         name: of the folder or the hub's repository.
         facts: rows of a table, "Kind" among them.
         card: what the model itself cannot know: `task` and `data` as text, `recipe` as YAML or mapping, `metrics` as
-            {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language`, `license` and
-            `results` (a list of `Results`) for the front matter. Further keys become sections of their own.
+            {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language` and `license` for the
+            front matter. Further keys become sections of their own.
         model_format: one of `LIBRARIES`.
         usage: the example of the template that shows how that library loads the folder.
         items: what `dualenc.encoders.load_model` encodes in its example.
         on_hub: the name is that of a repository.
     """
     library, pipeline, tags = LIBRARIES[model_format]
-    metadata: dict[str, Any] = {key: card.get(key) for key in METADATA}
-    results = eval_results(card.get("results") or ())
-    if results:
-        metadata |= {"model_name": name, "eval_results": results}
     # None values are dropped.
+    metadata: dict[str, Any] = {key: card.get(key) for key in METADATA}
     card_data = ModelCardData(
         library_name=library,
         pipeline_tag=pipeline,
@@ -109,33 +79,12 @@ def render_card(
     return str(rendered).rstrip("\n") + "\n"
 
 
-def eval_results(results: Iterable[Results]) -> list[EvalResult]:
-    """The entries of a model-index, one for each finite metric, rounded to five places as MTEB does."""
-    entries = []
-    for each in results:
-        task_type, task_name = TASKS[each.task]
-        for name, value in each.metrics.items():
-            if math.isfinite(value):
-                entry = EvalResult(
-                    task_type=task_type,
-                    task_name=task_name,
-                    dataset_type=re.sub(r"\W+", "-", each.data).strip("-").lower() or "unknown",
-                    dataset_name=each.data,
-                    dataset_split=each.split,
-                    metric_type=METRIC_TYPES.get(name, name.replace("@", "_at_")),
-                    metric_name=name,
-                    metric_value=round(float(value), 5),
-                )
-                entries.append(entry)
-    return entries
-
-
 def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Title and Markdown of each section, in the order of `SECTIONS`."""
     sections = []
     for key in dict.fromkeys([*SECTIONS, *card]):
         value = card.get(key)
-        if value is None or key in METADATA or key == "results":
+        if value is None or key in METADATA:
             continue
         title = SECTIONS.get(key, _inline(str(key).replace("_", " ").capitalize()))
         if key == "metrics":

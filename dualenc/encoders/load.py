@@ -13,7 +13,7 @@ from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Kind
 from dualenc.encoders.hub import looks_like_path, model_folder
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import VectorEncoder
-from dualenc.encoders.vision_text import MODEL_TYPES, VisionTextEncoder, two_towers_in
+from dualenc.encoders.vision_text import VisionTextEncoder, has_two_towers
 from dualenc.errors import DualencError, explain
 from dualenc.files import recover
 from dualenc.reading import read_json_object
@@ -81,14 +81,14 @@ def folder_kind(folder: Path) -> Kind:
             raise DualencError(f"{folder / DUALENC_FILE}: unknown kind {kind!r}; was it written by a later version?")
         return cast(Kind, kind)
     if (folder / "modules.json").is_file():
-        return "query-document" if two_towers_in(folder) is None else "image-text"
+        return "query-document"
     if (folder / "open_clip_config.json").is_file():
         return "image-text"
     config = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     if "architecture" in config:
         return "image"
     if "model_type" in config:
-        return "image-text" if config["model_type"] in MODEL_TYPES else "query-document"
+        return "image-text" if has_two_towers(folder) else "query-document"
     raise DualencError(
         f"{folder}: holds no model (no modules.json, open_clip_config.json or config.json); give the folder of one"
     )

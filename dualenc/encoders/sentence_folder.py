@@ -83,45 +83,23 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
             "Transformer, Pooling, then Dense and Normalize"
         )
     transformer = modules[0][1]
-    path = transformer / "sentence_bert_config.json"
-    settings = _optional_json(path)
-    task = settings.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise DualencError(f"{folder}: transformer_task is {task!r}; only embedding models can be loaded")
-    length = settings.get("max_seq_length")
-    _check_number(path, "max_seq_length", length, MIN_LENGTH)
-    path = folder / "config_sentence_transformers.json"
-    config = _optional_json(path)
-    truncate_dim = config.get("truncate_dim")
-    _check_number(path, "truncate_dim", truncate_dim, 1)
+    settings = _optional_json(transformer / "sentence_bert_config.json")
+    config = _optional_json(folder / "config_sentence_transformers.json")
     # Prompts may be null, as of sides that nobody gave one.
     prompts = {name: prompt or "" for name, prompt in (config.get("prompts") or {}).items()}
     default = config.get("default_prompt_name")
-    if default is not None and default not in prompts:
-        raise DualencError(f"{path}: default_prompt_name {default!r} is none of its prompts; restore the file")
-    shared = "" if default in (None, *QUERY_NAMES, *DOCUMENT_NAMES) else prompts[default]
+    shared = "" if default in (*QUERY_NAMES, *DOCUMENT_NAMES) else prompts.get(default, "")
     return SentenceFolder(
         transformer,
         pooling=_read_pooling(modules[1][1] / "config.json", bool(any(prompts.values()))),
         query_prompt=_side_prompt(prompts, QUERY_NAMES, shared),
         document_prompt=_side_prompt(prompts, DOCUMENT_NAMES, shared),
-        max_length=length,
+        max_length=settings.get("max_seq_length"),
         lower_case=bool(settings.get("do_lower_case")),
         head=tuple(place if name == "Dense" else None for name, place in modules[2:]),
-        truncate_dim=truncate_dim,
+        truncate_dim=config.get("truncate_dim"),
         prompts=prompts,
     )
-
-
-def whole_module(folder: Path) -> Path | None:
-    """The folder of the module that is the whole model but for a Normalize, as of CLIP; None of text models.
-
-    Older folders call it CLIPModel, those that sentence-transformers writes since 5.4 Transformer.
-    """
-    modules = list_modules(folder, (*SUPPORTED, "CLIPModel"))
-    names = [name for name, _ in modules]
-    is_whole = names[:1] in (["CLIPModel"], ["Transformer"]) and set(names[1:]) <= {"Normalize"}
-    return modules[0][1] if is_whole else None
 
 
 def list_modules(folder: Path, supported: tuple[str, ...]) -> list[tuple[str, Path]]:
@@ -144,11 +122,6 @@ def list_modules(folder: Path, supported: tuple[str, ...]) -> list[tuple[str, Pa
             raise DualencError(f"{file}: {path[:80]!r} is no path in the folder; restore the file")
         modules.append((name, place))
     return modules
-
-
-def _check_number(path: Path, name: str, value: Any, least: int) -> None:
-    if value is not None and (not isinstance(value, int) or value < least):
-        raise DualencError(f"{path}: {name} is {value!r}; it must be a whole number from {least}, or null")
 
 
 def _side_prompt(prompts: dict[str, str], names: tuple[str, ...], shared: str) -> str:

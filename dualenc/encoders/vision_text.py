@@ -17,7 +17,6 @@ from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit
 from dualenc.encoders.hub import base_metadata, model_folder, save_weights
 from dualenc.encoders.image import check_crop_scale, seeded
 from dualenc.encoders.lora import adapt, merged_state
-from dualenc.encoders.sentence_folder import whole_module
 from dualenc.encoders.text import enable_checkpointing, load_pretrained, quiet_transformers
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
 from dualenc.errors import DualencError, explain
@@ -39,8 +38,7 @@ class VisionTextEncoder(DualEncoder):
     al. 2025, arXiv 2502.14786, with images of any proportions (NaFlex) where the folder's model takes them.
 
     Args:
-        name: a transformers folder (`local-dir:` before it is optional), one of sentence-transformers with such a model
-            as its only module (clip-ViT-B-32), or a hub name.
+        name: a transformers folder (`local-dir:` before it is optional), or a hub name.
         max_length: longest text in tokens; None: the model's default.
         crop_scale: smallest and largest share of an image's area that training crops to.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
@@ -69,8 +67,6 @@ class VisionTextEncoder(DualEncoder):
     ) -> None:
         check_crop_scale(crop_scale)
         folder = model_folder(name)
-        base = base_metadata(name, folder)
-        folder = two_towers_in(folder) or folder
         model, processor = load_two_towers(folder)
         config = model.config
         full = MODEL_TYPES[config.model_type]
@@ -96,7 +92,7 @@ class VisionTextEncoder(DualEncoder):
             kind="image-text",
         )
         self.config = config
-        self.base = base
+        self.base = base_metadata(name, folder)
 
     @property
     def temperature(self) -> float:
@@ -239,19 +235,17 @@ class CaptionTower(Tower):
         return unit_norm(self.text_projection(self.text_model(**inputs).pooler_output))
 
 
-def two_towers_in(folder: Path) -> Path | None:
-    """Where a folder has a model that `VisionTextEncoder` reads: in itself, or in a module of sentence-transformers."""
-    place = whole_module(folder) if (folder / "modules.json").is_file() else folder
-    if place is None or not (place / "config.json").is_file():
-        return None
-    return place if read_json_object(place / "config.json").get("model_type") in MODEL_TYPES else None
+def has_two_towers(folder: Path) -> bool:
+    """Whether a folder has a model that `VisionTextEncoder` reads."""
+    path = folder / "config.json"
+    return path.is_file() and read_json_object(path).get("model_type") in MODEL_TYPES
 
 
 def load_two_towers(folder: Path) -> tuple[Any, Any]:
     """A model of two towers in float32, and its image processor; code in the folder is never run."""
     from transformers import AutoImageProcessor, AutoModel
 
-    if two_towers_in(folder) is None:
+    if not has_two_towers(folder):
         raise DualencError(
             f"{folder}: no transformers model of the types {', '.join(MODEL_TYPES)}; give another folder"
         )

@@ -38,7 +38,6 @@ class Evaluator(ABC):
         primary: name of the metric, higher is better, by which the best weights are kept.
         metric_names: names that `primary` may have, so that a wrong one is reported before any work; empty where
             they are known only after an evaluation.
-        task: one of `dualenc.encoders.card.TASKS`; "" keeps the metrics out of the card's front matter.
         data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
         query_scores: scores of single queries at the latest call, for reports; None without any.
@@ -48,7 +47,6 @@ class Evaluator(ABC):
     primary: str
     query_scores: QueryScores | None = None
     metric_names: tuple[str, ...] = ()
-    task: str = ""
     data: tuple[str, str | None] = ("held-out data", None)
     modalities: Mapping[Side, Modality] = MappingProxyType({})
     shows_progress: bool = False
@@ -128,7 +126,6 @@ class RetrievalEvaluator(Evaluator):
         mean = f"mean of {len(names)}: " if len(names) > 1 else ""
         self.data = (mean + ", ".join(names), split if pairs is None else None)
         self.modalities = self._shared_modalities()
-        self.task = "image-text" if "image" in self.modalities.values() else "retrieval"
         self.keep_self_matches = keep_self_matches
         self.batch_size = batch_size
         self.primary = primary
@@ -226,7 +223,6 @@ class ImageTextEvaluator(Evaluator):
         *(f"{direction}_recall@{k}" for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)),
         "mean_recall",
     )
-    task = "image-text"
     data = ("held-out pairs", None)
     shows_progress = True
 
@@ -266,7 +262,6 @@ class KNNEvaluator(Evaluator):
 
     primary = "knn_accuracy"
     metric_names = ("knn_accuracy",)
-    task = "nearest-neighbours"
     data = ("held-out images", None)
     shows_progress = True
     modalities = MappingProxyType({"left": "image"})

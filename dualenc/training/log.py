@@ -19,7 +19,6 @@ from tqdm import tqdm
 from dualenc import distributed
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders.card import Results
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective
@@ -282,10 +281,10 @@ def training_card(
     rows: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         rows[name] = {"untrained": before[name], "trained": value} if name in before else {"trained": value}
-    results = None
-    task: str = getattr(evaluator, "task", "")
-    if evaluator is not None and task:
-        results = [Results(task, *evaluator.data, metrics)]
+    evaluated_on = None
+    if metrics:
+        name, split = getattr(evaluator, "data", ("held-out data", None))
+        evaluated_on = name if split is None else f"{name}, {split}"
     # Through JSON, to be without tuples and paths.
     plain = json.loads(json.dumps(recipe or {"trainer": settings}, default=os.fspath))
     return {
@@ -293,6 +292,6 @@ def training_card(
         "data": data,
         "training": f"{objective.name}, {step} steps with batches of {settings['batch_size']}.",
         "metrics": rows or None,
-        "results": results,
+        "evaluated_on": evaluated_on,
         "recipe": dump_recipe(plain),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 import shutil
@@ -14,12 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import EvalResult, ModelCard, metadata_load
+from huggingface_hub import ModelCard
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, load_model
-from dualenc.encoders.card import Results
 from dualenc.errors import DualencError
 
 Build = Callable[[str], DualEncoder]
@@ -99,33 +97,6 @@ def test_flat_metrics_are_one_column_and_bars_do_not_break_tables(build: Build) 
     assert "| metric | value |\n| --- | --- |\n| a\\|b | 0.5000 |" in text
 
 
-def entries(results: list[EvalResult]) -> list[tuple[object, ...]]:
-    return [(r.task_type, r.dataset_name, r.dataset_split, r.metric_type, r.metric_value) for r in results]
-
-
-def test_results_are_a_model_index_that_the_hub_reads(build: Build, tmp_path: Path) -> None:
-    """Read back by huggingface_hub, whose loader is strict about it."""
-    of_texts = Results(
-        "retrieval", "SciFact (BEIR)", "test", {"ndcg@10": 0.6451234, "mrr@10": 0.6, "map@100": math.nan}
-    )
-    of_images = Results("image-text", "flickr8k", None, {"image_to_text_recall@1": 0.5, "mean_recall": 0.75})
-    build("shared").save(tmp_path / "model", card={"results": [of_texts, of_images], "license": "mit"})
-    card = ModelCard.load(tmp_path / "model" / "README.md")
-    assert card.data.model_name == "model"
-    assert entries(card.data.eval_results) == [
-        ("information-retrieval", "SciFact (BEIR)", "test", "ndcg_at_10", 0.64512),
-        ("information-retrieval", "SciFact (BEIR)", "test", "mrr_at_10", 0.6),
-        ("image-text-retrieval", "flickr8k", None, "image_to_text_recall_at_1", 0.5),
-        ("image-text-retrieval", "flickr8k", None, "mean_recall", 0.75),
-    ]
-    loaded = metadata_load(tmp_path / "model" / "README.md")
-    assert loaded is not None
-    (index,) = loaded["model-index"]
-    assert [result["dataset"]["type"] for result in index["results"]] == ["scifact-beir", "flickr8k"]
-    assert loaded["license"] == "mit"
-    assert "Results" not in card.text
-
-
 HOSTILE = "</td><script>alert(1)</script> ``` [a](javascript:b) ![](c) | & `d`"
 
 
@@ -139,12 +110,10 @@ def test_names_prompts_and_paths_cannot_become_markup(build: Build, tokenizer: A
         "recipe": f"prompt: |\n  {HOSTILE}\n````\n<script>",
         "metrics": {HOSTILE: {HOSTILE: 0.5}},
         "base_model": HOSTILE,
-        "results": [Results("retrieval", HOSTILE, HOSTILE, {HOSTILE: 0.5})],
         HOSTILE: {"a": HOSTILE},
     }
     text = model.model_card(HOSTILE, card)
     assert front_matter(text)["base_model"] == HOSTILE
-    assert ModelCard(text).data.eval_results[0].dataset_name == HOSTILE
     tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text.split("\n---\n", 1)[1])
     kinds = [inner.type for token in tokens for inner in [token, *(token.children or [])]]
     assert not {"html_block", "html_inline", "link_open", "image", "hr"} & set(kinds)
@@ -211,12 +180,11 @@ def test_an_upload_names_the_repository(
     model = build(kind)
     if isinstance(model, ImageEncoder):
         model.small_image_stem = True
-    card = {"results": [Results("retrieval", "a", None, {"ndcg@10": 0.5})], "license": "mit"}
-    assert model.push_to_hub("me/mine", card) == "https://hub/me/mine"
+    assert model.push_to_hub("me/mine", {"license": "mit"}) == "https://hub/me/mine"
     text = (tmp_path / "me" / "mine" / "README.md").read_text()
     for line in (*lines, "\n# me/mine\n"):
         assert line in text
-    assert ModelCard(text).data.model_name == "me/mine"
+    assert ModelCard(text).data.license == "mit"
     for example in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
         compile(example, "card", "exec")
         assert ("snapshot_download(" in example) == ("import snapshot_download" in example)

@@ -158,8 +158,6 @@ def test_a_length_above_the_positions_is_cut(
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("sentence_bert_config.json", {"max_seq_length": "32"}, "max_seq_length is '32'; it must be a whole number"),
-        ("sentence_bert_config.json", {"max_seq_length": 2}, "max_seq_length is 2; it must be a whole number from 3"),
         ("modules.json", [{"path": "", "type": "sentence_transformers.models.CLIPModel"}], "CLIPModel is not supp"),
         (
             "modules.json",
@@ -169,7 +167,6 @@ def test_a_length_above_the_positions_is_cut(
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens is not supported"),
         ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, r"cls \+ mean is not supported"),
         ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
-        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task is 'fill-mask'"),
     ],
 )
 def test_what_towers_cannot_express(saved: Path, file: str, change: Any, message: str) -> None:
@@ -298,8 +295,6 @@ def test_prompts_by_name_and_the_default_one(saved: Path, texts: list[str], tmp_
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
-        ({"prompts": {"a": "x"}, "default_prompt_name": "b"}, {}, "'b' is none of its prompts"),
-        ({"truncate_dim": 0}, {}, "truncate_dim is 0"),
         ({"prompts": {"a": "x"}}, {"query_prompt_name": "b"}, "no prompt is called 'b'; choose one of its own: a"),
         ({"prompts": {"a": "x"}}, {"query_prompt_name": "a", "query_prompt": "y"}, "leave one out"),
     ],

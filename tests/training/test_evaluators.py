@@ -99,7 +99,7 @@ def test_a_beir_folder_and_its_first_queries(model, tmp_path):
     (tmp_path / "qrels" / "dev.tsv").write_text("\n".join(lines))
     evaluator = RetrievalEvaluator(tmp_path, split="dev", max_queries=2, primary="hit@1")
     assert list(evaluator.collections[tmp_path.name].qrels) == ["queries0", "queries1"]
-    assert (evaluator.task, evaluator.data) == ("retrieval", (f"{tmp_path.name} (first 2 queries)", "dev"))
+    assert evaluator.data == (f"{tmp_path.name} (first 2 queries)", "dev")
     assert {"ndcg@10", "hit@1"} < evaluator(model).keys()
 
 

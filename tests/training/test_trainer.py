@@ -132,24 +132,8 @@ def test_the_best_weights_are_kept(tmp_path):
     assert "| score | 0.9000 | 0.5000 |" in card
     assert "InfoNCE, 8 steps with batches of 6." in card
     assert "learning_rate: 0.02" in card
-    assert "model-index" not in card  # nothing is known of what this evaluator measures on
     train(tmp_path / "last", evaluator=FixedEvaluator(), keep_best=False)
     assert not same(weights(tmp_path / "best"), weights(tmp_path / "last"))
-
-
-def test_the_metrics_of_the_kept_weights_stand_in_the_front_matter(tmp_path):
-    from huggingface_hub import ModelCard
-
-    evaluator = FixedEvaluator(0.9, 0.1, 0.5, 0.3)
-    evaluator.task, evaluator.data = "retrieval", ("mine", "dev")
-    train(tmp_path, evaluator=evaluator, evaluate_every=4)
-    (found,) = ModelCard.load(tmp_path / "model" / "README.md").data.eval_results
-    assert (found.dataset_name, found.dataset_split, found.metric_type, found.metric_value) == (
-        "mine",
-        "dev",
-        "score",
-        0.5,
-    )
 
 
 def test_the_log_tells_loss_rate_and_objective_metrics(tmp_path):
