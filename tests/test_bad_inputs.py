@@ -243,8 +243,6 @@ def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
 WAYS: dict[str, Callable[[Path], object]] = {
     "missing": remove,
     "a folder": replaced_by(Path.mkdir),
-    "a pipe": replaced_by(os.mkfifo),
-    "an endless device": replaced_by(lambda path: path.symlink_to("/dev/zero")),
     "empty": lambda path: path.write_bytes(b""),
     "noise": lambda path: path.write_bytes(random.Random(0).randbytes(4096)),
     "Latin-1": lambda path: path.write_bytes("é café ÿ\n".encode("latin-1") * 5),
