@@ -103,12 +103,13 @@ class DualBank(MomentumQueue):
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         # Left anchors have right candidates, and the other way round; both queues hold the same pairs in one order.
-        bank_right, bank_left = (self.queue_of(direction).held(anchors.candidates) for direction in (0, 1))
+        bank_right, bank_right_ids = self.queue_of(0).held(anchors.candidates)
+        bank_left, bank_left_ids = self.queue_of(1).held(anchors.candidates)
         right, left = anchors.candidates  # (P, D) each
         right_ids, left_ids = anchors.candidate_ids  # (P,) each
-        all_left = torch.cat([left, bank_left.embeddings])  # (P + Q, D)
-        all_right = torch.cat([right, bank_right.embeddings])
-        ids = (torch.cat([left_ids, bank_left.ids]), torch.cat([right_ids, bank_right.ids]))
+        all_left = torch.cat([left, bank_left])  # (P + Q, D)
+        all_right = torch.cat([right, bank_right])
+        ids = (torch.cat([left_ids, bank_left_ids]), torch.cat([right_ids, bank_right_ids]))
         scores = all_left @ all_right.T / anchors.temperature  # (P + Q, P + Q)
         shares_item = (ids[0][:, None] == ids[0]) | (ids[1][:, None] == ids[1])
         not_candidate = shares_item.fill_diagonal_(False)

@@ -20,46 +20,27 @@ from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
 
-PADDING = -1
-"""Fills lists of ids, and stands for "no item"."""
-
-BLOCK_ENTRIES = 2**20
-"""Entries of an (X, A, C) matrix that exist at a time; larger ones are computed in blocks of anchors, twice."""
+PADDING = -1  # fills lists of ids, and stands for "no item"
+BLOCK_ENTRIES = 2**20  # of an (X, A, C) matrix that exist at a time; larger ones are computed in blocks, twice
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """This rank's anchors and the candidates of the global batch.
+    """This rank's anchors and the candidates of the global batch."""
 
-    Attributes:
-        directions: (X) 0 for left anchors against right candidates, and for views; 1 for right against left.
-        rows: (X, A) the anchors' rows in per-item tables: left id, or num_left + right id.
-        batch_rows: (A,) the anchors' positions among the G anchors of their direction.
-        sizes: anchors on every rank, per direction.
-        embeddings: (X, A, D) with gradient.
-        partners: (X, A, D) the anchors' own positives, with gradient.
-        candidates: (X, C, D) with gradient: the batch, then mined negatives.
-        candidate_ids: (X, C).
-        positive_column: (X, A) the candidate that is each anchor's own positive.
-        positive_ids: (X, A, K) ascending ids of known positives, each once, padded with -1.
-        temperature: scalar τ.
-        keys: (X, G, D) a momentum encoder's embeddings of the batch's candidates, without gradient; None without one.
-        views: candidates are first all left, then all right views.
-    """
-
-    directions: tuple[int, ...]
-    rows: Tensor
-    batch_rows: Tensor
-    sizes: list[int]
-    embeddings: Tensor
-    partners: Tensor
-    candidates: Tensor
-    candidate_ids: Tensor
-    positive_column: Tensor
-    positive_ids: Tensor
-    temperature: Tensor
-    keys: Tensor | None = None
-    views: bool = False
+    directions: tuple[int, ...]  # (X) 0 for left anchors against right candidates, and for views; 1 for the other way
+    rows: Tensor  # (X, A) the anchors' rows in per-item tables: left id, or num_left + right id
+    batch_rows: Tensor  # (A,) the anchors' positions among the G anchors of their direction
+    sizes: list[int]  # anchors on every rank, per direction
+    embeddings: Tensor  # (X, A, D) with gradient
+    partners: Tensor  # (X, A, D) the anchors' own positives, with gradient
+    candidates: Tensor  # (X, C, D) with gradient: the batch, then mined negatives
+    candidate_ids: Tensor  # (X, C)
+    positive_column: Tensor  # (X, A) the candidate that is each anchor's own positive
+    positive_ids: Tensor  # (X, A, K) ascending ids of known positives, each once, padded with -1
+    temperature: Tensor  # scalar τ
+    keys: Tensor | None = None  # (X, G, D) a momentum encoder's embeddings of the batch's candidates, no gradient
+    views: bool = False  # candidates are first all left, then all right views
 
     @property
     def num_batch(self) -> int:
@@ -133,6 +114,13 @@ class Anchors:
         """The same anchors against other candidates (X, C, D) with ids (X, C), which need not hold the positives."""
         return replace(self, candidates=candidates, candidate_ids=candidate_ids)
 
+    def of_direction(self, x: int) -> Anchors:
+        """One direction alone (X = 1)."""
+        by_direction = {name: getattr(self, name)[x : x + 1] for name in ("directions", *_BY_ANCHOR)}
+        keys = None if self.keys is None else self.keys[x : x + 1]
+        anchors = replace(self, keys=keys, **by_direction)
+        return anchors.with_candidates(self.candidates[x : x + 1], self.candidate_ids[x : x + 1])
+
     def in_blocks(self, function: Callable[..., Any], *rows: Any, width: int | None = None) -> Any:
         """Apply a function to blocks of anchors, recomputed in the backward pass, so that (X, A, C) matrices stay
         small.
@@ -165,8 +153,7 @@ class Anchors:
         return tuple(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))
 
 
-_BY_ANCHOR = ("rows", "embeddings", "partners", "positive_column", "positive_ids")
-"""Attributes of shape (X, A, …)."""
+_BY_ANCHOR = ("rows", "embeddings", "partners", "positive_column", "positive_ids")  # of shape (X, A, …)
 
 
 def _sliced(values: Any, part: slice) -> Any:

@@ -24,11 +24,10 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.batch import EncodedBatch, gather_batch, two_towers, two_views, with_mined
-from dualenc.objectives.checks import check_range, checks_types, fail, names_class
+from dualenc.objectives.checks import check_range, fail, names_class
 from dualenc.objectives.corpus import SampledCorpus
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.items import Encode, OutsideEncoder
-from dualenc.objectives.memory import EmbeddingMemory
 from dualenc.objectives.metrics import Metrics, batch_metrics
 
 MIN_TEMPERATURE = 1e-3
@@ -68,28 +67,21 @@ class Objective(nn.Module):
             sums the negatives only. Only for objectives that estimate Z.
     """
 
-    needs_num_left = False
-    needs_encode = False
-    takes_mined = True
-    """Whether mined negatives are candidates."""
-    estimates_partition = False
-    """Whether every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` applies."""
-    encodes_in_backward = False
-    """Whether `encode` is called again in the backward pass."""
-    needs_teacher = False
-    """Whether `forward` takes a teacher's scores; see `Distilled`."""
-    momentum: float | None = None
-    """μ of the moving average of the towers whose embeddings of the batch `forward` takes; see `MomentumQueue`."""
-    dims: list[int] | None = None
-    """Lengths that are trained besides the whole embeddings; see `Matryoshka`."""
+    needs_num_left = False  # keeps state per item
+    needs_encode = False  # asks for items outside the batch
+    takes_mined = True  # mined negatives are candidates
+    estimates_partition = False  # every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` applies
+    encodes_in_backward = False  # calls `encode` again in the backward pass
+    needs_teacher = False  # `forward` takes a teacher's scores; see `Distilled`
+    momentum: float | None = None  # μ of the moving average of the towers that gives `forward` keys; `MomentumQueue`
+    dims: list[int] | None = None  # lengths that are trained besides the whole embeddings; see `Matryoshka`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
-            cls.__init__ = names_class(checks_types(cls.__init__))  # type: ignore[method-assign]
+            cls.__init__ = names_class(cls.__init__)  # type: ignore[method-assign]
 
     @names_class
-    @checks_types
     def __init__(
         self,
         *,
@@ -123,8 +115,7 @@ class Objective(nn.Module):
         if self.needs_num_left:
             # Holds nothing, but its shape names both sizes: tables hold both sides, and would fit swapped ones.
             self.register_buffer("sizes", torch.zeros(self.num_left or 0, self.num_right or 0, 0))
-        self.updates_state = False
-        """Whether the present call is training, and may write memory: not in eval mode or without gradient."""
+        self.updates_state = False  # whether the present call is training: not in eval mode or without gradient
         self._recorded: dict[str, list[Tensor]] = {}
 
     def plan(self, anchors: Anchors) -> Any:
@@ -184,8 +175,7 @@ class Objective(nn.Module):
             right_positives: (b, K) left ids known to be relevant to each right item, padded with -1.
             negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors; not
                 with views.
-            weights: (b,) factors of the losses of each pair, 0 or more; with a mean other than 1 the learning rate
-                changes with them.
+            weights: (b,) factors of the losses of each pair, 0 or more.
             keys_left, keys_right: (b, D) unit-norm embeddings of the same pairs by the momentum encoder, without
                 gradient; of objectives with `momentum`.
         """
@@ -195,26 +185,16 @@ class Objective(nn.Module):
             fail("keys_left", "and keys_right are missing; pass the momentum encoder's embeddings, as Trainer does")
         if self.momentum is None and (keys_left is not None or keys_right is not None):
             fail("keys_left", "and keys_right are of a momentum encoder; leave them out, or take MomentumQueue")
-        ids = {
-            "left_id": left_id,
-            "right_id": left_id if right_id is None else right_id,
-            "left_positives": left_positives,
-            "right_positives": right_positives,
-            "negative_id": negative_id,
-        }
-        embeddings = {
-            "left": left,
-            "right": right,
-            "negatives": negatives,
-            "keys_left": keys_left,
-            "keys_right": keys_right,
-        }
+        ids = {"left_id": left_id, "right_id": left_id if right_id is None else right_id, "negative_id": negative_id}
+        ids |= {"left_positives": left_positives, "right_positives": right_positives}
+        embeddings = {"left": left, "right": right, "negatives": negatives}
+        embeddings |= {"keys_left": keys_left, "keys_right": keys_right}
         batch = gather_batch(self, embeddings, ids, weights)
-        encoder = None if encode is None else OutsideEncoder(encode, self.views, batch.left)
+        encoder = None if encode is None else OutsideEncoder(encode, self.views, batch.embeddings)
         self._recorded = {}
         self.updates_state = self.training and torch.is_grad_enabled()
         with torch.autocast(left.device.type, enabled=False), self._draws_counted_in_training():
-            temperature = self.temperature.to(batch.left.dtype)
+            temperature = self.temperature.to(batch.embeddings.dtype)
             directions = self._directions(batch, temperature)
             losses = torch.cat([self.anchor_losses(anchors, encoder).flatten() for anchors in directions])
         if self.positive_in_softmax:
@@ -273,10 +253,11 @@ class Objective(nn.Module):
         if self.num_left is None or self.num_right is None:
             return
         num_pairs = self.corpus.set_counts(left_counts, right_counts, self.log_temperature.device)
-        for memory in self.modules():
-            if isinstance(memory, EmbeddingMemory):
-                # An epoch shows pairs, not items, so that items in many pairs come many times.
-                memory.expect(num_pairs * self.num_views)
+        for module in self.modules():
+            expect = getattr(module, "expect", None)
+            if expect is not None:
+                # Of a memory: an epoch shows pairs, so that items in many pairs come many times.
+                expect(num_pairs * self.num_views)
 
     @property
     def directions(self) -> tuple[int, ...]:
@@ -305,29 +286,13 @@ class Objective(nn.Module):
             values = values.new_zeros(1)
         return {name: values.mean(), f"{name}_spread": values.std(correction=0)}
 
-    @names_class
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Restore from `state_dict()`.
-
-        Raises:
-            DualencError: a table has another size, and nothing is changed; or the state is of another objective.
-        """
-        for prefix, module in self.named_modules():
-            tables = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            shapes = {name: [tuple(table.shape)] for name, table in tables}
-            if hasattr(module, "saved_shapes"):
-                shapes = module.saved_shapes()
-            for name, allowed in shapes.items():
-                key = f"{prefix}.{name}".lstrip(".")
-                shape = tuple(state_dict[key].shape) if key in state_dict else allowed[0]
-                if shape not in allowed:
-                    advice = "load it into an objective with the same num_left, num_right, views and options"
-                    fail(key, f"has shape {shape} in the saved state, {allowed[0]} here; {advice}")
+        """Restore from `state_dict()`; DualencError for a state of other sizes or of another objective."""
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:
-            problem = " ".join(str(error).split())
-            raise DualencError(f"{type(self).__name__}: {problem}; the state is of another objective") from error
+            advice = "the state is of another objective, or of other num_left, num_right, views or options"
+            raise DualencError(f"{type(self).__name__}: {' '.join(str(error).split())}; {advice}") from error
 
     def _apply(self, fn: Any, recurse: bool = True) -> Objective:
         """Move and convert, but never to half precision: temperatures and averages would lose theirs."""
@@ -352,7 +317,7 @@ class Objective(nn.Module):
         batch = batch.detached()
 
         def compute() -> tuple[dict[str, Tensor], Tensor]:
-            with torch.autocast(batch.left.device.type, enabled=False):
+            with torch.autocast(batch.ids.device.type, enabled=False):
                 return batch_metrics(self._directions(batch, temperature), self.corpus.log_num_negatives)
 
         return Metrics(compute)

@@ -24,45 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The pairs of a step, checked, in float32 or float64.
+    """The pairs of a step, checked, in float32 or float64. Pairs of values are those of left and of right items."""
 
-    Attributes:
-        left, right: (b, D) embeddings of this rank's pairs, with gradient.
-        left_id, right_id: (b,).
-        left_positives, right_positives: (b, K) further positives of the opposite side, padded with -1; or None.
-        all_left, all_right: (P, D) of all ranks, with gradient.
-        all_left_id, all_right_id: (P,).
-        negatives, negative_id: (n, D) and (n,) mined right items of all ranks.
-        sizes: pairs on every rank.
-        most_copies: most pairs of the batch that share one item.
-        keys: (P, D) a momentum encoder's embeddings of left and of right items of all ranks; or None.
-    """
-
-    left: Tensor
-    right: Tensor
-    left_id: Tensor
-    right_id: Tensor
-    left_positives: Tensor | None
-    right_positives: Tensor | None
-    all_left: Tensor
-    all_right: Tensor
-    all_left_id: Tensor
-    all_right_id: Tensor
-    negatives: Tensor
-    negative_id: Tensor
-    sizes: list[int]
-    most_copies: int
-    keys: tuple[Tensor, Tensor] | None = None
+    embeddings: Tensor  # (2, b, D) of this rank's pairs, with gradient
+    ids: Tensor  # (2, b)
+    listed: tuple[Tensor | None, Tensor | None]  # (b, K) further positives of the opposite side, padded with -1
+    all_embeddings: Tensor  # (2, P, D) of all ranks, with gradient
+    all_ids: Tensor  # (2, P)
+    negatives: Tensor  # (n, D) mined right items of all ranks
+    negative_id: Tensor  # (n,)
+    sizes: list[int]  # pairs on every rank
+    most_copies: int  # most pairs of the batch that share one item
+    keys: Tensor | None = None  # (2, P, D) a momentum encoder's embeddings of all ranks' pairs
 
     @property
     def batch_rows(self) -> Tensor:
         """(b,) positions of this rank's pairs in the global batch."""
         start = sum(self.sizes[: distributed.rank()])
-        return torch.arange(start, start + len(self.left_id), device=self.left.device)
+        return torch.arange(start, start + self.ids.shape[1], device=self.ids.device)
 
     def detached(self) -> EncodedBatch:
         """Copies without gradient: a loop may change its embeddings in place."""
-        names = ("left", "right", "all_left", "all_right", "negatives")
+        names = ("embeddings", "all_embeddings", "negatives")
         copies = {name: getattr(self, name).detach().clone() for name in names}
         return replace(self, **copies)
 
@@ -89,38 +72,29 @@ def gather_batch(
     check_shapes(vectors, numbers, weights, objective.views)
 
     numbers = {name: values.long() for name, values in numbers.items()}
-    left_id = numbers["left_id"]
-    right_id = numbers["right_id"]
+    own_ids = torch.stack([numbers["left_id"], numbers["right_id"]])
     # Ranks may hold different numbers of pairs and of mined negatives: the last batch rarely divides evenly.
-    own_counts = [len(left_id), len(vectors.get("negatives", ()))]
-    sizes, num_mined = distributed.rank_numbers(own_counts, left_id.device)
-    all_ids = distributed.gather(torch.stack([left_id, right_id], dim=1), sizes).T  # (2, P)
+    own_counts = [own_ids.shape[1], len(vectors.get("negatives", ()))]
+    sizes, num_mined = distributed.rank_numbers(own_counts, own_ids.device)
+    all_ids = distributed.gather(own_ids.T, sizes).T
     num_items = {"left": objective.num_left, "right": objective.num_right}
     most_copies = check_values(vectors, numbers, weights, all_ids, num_items, objective.views)
 
     # Under mixed precision encoders give halves, in which a sum over thousands of candidates loses its digits.
     precision = torch.float64 if vectors["left"].dtype == torch.float64 else torch.float32
     vectors = {name: tensor.to(precision) for name, tensor in vectors.items()}
-    left = vectors["left"]
-    right = vectors["right"]
+    pair = [vectors["left"], vectors["right"]]
     keys = None
     if "keys_left" in vectors:
-        keys_left = distributed.gather(vectors["keys_left"], sizes)
-        keys_right = distributed.gather(vectors["keys_right"], sizes)
-        keys = (keys_left, keys_right)
+        keys = torch.stack([distributed.gather(vectors[name], sizes) for name in ("keys_left", "keys_right")])
     return EncodedBatch(
-        left=left,
-        right=right,
-        left_id=left_id,
-        right_id=right_id,
-        left_positives=numbers.get("left_positives"),
-        right_positives=numbers.get("right_positives"),
-        all_left=distributed.gather_with_grad(left, sizes),
-        all_right=distributed.gather_with_grad(right, sizes),
-        all_left_id=all_ids[0],
-        all_right_id=all_ids[1],
-        negatives=distributed.gather_with_grad(vectors.get("negatives", right[:0]), num_mined),
-        negative_id=distributed.gather(numbers.get("negative_id", right_id[:0]), num_mined),
+        embeddings=torch.stack(pair),
+        ids=own_ids,
+        listed=(numbers.get("left_positives"), numbers.get("right_positives")),
+        all_embeddings=torch.stack([distributed.gather_with_grad(side, sizes) for side in pair]),
+        all_ids=all_ids,
+        negatives=distributed.gather_with_grad(vectors.get("negatives", pair[1][:0]), num_mined),
+        negative_id=distributed.gather(numbers.get("negative_id", own_ids[1, :0]), num_mined),
         sizes=sizes,
         most_copies=most_copies,
         keys=keys,
@@ -133,71 +107,60 @@ def two_towers(batch: EncodedBatch, num_left: int, temperature: Tensor) -> Ancho
     Args:
         num_left: where right items begin in per-item tables.
     """
-    embeddings = torch.stack([batch.left, batch.right])
-    all_ids = torch.stack([batch.all_left_id, batch.all_right_id])
-    own_ids = (batch.left_id, batch.right_id)
-    listed = (batch.left_positives, batch.right_positives)
-    lists = [
-        known_positives(own_ids[x], own_ids[1 - x], all_ids[x], all_ids[1 - x], batch.most_copies, listed[x])
-        for x in (0, 1)
-    ]
+    lists = []
+    for side, other in ((0, 1), (1, 0)):
+        own = (batch.ids[side], batch.ids[other], batch.all_ids[side], batch.all_ids[other])
+        lists.append(known_positives(*own, batch.most_copies, batch.listed[side]))
     # Both directions in one tensor: the shorter lists are padded.
     width = max(positives.shape[1] for positives in lists)
     lists = [pad(positives, (width - positives.shape[1], 0), value=PADDING) for positives in lists]
     return Anchors(
         directions=(0, 1),
-        rows=torch.stack([batch.left_id, num_left + batch.right_id]),
+        rows=torch.stack([batch.ids[0], num_left + batch.ids[1]]),
         batch_rows=batch.batch_rows,
         sizes=batch.sizes,
-        embeddings=embeddings,
-        partners=embeddings.flip(0),
-        candidates=torch.stack([batch.all_right, batch.all_left]),
-        candidate_ids=all_ids.flip(0),
+        embeddings=batch.embeddings,
+        partners=batch.embeddings.flip(0),
+        candidates=batch.all_embeddings.flip(0),
+        candidate_ids=batch.all_ids.flip(0),
         positive_column=batch.batch_rows.expand(2, -1),
         positive_ids=torch.stack(lists),
         temperature=temperature,
-        keys=None if batch.keys is None else torch.stack(batch.keys).flip(0),
+        keys=None if batch.keys is None else batch.keys.flip(0),
     )
 
 
 def with_mined(batch: EncodedBatch, num_left: int, temperature: Tensor) -> list[Anchors]:
     """Left anchors, with mined negatives among their candidates, and right anchors (X = 1 each)."""
     both = two_towers(batch, num_left, temperature)
-    names = ("rows", "embeddings", "partners", "candidates", "candidate_ids", "positive_column", "positive_ids", "keys")
-    left, right = (
-        replace(
-            both,
-            directions=(x,),
-            **{name: getattr(both, name)[x : x + 1] for name in names if getattr(both, name) is not None},
-        )
-        for x in (0, 1)
-    )
+    left = both.of_direction(0)
     candidates = torch.cat([left.candidates, batch.negatives[None]], dim=1)
     candidate_ids = torch.cat([left.candidate_ids, batch.negative_id[None]], dim=1)
-    return [left.with_candidates(candidates, candidate_ids), right]
+    return [left.with_candidates(candidates, candidate_ids), both.of_direction(1)]
 
 
 def two_views(batch: EncodedBatch, temperature: Tensor) -> Anchors:
     """Both views of each image as anchors against the views of the global batch (X = 1, A = 2b, C = 2P)."""
     total = sum(batch.sizes)
     own = batch.batch_rows
-    lists = [ids for ids in (batch.left_positives, batch.right_positives) if ids is not None]
+    image = batch.ids[0]
+    all_images = batch.all_ids[0]
+    lists = [ids for ids in batch.listed if ids is not None]
     listed = torch.cat(lists, dim=1) if lists else None
-    positives = known_positives(batch.left_id, batch.left_id, batch.all_left_id, batch.all_left_id, 1, listed)
-    candidates = torch.cat([batch.all_left, batch.all_right])[None]
+    positives = known_positives(image, image, all_images, all_images, 1, listed)
     return Anchors(
         directions=(0,),
-        rows=torch.cat([batch.left_id, batch.left_id])[None],
+        rows=batch.ids.flatten()[None],
         batch_rows=torch.cat([own, own + total]),
         sizes=[2 * size for size in batch.sizes],
-        embeddings=torch.cat([batch.left, batch.right])[None],
-        partners=torch.cat([batch.right, batch.left])[None],
-        candidates=candidates,
-        candidate_ids=torch.cat([batch.all_left_id, batch.all_left_id])[None],
+        embeddings=batch.embeddings.flatten(0, 1)[None],
+        partners=batch.embeddings.flip(0).flatten(0, 1)[None],
+        candidates=batch.all_embeddings.flatten(0, 1)[None],
+        candidate_ids=batch.all_ids.flatten()[None],
         positive_column=torch.cat([own + total, own])[None],
         positive_ids=torch.cat([positives, positives])[None],
         temperature=temperature,
-        keys=None if batch.keys is None else torch.cat(batch.keys)[None],
+        keys=None if batch.keys is None else batch.keys.flatten(0, 1)[None],
         views=True,
     )
 

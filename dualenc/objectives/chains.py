@@ -29,41 +29,24 @@ NO_STATE = PADDING
 
 
 class ChainState(NamedTuple):
-    """Where the chains of this rank's anchors are.
+    """Where the chains of this rank's anchors are."""
 
-    Attributes:
-        chains: (X, A) rows of the chains.
-        state: (X, A) the key that each chain is on, or starts on; NO_STATE for none.
-        started: (X, A) whether the chain starts in this step.
-        start_scores: (X, A) s/τ of what it starts on, with the remembered embedding.
-        log_partition: (X, A) log Z by what is remembered; -inf where nothing is.
-        is_found: (X, A, S) whether an item of the state is among the proposals.
-        column: (X, A, S) where; any number where it is not.
-    """
-
-    chains: Tensor
-    state: Tensor
-    started: Tensor
-    start_scores: Tensor
-    log_partition: Tensor
-    is_found: Tensor
-    column: Tensor
+    chains: Tensor  # (X, A) rows of the chains
+    state: Tensor  # (X, A) the key that each chain is on, or starts on; NO_STATE for none
+    started: Tensor  # (X, A) whether the chain starts in this step
+    start_scores: Tensor  # (X, A) s/τ of what it starts on, with the remembered embedding
+    log_partition: Tensor  # (X, A) log Z by what is remembered; -inf where nothing is
+    is_found: Tensor  # (X, A, S) whether an item of the state is among the proposals
+    column: Tensor  # (X, A, S) where; any number where it is not
 
 
 class ChainPlan(NamedTuple):
-    """A step of chains before anything is encoded.
+    """A step of chains before anything is encoded."""
 
-    Attributes:
-        chain: see `ChainState`.
-        keys: (X, C) the proposals.
-        outside: (X, r + A·S) this rank's share of the R draws, then states outside the batch; -1 for none.
-        num_drawn: how many of the draws each rank encodes; empty where the batch makes the proposals.
-    """
-
-    chain: ChainState
-    keys: Tensor
-    outside: Tensor
-    num_drawn: list[int]
+    chain: ChainState  # see `ChainState`
+    keys: Tensor  # (X, C) the proposals
+    outside: Tensor  # (X, r + A·S) this rank's share of the R draws, then states outside the batch; -1 for none
+    num_drawn: list[int]  # how many of the draws each rank encodes; empty where the batch makes the proposals
 
 
 class ChainObjective(Objective):
@@ -103,7 +86,7 @@ class ChainObjective(Objective):
     ) -> None:
         super().__init__(**common)
         if proposals != "batch":
-            check_range("proposals", int(proposals), "[1, inf)")
+            check_range("proposals", proposals, "[1, inf)")  # type: ignore[arg-type]
         check_range("recent", recent, "[0, inf)")
         self.proposals = proposals
         # Draws from the corpus weigh every item once.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.objectives.checks import check_range, check_tensors, fail, names_class, read_extremes
+from dualenc.objectives.checks import check_choice, check_range, check_tensors, fail, names_class, read_extremes
 from dualenc.objectives.items import Encode
 from dualenc.objectives.matryoshka import Wrapper
 
@@ -52,6 +52,7 @@ class Distilled(Wrapper):
     ) -> None:
         if objective.views:
             fail("objective", "has views=True; a teacher scores pairs with mined negatives")
+        check_choice("kind", kind, ("margin_mse", "kl"))
         check_range("weight", weight, "[0, inf)")
         check_range("own_weight", own_weight, "[0, inf)")
         check_range("teacher_temperature", teacher_temperature, "(0, inf)")

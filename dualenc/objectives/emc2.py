@@ -13,19 +13,14 @@ from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.chains import NO_STATE, ChainObjective, ChainPlan, ChainState
-from dualenc.objectives.checks import check_range
+from dualenc.objectives.checks import check_choice, check_range
 
 
 class Walk(NamedTuple):
-    """What chains did in a step.
+    """What chains did in a step."""
 
-    Attributes:
-        weights: (X, A, C + 1) share of the visits of each proposal and, last, of the state that the chain came with.
-        column: (X, A) where the chain is now: a proposal, or C where it never moved.
-    """
-
-    weights: Tensor
-    column: Tensor
+    weights: Tensor  # (X, A, C + 1) share of the visits of each proposal and, last, of the state it came with
+    column: Tensor  # (X, A) where the chain is now: a proposal, or C where it never moved
 
 
 class EmcPlan(NamedTuple):
@@ -48,10 +43,9 @@ class EMC2(ChainObjective):
         min(1, exp((s(x, z') − s(x, z))/τ)).
 
     The weight of an item is the share of the steps after burn-in that the chain spends on it. Source: Yau et al. 2024
-    (EMC²: Efficient MCMC negative sampling for contrastive learning, arXiv:2404.10575), Algorithm 1 and Eq. 11. With
-    proposals drawn from the corpus the stationary law is the softmax over all negatives of its anchor; the items of one
-    batch come without repetition, which leaves a small bias. With views a chain moves between single views. The walk
-    runs on the CPU, which holds the (X, A, C) scores of the step.
+    (arXiv:2404.10575), Algorithm 1 and Eq. 11. With proposals drawn from the corpus the stationary law is the softmax
+    over all negatives; the items of one batch come without repetition, which leaves a small bias. The walk runs on the
+    CPU, which holds the (X, A, C) scores of the step.
 
     Args:
         score: a proposal is compared with the state's similarity as "stored" when it was accepted (m floats, as on the
@@ -65,6 +59,7 @@ class EMC2(ChainObjective):
 
     def __init__(self, *, score: Literal["stored", "fresh"] = "stored", burn_in: float = 0.5, **chains: Any) -> None:
         super().__init__(**chains)
+        check_choice("score", score, ("stored", "fresh"))
         check_range("burn_in", burn_in, "[0, 1)")
         self.score = score
         self.burn_in = burn_in

@@ -16,53 +16,33 @@ from torch.nn.functional import softplus
 from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors, find, is_listed
 from dualenc.objectives.base import Estimate
-from dualenc.objectives.checks import check_range
-from dualenc.objectives.memory import Attention, sample
-from dualenc.objectives.memory_objective import MemoryObjective
+from dualenc.objectives.checks import check_choice, check_range
+from dualenc.objectives.memory import Attention, MemoryObjective, sample
 from dualenc.objectives.tables import first_occurrence
 
-NUM_HARDEST = 8
-"""Hardest items that each anchor keeps, where a step looks at a part of the memory only."""
+NUM_HARDEST = 8  # items that each anchor keeps, where a step looks at a part of the memory only
 
 
 class Pool(NamedTuple):
-    """The part of the memory that a step looks at.
+    """The part of the memory that a step looks at."""
 
-    Attributes:
-        slots: (n,) ascending.
-        log_weights: (n,) log of how many slots each stands for.
-        in_pool: (N,) whether a slot is one of them.
-        log_chance: log π, of the chance of a slot to be in the random part.
-    """
-
-    slots: Tensor
-    log_weights: Tensor
-    in_pool: Tensor
-    log_chance: float
+    slots: Tensor  # (n,) ascending
+    log_weights: Tensor  # (n,) log of how many slots each stands for
+    in_pool: Tensor  # (N,) whether a slot is one of them
+    log_chance: float  # log π, of the chance of a slot to be in the random part
 
 
 class CachePlan(NamedTuple):
-    """The draws to encode, and what all anchors are compared with.
+    """The draws to encode, and what all anchors are compared with."""
 
-    Attributes:
-        outside: (X, r) this rank's share of the draws that are not in the batch; -1 elsewhere.
-        sizes: shares of all ranks.
-        items: (X, C + R) the candidates of the batch, then the draws; -1 for a draw that is listed before.
-        remembered: (X, C + R, D) their remembered embeddings; 0 for none.
-        is_known: (X, C + R) whether there is one.
-        log_weights: (X, C + R) log of how often an item is here over how often that was to be expected; -inf for never.
-        seen_mean: (X, A, D) what each anchor sees of the memory.
-        log_partition: (X, A) log Z by the memory and, while that is incomplete, the batch; -inf without negatives.
-    """
-
-    outside: Tensor
-    sizes: list[int]
-    items: Tensor
-    remembered: Tensor
-    is_known: Tensor
-    log_weights: Tensor
-    seen_mean: Tensor
-    log_partition: Tensor
+    outside: Tensor  # (X, r) this rank's share of the draws that are not in the batch; -1 elsewhere
+    sizes: list[int]  # shares of all ranks
+    items: Tensor  # (X, C + R) the candidates of the batch, then the draws; -1 for a draw that is listed before
+    remembered: Tensor  # (X, C + R, D) their remembered embeddings; 0 for none
+    is_known: Tensor  # (X, C + R) whether there is one
+    log_weights: Tensor  # (X, C + R) log of how often an item is here over its expectation; -inf for never
+    seen_mean: Tensor  # (X, A, D) what each anchor sees of the memory
+    log_partition: Tensor  # (X, A) log Z by the memory and, while that is incomplete, the batch; -inf without negatives
 
 
 class GlobalCache(MemoryObjective):
@@ -101,6 +81,7 @@ class GlobalCache(MemoryObjective):
         super().__init__(**memory)
         check_range("extra_encodes", extra_encodes, "[0, inf)")
         check_range("control", control, "[0, 1]")
+        check_choice("partition", partition, ("sample", "memory"))
         if pool is not None:
             check_range("pool", pool, "[1, inf)")
         self.extra_encodes = extra_encodes
@@ -133,7 +114,9 @@ class GlobalCache(MemoryObjective):
     @torch.no_grad()
     def plan(self, anchors: Anchors) -> CachePlan:
         queries = anchors.embeddings / anchors.temperature  # (X, A, D)
-        num_draws = self._num_draws(anchors)
+        num_draws = 0
+        if self.extra_encodes and anchors.num_batch:
+            num_draws = max(round(self.extra_encodes * anchors.num_batch / 2), 1)  # R
         pools = []
         seen = []
         draws = []
@@ -247,12 +230,6 @@ class GlobalCache(MemoryObjective):
         log_mean = log_seen - number.clamp(min=torch.finfo(number.dtype).tiny).log()
         return log_mean + self.corpus.log_num_negatives(anchors)
 
-    def _num_draws(self, anchors: Anchors) -> int:
-        """R."""
-        if not self.extra_encodes or not anchors.num_batch:
-            return 0
-        return max(round(self.extra_encodes * anchors.num_batch / 2), 1)
-
     def _expected_in_batch(self, anchors: Anchors, direction: int) -> float:
         """How often a pair that is not the anchor's was to be expected in the batch."""
         others_in_batch = max(anchors.num_batch // self.num_views - 1, 0)
@@ -326,16 +303,8 @@ def softmax(logits: Tensor) -> Tensor:
 
 
 def shares_of_memory(logits: Tensor, log_partition: Tensor, seen_mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights by the remembered partition function.
-
-    Args:
-        logits: (X, a, n) s/τ plus the log of how often a candidate is here over how often that was to be expected.
-        log_partition: (X, a) log Z; -inf without negatives.
-        seen_mean: (X, a, D) what each anchor sees of the memory.
-
-    Returns:
-        (X, a, n) shares of Z, which sum to at most 1; (X, a, D) the mean of the memory times what is missing to 1.
-    """
+    """(X, a, n) shares of Z, which sum to at most 1, of weighed logits (X, a, n) by log Z (X, a); (X, a, D) what is
+    missing to 1 times the mean of the memory (X, a, D)."""
     # The softmax over the candidates where their sum is above Z.
     log_sum = torch.maximum(log_partition, logits.logsumexp(dim=-1))[..., None]
     shares = torch.exp(logits - log_sum).nan_to_num(0.0)

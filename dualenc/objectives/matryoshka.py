@@ -104,13 +104,8 @@ class Matryoshka(Wrapper):
         **batch: Any,
     ) -> ObjectiveOutput:
         """The mean over lengths; arguments as of the wrapped objective."""
-        vectors = {
-            "left": left,
-            "right": right,
-            "negatives": negatives,
-            "keys_left": keys_left,
-            "keys_right": keys_right,
-        }
+        vectors = {"left": left, "right": right, "negatives": negatives}
+        vectors |= {"keys_left": keys_left, "keys_right": keys_right}
         check_tensors(vectors)
         lengths = self.dims or []
         if left.shape[-1] < lengths[-1]:

@@ -1,6 +1,6 @@
-"""EmbeddingMemory: the latest embeddings of a corpus, and what anchors see in them.
+"""The latest embeddings of a corpus, what anchors see in them, and the base of GlobalCache and NegativeCache.
 
-Shapes: A anchors of one direction, K hidden items of each, N items, n of them, D dimension.
+Shapes: X directions, A anchors of one direction, K hidden items of each, N items, n of them, D dimension.
 """
 
 from __future__ import annotations
@@ -13,62 +13,41 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from dualenc import distributed
-from dualenc.objectives.anchors import PADDING
+from dualenc.objectives.anchors import PADDING, Anchors
+from dualenc.objectives.base import Objective
+from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.tables import first_occurrence
 
 MAX_BLOCKS = 2**14
-PART_ENTRIES = 2**22
-"""Entries of an (A, n) matrix that exist at a time."""
+PART_ENTRIES = 2**22  # of an (A, n) matrix that exist at a time
 
 
 class MemoryDraws(NamedTuple):
-    """One item per anchor, drawn from its softmax over the memory.
+    """One item per anchor, drawn from its softmax over the memory."""
 
-    Attributes:
-        keys: (A,) -1 where an anchor sees nothing.
-        scores: (A,) s/τ with the remembered embedding; -inf where an anchor sees nothing.
-        log_sum: (A,) log of the sum of exp(s/τ) over what an anchor sees; -inf for nothing.
-    """
-
-    keys: Tensor
-    scores: Tensor
-    log_sum: Tensor
+    keys: Tensor  # (A,) -1 where an anchor sees nothing
+    scores: Tensor  # (A,) s/τ with the remembered embedding; -inf where an anchor sees nothing
+    log_sum: Tensor  # (A,) log of the sum of exp(s/τ) over what an anchor sees; -inf for nothing
 
 
 class Attention(NamedTuple):
-    """The anchors' softmax over the memory.
+    """The anchors' softmax over the memory."""
 
-    Attributes:
-        items: (n,) by slot.
-        shares: (n,) the mean, over the anchors of all ranks that see anything, of each item's share of their softmax.
-        mean: (A, D) each anchor's mean of what it sees; 0 for nothing.
-        log_sum: (A,) see `MemoryDraws`.
-        hardest: (A, k) the items most similar to each anchor, padded with -1.
-    """
-
-    items: Tensor
-    shares: Tensor
-    mean: Tensor
-    log_sum: Tensor
-    hardest: Tensor
+    items: Tensor  # (n,) by slot
+    shares: Tensor  # (n,) each item's share of their softmax, averaged over the anchors of all ranks that see anything
+    mean: Tensor  # (A, D) each anchor's mean of what it sees; 0 for nothing
+    log_sum: Tensor  # (A,) see `MemoryDraws`
+    hardest: Tensor  # (A, k) the items most similar to each anchor, padded with -1
 
 
 class MemoryPart(NamedTuple):
-    """Rows of the memory, few enough for an (A, n) matrix.
+    """Rows of the memory, few enough for an (A, n) matrix."""
 
-    Attributes:
-        items: (n,).
-        embeddings: (n, D).
-        shares: (A, n) each anchor's softmax over these rows; 0 where it sees nothing.
-        log_sum: (A,) of these rows, see `MemoryDraws`.
-        hardest: (A, k, 2) the items most similar to each anchor, and their s/τ.
-    """
-
-    items: Tensor
-    embeddings: Tensor
-    shares: Tensor
-    log_sum: Tensor
-    hardest: Tensor
+    items: Tensor  # (n,)
+    embeddings: Tensor  # (n, D)
+    shares: Tensor  # (A, n) each anchor's softmax over these rows; 0 where it sees nothing
+    log_sum: Tensor  # (A,) of these rows, see `MemoryDraws`
+    hardest: Tensor  # (A, k, 2) the items most similar to each anchor, and their s/τ
 
 
 class EmbeddingMemory(nn.Module):
@@ -314,10 +293,6 @@ class EmbeddingMemory(nn.Module):
         """(…) whether items (…) have an embedding."""
         return self._items_at(items % self.num_slots) == items
 
-    def saved_shapes(self) -> dict[str, list[tuple[int, ...]]]:
-        """The shapes that a saved table may have: it has no rows until something is written."""
-        return {"keys": [(self.num_blocks * self.block_size,), (0,)]}
-
     def get_extra_state(self) -> Tensor:
         """Rows seen and refreshes made, for the state dict."""
         return torch.tensor([self.num_seen, self.num_refreshes])
@@ -334,16 +309,66 @@ class EmbeddingMemory(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+class MemoryObjective(Objective):
+    """Base of the objectives that remember the latest embedding of every item, from which the value of the loss is
+    taken; `reports_loss` is False until every pair was seen once.
+
+    Args:
+        **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
+    """
+
+    needs_num_left = True
+    needs_encode = True
+    estimates_partition = True
+
+    def __init__(self, **common: Any) -> None:
+        super().__init__(**common)
+        # By direction: left anchors look at right items.
+        self.memories = nn.ModuleList(
+            EmbeddingMemory(self.corpus.num_items(direction)) for direction in self.directions
+        )
+        self.draws = SharedRandom(self.seed)
+
+    @property
+    def reports_loss(self) -> bool:
+        return all(self.memory_of(direction).holds_corpus for direction in self.directions)
+
+    def memory_of(self, direction: int) -> EmbeddingMemory:
+        """The memory of a direction's candidates."""
+        memory = self.memories[direction]
+        assert isinstance(memory, EmbeddingMemory)
+        return memory
+
+    def remember(self, anchors: Anchors, items: Tensor, embeddings: Tensor) -> None:
+        """Write items (X, n) and their embeddings (X, n, D), the batch's first; -1 for none."""
+        is_item = items != PADDING
+        for x, direction in enumerate(anchors.directions):
+            memory = self.memory_of(direction)
+            memory.write(items[x][is_item[x]], embeddings[x][is_item[x]])
+            # The rest does not count: batches alone pass through the corpus.
+            memory.count(anchors.num_batch)
+
+    def num_remembered(self, anchors: Anchors) -> Tensor:
+        """(X, A) how many negatives of each anchor are remembered."""
+        numbers = [
+            self.memory_of(direction).num_negatives(anchors.hidden_items[x], self.corpus.item_counts(direction))
+            for x, direction in enumerate(anchors.directions)
+        ]
+        return torch.stack(numbers).to(anchors.embeddings)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The logs of the mean of exp(s/τ) over the corpus, and what share of all items is remembered."""
+        memories = [self.memory_of(direction) for direction in self.directions]
+        remembered = torch.stack([memory.num_remembered() for memory in memories]).sum()
+        total = sum(memory.num_items for memory in memories)
+        return self.spread("log_mean_exp") | {"remembered": remembered / total}
+
+
 def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
     """(num_draws,) ascending items, the same on all ranks; item z is drawn num_draws·share_z times, rounded up or down.
 
-    One number places all draws at equal distances along the cumulative shares (systematic sampling), which of all ways
-    to draw with these expectations has little variance.
-
-    Args:
-        attention: of this rank.
-        num_draws: how many; all are -1 where all shares are 0.
-        uniform: (1,) a draw in [0, 1), the same on every rank.
+    One number, uniform (1,) in [0, 1), places all draws at equal distances along the cumulative shares (systematic
+    sampling); all are -1 where all shares are 0.
     """
     if not len(attention.items):
         return attention.items.new_full((num_draws,), PADDING)
@@ -356,11 +381,8 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """(…) a column drawn from each row of weights (…, C) ≥ 0, which need not sum to 1; the last for rows of zeros.
-
-    Args:
-        uniform: (…) draws in [0, 1), in double precision: no product with the sum reaches a column of weight 0.
-    """
+    """(…) a column drawn from each row of weights (…, C) ≥ 0, which need not sum to 1; the last for rows of zeros. By
+    draws (…) in [0, 1), in double precision: no product with the sum reaches a column of weight 0."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     target = uniform[..., None] * cumulative[..., -1:]
     column = torch.searchsorted(cumulative, target, right=True)[..., 0]

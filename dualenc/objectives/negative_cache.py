@@ -16,27 +16,19 @@ from dualenc.objectives.anchors import PADDING, Anchors, find
 from dualenc.objectives.base import Estimate
 from dualenc.objectives.checks import check_range
 from dualenc.objectives.items import OutsideEncoder
-from dualenc.objectives.memory_objective import MemoryObjective
+from dualenc.objectives.memory import MemoryObjective
 
-REFRESH_CHUNK = 256
-"""Items of a refresh that are encoded at a time."""
+REFRESH_CHUNK = 256  # items of a refresh that are encoded at a time
 
 
 class DrawPlan(NamedTuple):
-    """The drawn negatives.
+    """The drawn negatives."""
 
-    Attributes:
-        outside: (X, A) those that are not in the batch; -1 elsewhere.
-        drawn: (X, A) all of them; -1 for an anchor without any.
-        is_found, column: (X, A) whether and where they are in the batch.
-        log_partition: (X, A) log Z.
-    """
-
-    outside: Tensor
-    drawn: Tensor
-    is_found: Tensor
-    column: Tensor
-    log_partition: Tensor
+    outside: Tensor  # (X, A) those that are not in the batch; -1 elsewhere
+    drawn: Tensor  # (X, A) all of them; -1 for an anchor without any
+    is_found: Tensor  # (X, A) whether and where they are in the batch
+    column: Tensor  # (X, A) whether and where they are in the batch
+    log_partition: Tensor  # (X, A) log Z
 
 
 class NegativeCache(MemoryObjective):

@@ -5,7 +5,7 @@ Shapes: X directions, A anchors of this rank, G anchors of all ranks, C candidat
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +68,8 @@ class MomentumQueue(Objective):
             return anchors.with_candidates(torch.cat([keys, mined], dim=1), anchors.candidate_ids)
         # Concatenation copies: the queues change before the backward pass.
         held = [self.queue_of(direction).held(anchors.candidates) for direction in anchors.directions]
-        queued = torch.stack([one.embeddings for one in held])  # (X, Q, D)
-        queued_ids = torch.stack([one.ids for one in held])  # (X, Q)
+        queued = torch.stack([embeddings for embeddings, _ in held])  # (X, Q, D)
+        queued_ids = torch.stack([ids for _, ids in held])  # (X, Q)
         mined_ids = anchors.candidate_ids[:, anchors.num_batch :]
         return anchors.with_candidates(torch.cat([mined, queued], dim=1), torch.cat([mined_ids, queued_ids], dim=1))
 
@@ -78,18 +78,6 @@ def _info_nce(block: Anchors, positive: Tensor) -> Tensor:
     """(X, a) −log of the positive's share, whose score is s⁺/τ (X, a), beside the block's negatives."""
     logits = torch.cat([positive[..., None], block.logits], dim=-1)  # (X, a, 1 + C)
     return logits.logsumexp(dim=-1) - positive
-
-
-class Held(NamedTuple):
-    """What a queue holds, in no particular order.
-
-    Attributes:
-        embeddings: (Q, D).
-        ids: (Q,) of their items.
-    """
-
-    embeddings: Tensor
-    ids: Tensor
 
 
 class EmbeddingQueue(nn.Module):
@@ -115,12 +103,12 @@ class EmbeddingQueue(nn.Module):
         """Whether as many embeddings were written as it can hold."""
         return self.num_written >= self.size
 
-    def held(self, like: Tensor) -> Held:
-        """What it holds, without gradient, in the precision and, while it is empty, of the dimension of `like`."""
+    def held(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(Q, D) embeddings in no particular order, without gradient, in the precision of `like`; (Q,) their ids."""
         if not self.num_written:
-            return Held(like.new_zeros(0, like.shape[-1]), self.ids[:0])
+            return like.new_zeros(0, like.shape[-1]), self.ids[:0]
         count = min(self.num_written, self.size)
-        return Held(self.embeddings[:count].to(like), self.ids[:count])
+        return self.embeddings[:count].to(like), self.ids[:count]
 
     @torch.no_grad()
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
@@ -132,10 +120,6 @@ class EmbeddingQueue(nn.Module):
         self.ids[rows] = ids[-self.size :]
         self.embeddings[rows] = embeddings[-self.size :].to(self.embeddings)
         self.num_written += len(ids)
-
-    def saved_shapes(self) -> dict[str, list[tuple[int, ...]]]:
-        """The shapes that a saved table may have."""
-        return {"ids": [(self.size,)]}
 
     def get_extra_state(self) -> Tensor:
         """How many embeddings were ever written, for the state dict."""

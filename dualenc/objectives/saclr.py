@@ -13,12 +13,11 @@ from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors, log_count
 from dualenc.objectives.base import Objective, temperature_term
-from dualenc.objectives.checks import check_range
+from dualenc.objectives.checks import check_choice, check_range
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.tables import log_average, write_log_means
 
-LOG_NOTHING = -1e4
-"""Log of a kernel that counts nothing; finite, as a row of -inf has a NaN gradient."""
+LOG_NOTHING = -1e4  # log of a kernel that counts nothing; finite, as a row of -inf has a NaN gradient
 
 
 class SACLR(Objective):
@@ -64,6 +63,10 @@ class SACLR(Objective):
         **common: Any,
     ) -> None:
         super().__init__(**common)
+        check_choice("form", form, ("row", "matrix"))
+        check_choice("negatives", negatives, (1, "all"))
+        check_choice("kernel", kernel, ("gaussian", "cauchy"))
+        check_choice("variant", variant, ("equations", "authors"))
         check_range("alpha", alpha, "[0, 1]")
         check_range("rho", rho, "[0, 1)")
         self.form = form

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors, log_count, log_mean
 from dualenc.objectives.base import Estimate, Objective, temperature_term
-from dualenc.objectives.checks import check_range, fail
+from dualenc.objectives.checks import check_choice, check_range, fail
 from dualenc.objectives.tables import (
     first_occurrence,
     log_average,
@@ -45,6 +45,7 @@ class SogCLR(Objective):
     ) -> None:
         super().__init__(**common)
         check_range("gamma", gamma, "(0, 1]")
+        check_choice("gamma_schedule", gamma_schedule, ("constant", "cosine"))
         self.gamma = gamma
         self.gamma_schedule = gamma_schedule
         self.scheduled_gamma = gamma if gamma_schedule == "constant" else 1.0
