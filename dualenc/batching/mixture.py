@@ -104,20 +104,17 @@ class MixtureBatches(BatchSelector):
 
 
 def deal(counts: np.ndarray, num_batches: int, batch_size: int, draw: np.random.Generator) -> np.ndarray:
-    """Random batches of pairs that occur several times, but never twice in a batch.
+    """(num_batches, B) random batches of pairs that occur several times, but never twice in a batch.
 
     Like cards: the pairs are put in random order, copies of one next to each other, and dealt out in rounds in which
     each batch gets one, in random order. So copies in a round go to different batches; those of the one pair that
     spans the end of a round are separated afterwards. With one copy each it is a uniform partition.
 
     Args:
-        counts: (N,) copies of each pair, at most `num_batches`, together at least num_batches·B.
-        num_batches: number of batches; pairs left over are left out.
+        counts: (N,) copies of each pair, at most `num_batches`, together at least num_batches·B; the rest is left out.
+        num_batches: number of batches.
         batch_size: B.
         draw: random generator.
-
-    Returns:
-        (num_batches, B) int64 pair indices.
     """
     order = draw.permutation(len(counts))
     cards = np.repeat(order, counts[order])[: num_batches * batch_size]

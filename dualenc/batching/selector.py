@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from dualenc.errors import DualencError, nearest
+from dualenc.errors import DualencError
 
 MAX_COMBINATIONS = 1_000_000
 logger = logging.getLogger(__name__)
@@ -118,16 +118,10 @@ def check_above_zero(**arguments: float) -> None:
             raise DualencError(f"{name} is {value}; choose a number above 0")
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise a `DualencError`, with the nearest valid value, for a string that is not among the choices."""
-    if value not in choices:
-        raise DualencError(f"{name} is {value!r}{nearest(str(value), choices)}; choose one of {', '.join(choices)}")
-
-
 def batch_losses(
     left: np.ndarray, right: np.ndarray, batches: np.ndarray, temperature: float, chunk_bytes: int = 1 << 24
 ) -> np.ndarray:
-    """Loss of each batch: the `InfoNCE` objective of its pairs; `.mean()` is that of the epoch.
+    """Loss of each batch, (num_batches,) float64 in nats: the `InfoNCE` objective of its pairs.
 
     The mean of both directions, so half of Eq. 2 in Cho et al. 2023, arXiv:2307.05906. In numpy, since batching imports
     no objective.
@@ -137,9 +131,6 @@ def batch_losses(
         batches: (num_batches, B) pair indices.
         temperature: τ > 0.
         chunk_bytes: approximate memory of the blocks of batches.
-
-    Returns:
-        (num_batches,) float64, in nats.
     """
     num_batches, batch_size = batches.shape
     per_batch = 4 * batch_size * (2 * left.shape[1] + 4 * batch_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from scipy.linalg import eigh
@@ -13,7 +13,7 @@ from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from scipy.spatial.distance import cdist
 
-from dualenc.batching.selector import BatchSelector, check_above_zero, check_at_least, check_choice
+from dualenc.batching.selector import BatchSelector, check_above_zero, check_at_least
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class SpectralBatches(BatchSelector):
         share: float = 1.0,
     ) -> None:
         super().__init__(num_pairs, batch_size, seed)
-        check_choice("method", method, ("bisection", "spectral", "bandwidth"))
+        if method not in get_args(Method):
+            raise DualencError(f"method is {method!r}; choose one of {', '.join(get_args(Method))}")
         check_above_zero(temperature=temperature)
         check_at_least(1, k=k)
         if not 0 <= share <= 1:
@@ -123,13 +124,7 @@ def bisection_batches(points: np.ndarray, batch_size: int, draw: np.random.Gener
     affinity: s(x_i, y_j) + s(x_j, y_i) grows with (x_i + y_i)·(x_j + y_j). Level by level: all nodes of a level hold
     m or m + 1 batches, and nodes of one size are split together.
 
-    Args:
-        points: (N, D) float32 pair embeddings, B divides N.
-        batch_size: B.
-        draw: of the starting directions.
-
-    Returns:
-        (N/B, B) rows of `points`; neighbouring batches are similar.
+    Returns (N/B, B) rows of `points` (N, D), float32; neighbouring batches are similar.
     """
     # The nodes are runs of `order`; `sizes` counts the batches in each.
     order = np.arange(len(points))
@@ -154,19 +149,13 @@ def bisection_batches(points: np.ndarray, batch_size: int, draw: np.random.Gener
 
 
 def split_nodes(nodes: np.ndarray, half: int, draw: np.random.Generator) -> np.ndarray:
-    """Split each node so that little affinity is cut.
+    """Split P nodes of S points each, (P, S, D), so that little affinity is cut.
 
     Halves that maximise the affinity within them maximise |Σ σ_i p_i|² over balanced signs σ. Its relaxation is the
     leading direction of the points, found by power iterations; from there the same iteration with balanced signs
     (two-means with equal halves) climbs to a maximum of the split itself.
 
-    Args:
-        nodes: (P, S, D) float32: P nodes of S points each.
-        half: how many points go first.
-        draw: of the starting directions.
-
-    Returns:
-        (P, S): a permutation of each node's points, whose first `half` are on one side.
+    Returns (P, S): a permutation of each node's points, whose first `half` are on one side.
     """
     num_nodes, size, dim = nodes.shape
     direction = draw.standard_normal((num_nodes, dim), dtype=np.float32)
@@ -191,19 +180,11 @@ def _heights(nodes: np.ndarray, direction: np.ndarray) -> np.ndarray:
 
 
 def affinity(left: np.ndarray, right: np.ndarray, batch_size: int, temperature: float) -> np.ndarray:
-    """Weights between pairs whose sum over a batch bounds its contrastive loss from below (Cho et al., Eq. 5).
+    """(n, n) weights between pairs whose sum over a batch bounds its contrastive loss from below (Cho et al., Eq. 5).
 
-    w(k, l) sums log(1 + (B−1)·exp(u_i·(v_j − v_i)/τ)) + log(1 + (B−1)·exp(v_i·(u_j − u_i)/τ)) over (i, j) = (k, l)
-    and (l, k). The sum of a batch's weights over i < j, divided by B(B−1), is at most Eq. 2, twice what
-    `batch_losses` gives.
-
-    Args:
-        left, right: (n, D) unit-norm embeddings u and v.
-        batch_size: B.
-        temperature: τ.
-
-    Returns:
-        (n, n) float64, symmetric, zero diagonal.
+    With embeddings u and v (n, D), w(k, l) sums log(1 + (B−1)·exp(u_i·(v_j − v_i)/τ)) and
+    log(1 + (B−1)·exp(v_i·(u_j − u_i)/τ)) over (i, j) = (k, l) and (l, k). The sum of a batch's weights over i < j,
+    divided by B(B−1), is at most Eq. 2, twice what `batch_losses` gives.
     """
     logits = np.matmul(left, right.T, dtype=np.float64) / temperature
     positives = np.diag(logits)[:, None].copy()
@@ -240,13 +221,7 @@ def spectral_rows(weights: np.ndarray, num_clusters: int) -> np.ndarray:
 def equal_clusters(rows: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
     """Lines 6 to 10: k-means, then the cheapest assignment that gives every centre as many rows.
 
-    Args:
-        rows: (n, F), num_clusters divides n.
-        num_clusters: k.
-        seed: of k-means.
-
-    Returns:
-        (k, n/k): indices of the rows in each cluster.
+    Returns (k, n/k) indices of `rows` (n, F).
     """
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
@@ -262,16 +237,9 @@ def equal_clusters(rows: np.ndarray, num_clusters: int, seed: int) -> np.ndarray
 
 
 def spectral_batches(left: np.ndarray, right: np.ndarray, batch_size: int, temperature: float, seed: int) -> np.ndarray:
-    """Partition n pairs, B divides n, into batches of large loss: Algorithm 1 of Cho et al. 2023, in O(n³).
+    """Partition n pairs, (n, D) each side, into batches of large loss: Algorithm 1 of Cho et al. 2023, in O(n³).
 
-    Args:
-        left, right: (n, D) unit-norm embeddings.
-        batch_size: B.
-        temperature: τ.
-        seed: of k-means.
-
-    Returns:
-        (n/B, B) rows of the embeddings.
+    Returns (n/B, B) rows of the embeddings; the seed is that of k-means.
     """
     num_clusters = len(left) // batch_size
     if num_clusters == 1:
@@ -282,17 +250,10 @@ def spectral_batches(left: np.ndarray, right: np.ndarray, batch_size: int, tempe
 
 
 def bandwidth_batches(left: np.ndarray, right: np.ndarray, batch_size: int) -> np.ndarray:
-    """Partition pairs along a reverse Cuthill–McKee order of their nearest-neighbour graph.
+    """Partition pairs, (N, D) float32 each side, along a reverse Cuthill–McKee order of their nearest-neighbour graph.
 
     Source: Sachidananda et al. 2023, Global Selection of Contrastive Batches via Optimization on Sample Permutations,
-    arXiv:2210.12874.
-
-    Args:
-        left, right: (N, D) float32 unit-norm embeddings, B divides N.
-        batch_size: B.
-
-    Returns:
-        (N/B, B) rows of the embeddings.
+    arXiv:2210.12874. Returns (N/B, B) rows of the embeddings.
     """
     if len(left) == batch_size:
         return np.arange(batch_size)[None]

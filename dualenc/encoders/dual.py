@@ -83,11 +83,6 @@ class Tower(nn.Module):
     feature_dim: int
     prepare: Prepare
 
-    @property
-    def packs(self) -> bool:
-        """Whether `pack` removes padding."""
-        return False
-
     def pack(self, inputs: Inputs, one_by_one: bool = False) -> Inputs:
         """B prepared items, on the CPU, without padding where the tower takes them so; not one row per item.
 

@@ -273,11 +273,6 @@ class TextTower(Tower):
         vectors = self.head(pool(hidden, inputs["attention_mask"], self.pooling))
         return unit_norm(vectors[:, : self.dim])
 
-    @property
-    def packs(self) -> bool:
-        """Whether the transformer takes several texts in a row."""
-        return first_position(self.backbone.config) is not None
-
     def pack(self, inputs: Inputs, one_by_one: bool = False) -> Inputs:
         """Several texts in a row, where the transformer takes them so."""
         first = first_position(self.backbone.config)

@@ -46,17 +46,6 @@ def query_scores(metric: str, scores: Mapping[str, float], texts: Mapping[str, s
     return QueryScores(metric, first, shown)
 
 
-def joined(parts: Mapping[str, QueryScores]) -> QueryScores:
-    """Scores on several collections as one, by "COLLECTION/id", an equal share of each."""
-    share = max(1, MAX_QUERIES // len(parts))
-    scores: dict[str, float] = {}
-    texts: dict[str, str] = {}
-    for name, part in parts.items():
-        scores |= {f"{name}/{query}": score for query, score in islice(part.scores.items(), share)}
-        texts |= {f"{name}/{query}": text for query, text in part.texts.items()}
-    return QueryScores(next(iter(parts.values())).metric, scores, texts)
-
-
 def best_and_worst(scores: Mapping[str, float], count: int) -> tuple[list[str], list[str]]:
     """Ids of the `count` queries of highest and of lowest score, no query twice; equals in their given order."""
     count = min(count, (len(scores) + 1) // 2)

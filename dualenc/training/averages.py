@@ -14,12 +14,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class AveragedWeights:
     """An exponential moving average of all weights and running statistics of a model; integers are copied.
 
-    θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Tarvainen and Valpola 2017, arXiv:1703.01780).
-
-    Args:
-        model: the average starts as a copy of its weights.
-        decay: δ after many steps, in [0, 1).
-        warm_up: δ = min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten.
+    θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Tarvainen and Valpola 2017, arXiv:1703.01780), where δ is `decay`, or with
+    `warm_up` min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten.
     """
 
     def __init__(self, model: nn.Module, decay: float, warm_up: bool = True) -> None:

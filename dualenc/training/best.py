@@ -23,15 +23,8 @@ _STATE = ("before", "best", "last", "best_step", "evaluations_without_improvemen
 class BestModel:
     """Evaluates, remembers, is patient, and saves the best weights so far, or the last ones.
 
-    Args:
-        model: the model in training.
-        objective: its temperature goes into model formats that have a place for it.
-        evaluator: None when there is nothing to measure by; then the last weights are saved.
-        folder: the model folder.
-        keep_best: save the weights with the best primary metric; otherwise the last.
-        patience: evaluations in a row without a better one after which `out_of_patience` is true; None: never.
-        card: makes the model card's part on the training: `card(before, metrics, step)`.
-        progress: show bars while the evaluator embeds.
+    `card(before, metrics, step)` makes the model card's part on the training. Without an evaluator the last weights are
+    saved.
 
     Attributes:
         before: metrics of the untrained model.
@@ -92,15 +85,7 @@ class BestModel:
         return self.last
 
     def finish(self, step: int, info: Callable[[str], None]) -> Metrics:
-        """Save the last weights, unless the folder holds better ones; all ranks call it together.
-
-        Args:
-            step: the last one, of the model's weights.
-            info: prints a line for the user.
-
-        Returns:
-            The metrics of the saved model.
-        """
+        """Save the last weights, unless the folder holds better ones; returns the metrics of the saved model."""
         if self.best:
             # The folder appears whole, with its card.
             if distributed.broadcast_object((self.folder / "README.md").exists()):

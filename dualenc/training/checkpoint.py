@@ -52,15 +52,10 @@ CHECKPOINT_FILES = ("state.pt", "ranks.pt")
 def fingerprint(
     settings: Mapping[str, Any], model: nn.Module, objective: nn.Module, pairs: PairDataset, batching: object
 ) -> dict[str, Any]:
-    """A flat dict of plain values that describes a run, for `Checkpoints`.
+    """A flat dict of plain values that describes a run, for `Checkpoints`: what its result depends on.
 
-    Args:
-        settings: nested settings that the result depends on.
-        model: described by its class and the names and shapes of its weights.
-        objective: likewise, and by its settings, where those of a recipe do not say it.
-        pairs: described by class, sizes, ids and contents (`PairDataset.identities`), so that changed data of equal
-            size is noticed.
-        batching: described by its class.
+    Model and objective by their classes and the names and shapes of their weights, the objective by its settings too;
+    the data by class, sizes and contents, so that changed data of equal size is noticed.
     """
     # Through JSON, as meta.json gives it back: tuples become lists, paths texts.
     described = flatten(json.loads(json.dumps(settings, default=str)))
@@ -98,14 +93,9 @@ def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool)
     The folder is made if it is missing. A folder in which nothing was written is as before at the end: a mistake that
     comes to light before the first step leaves no trace.
 
-    Args:
-        output: the folder.
-        resume: a run in the folder will be resumed.
-        overwrite: a run in the folder may be replaced, see `clear`.
-
     Raises:
-        DualencError: as `check_run_folder`; another run is using the folder; it holds a finished or broken one and
-            neither is wanted; or the folder cannot be made.
+        DualencError: as `check_run_folder`; another run is using the folder; it holds a run that is neither to be
+            resumed nor to be replaced (`clear`); or the folder cannot be made.
     """
     folder = Path(output)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -156,11 +146,7 @@ def mark_run(folder: Path) -> None:
 
 
 def check_run_folder(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> None:
-    """Refuse to write into a folder that holds anything but a run; arguments as of `locked_run`.
-
-    Raises:
-        DualencError: the folder, or a file or folder in it that would be replaced, is of another origin.
-    """
+    """Refuse to write into a folder that holds anything but a run, or over files that are not of a run."""
     check_folder_target(output, _may_be_used, "run of dualenc")
     replaced = RUN_FILES if overwrite and not resume else ("model",)
     for name in (LOCK, *replaced):
@@ -214,12 +200,9 @@ def clear(output: str | os.PathLike[str]) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run, of which the latest `keep` stay.
 
-    Args:
-        folder: of the checkpoints; made when the first one is written.
-        keep: how many of the latest stay.
-        fingerprint: flat dict of what must be the same for a resumed run to be the same run.
+    `fingerprint` is a flat dict of what must be the same for a resumed run to be the same run.
     """
 
     def __init__(self, folder: Path, keep: int = 2, fingerprint: dict[str, Any] | None = None) -> None:
@@ -228,12 +211,7 @@ class Checkpoints:
         self.fingerprint = fingerprint or {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint; every rank calls it, the main process writes.
-
-        Args:
-            step: number of optimizer steps done.
-            state: tensors and plain values, equal on all ranks.
-        """
+        """Write the state after `step` optimizer steps, equal on all ranks, which call it together."""
         # Dropout draws from each rank's own generators.
         ranks = distributed.gather_objects(random_state())
         if distributed.is_main():
@@ -273,9 +251,6 @@ class Checkpoints:
         """The state of the latest complete checkpoint, or None; sets this rank's random generators.
 
         A rank that the checkpoint does not know (more processes than before) is seeded anew from (seed, rank).
-
-        Raises:
-            DualencError: the checkpoint belongs to another recipe or is damaged.
         """
         if distributed.is_main():
             recover_inside(self.folder)

@@ -28,15 +28,8 @@ def start_accelerator(
 ) -> Accelerator:
     """The accelerator of one training run; several runs may follow one another in a process.
 
-    Args:
-        mixed_precision: as of `TrainerSettings`.
-        trackers: names of accelerate's trackers, such as "tensorboard" or "wandb".
-        folder: of the run; trackers that write files write them to `trackers` in it.
-        timeout_minutes: how long one process waits for another; counts where the processes meet for the first time.
-
-    Raises:
-        DualencError: the device has no such precision, a tracker's package is not installed, or not all processes
-            have joined.
+    Trackers that write files write them to `trackers` in the folder of the run. The time limit counts where the
+    processes meet for the first time.
     """
     if mixed_precision == "auto":
         mixed_precision = "bf16" if has_fast_bf16() else "no"

@@ -18,10 +18,6 @@ from dualenc.types import Inputs, Side
 
 Autocast = Callable[[], AbstractContextManager[None]]
 
-COST_OF_A_FORWARD = {"cpu": 96}
-"""The cost of one more forward and backward pass, in tokens of a small transformer; on an accelerator, thousands."""
-MAX_LENGTH_GROUPS = 4
-
 
 class PlainEncoding:
     """The forward passes of a batch with their graphs, and the backward pass: memory grows with the batch.
@@ -71,14 +67,8 @@ class PlainEncoding:
                     "batch_size larger or fix the samples that cannot be read"
                 )
             return self._no_rows()
-        tower = self.model.tower(side)
-        with self.statistics.of_batch(tower, out_of_batch):
-            # A tower that packs several texts into a row computes for no padding anyway.
-            groups = [] if tower.packs else length_groups(inputs, COST_OF_A_FORWARD.get(self.device.type, 4096))
-            if len(groups) <= 1:
-                return self._forward(side, inputs)
-            encoded = torch.cat([self._forward(side, take(inputs, rows)) for rows in groups])
-        return encoded[torch.cat(groups).argsort().to(encoded.device)]
+        with self.statistics.of_batch(self.model.tower(side), out_of_batch):
+            return self._forward(side, inputs)
 
     def encode_parts(self, *parts: tuple[Side, Inputs], out_of_batch: bool = False) -> list[Tensor]:
         """Encode several parts of a step, (n, D) each: through shared weights all at once, in fewer passes."""
@@ -112,32 +102,10 @@ class PlainEncoding:
         return weight.new_zeros(0, self.model.dim).requires_grad_(torch.is_grad_enabled())
 
 
-def length_groups(inputs: Inputs, cost_of_a_forward: int) -> list[Tensor]:
-    """Row numbers of texts (n, T) of similar length, to be encoded together with less padding.
-
-    Args:
-        inputs: n prepared items; texts have an "attention_mask" (n, T), all else is one group.
-        cost_of_a_forward: tokens that a further group must save.
-    """
-    mask = inputs.get("attention_mask")
-    if mask is None:
-        return [torch.arange(num_rows(inputs))]
-    lengths, rows = mask.sum(dim=1).sort(descending=True, stable=True)
-
-    def cost(count: int) -> int:
-        return sum(int(part[0]) * len(part) + cost_of_a_forward for part in lengths.chunk(count))
-
-    count = min(range(1, MAX_LENGTH_GROUPS + 1), key=cost)
-    return list(rows.chunk(count)) if count > 1 else [torch.arange(len(rows))]
-
-
 class EncodeCall(NamedTuple):
     """A call of `CachedEncoding.encode`, to be repeated with its graph.
 
     Attributes:
-        side: of the tower.
-        inputs: n prepared items.
-        out_of_batch: as in `encode`.
         chunks: rows of each chunk.
         random_states: of the CPU and the GPU before each chunk.
         leaves: (n, D) embeddings, which get the gradient of the loss.
@@ -152,12 +120,9 @@ class EncodeCall(NamedTuple):
 
 
 class CachedEncoding(PlainEncoding):
-    """Gradient caching: encodes in chunks, twice, so that memory does not grow with the batch.
+    """Gradient caching: encodes `chunk_size` items at once, twice, so that memory does not grow with the batch.
 
     Other arguments as of `PlainEncoding`.
-
-    Args:
-        chunk_size: items encoded at once.
     """
 
     def __init__(

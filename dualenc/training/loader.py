@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -83,17 +81,7 @@ class Batch(NamedTuple):
 
 
 class BatchLoader:
-    """Loads batches by pair indices; the same ones whatever the number of workers.
-
-    Args:
-        pairs: the training pairs.
-        left_prepare: the left tower's `prepare`.
-        right_prepare: the right tower's `prepare`.
-        seed: of the augmentation.
-        num_workers: processes that decode and prepare; 0 does it in this process.
-        on_error: "skip" leaves bad samples out of their batch and lists them, "raise" stops at the first.
-        pin_memory: page-locked host memory, for faster copies to a GPU.
-    """
+    """Loads batches by pair indices; the same ones whatever the number of workers."""
 
     def __init__(
         self,
@@ -253,36 +241,12 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-@contextmanager
-def explain_killed_worker(num_workers: int) -> Iterator[None]:
-    """Explain in one line that a data worker was killed; PyTorch raises it wherever the program happens to be."""
-    try:
-        yield
-    except RuntimeError as error:
-        killed = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*?)[.\n]", f"{error}\n")
-        if killed is None:
-            raise
-        raise DualencError(
-            f"a data worker was killed (process {killed[1]} {killed[2]}), mostly for want of memory; lower "
-            f"trainer.num_workers (now {num_workers}) or give the job more memory, then resume with --resume"
-        ) from error
-
-
 class ItemEncoder:
     """The `encode` of an objective: embeds single items by id, augmented with a seed of (seed, batch, id, view).
 
     BatchNorm normalises them as it did the batch: see `BatchStatistics`. Whether a graph is built follows
     `torch.is_grad_enabled()`. With on_error="skip" an item that cannot be read gets a zero vector, similar to nothing.
-
-    Args:
-        model: the two towers, which also prepare items.
-        pairs: where the items are.
-        encoding: the forward passes of the batch.
-        seed: of the augmentation.
-        on_error: "skip" or "raise", for items that cannot be read.
-
-    Attributes:
-        num_encoded: how many items were encoded so far.
+    `num_encoded` counts the items.
     """
 
     def __init__(

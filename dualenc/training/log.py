@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,10 @@ from dualenc.training.evaluators import Evaluator
 
 
 class Meter:
-    """Sums scalars on a device, so that no step waits; `average` brings their means over steps and ranks to the CPU.
+    """Sums scalars on a device, so that no step waits; `average` brings their means over steps and ranks to the CPU."""
 
-    Args:
-        device: where the sums are.
-        by_source: names of what is averaged over the pairs of each source (`add_pairs`), such as "loss/papers".
-    """
-
-    def __init__(self, device: torch.device, by_source: Sequence[str] = ()) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.by_source = list(by_source)
-        self.source_sums = torch.zeros(len(self.by_source), dtype=torch.float64, device=device)
-        self.source_counts = torch.zeros(len(self.by_source), dtype=torch.float64)
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self.first_bad_step = torch.zeros((), dtype=torch.float64, device=device)
@@ -54,12 +46,6 @@ class Meter:
             self.sums[name] = self.sums.get(name, 0.0) + scalar
             self.counts[name] = self.counts.get(name, 0) + 1
 
-    def add_pairs(self, numbers: Tensor, per_anchor: Tensor) -> None:
-        """Add values of pairs as left and right anchors, (2b,), to the names with these numbers, (b,) on the CPU."""
-        per_pair = per_anchor.double().view(2, len(numbers)).mean(dim=0)
-        self.source_sums.index_add_(0, numbers.to(per_pair.device, non_blocking=True), per_pair)
-        self.source_counts += torch.bincount(numbers, minlength=len(self.by_source))
-
     def bad_step(self, all_ranks: bool = True) -> int | None:
         """The first step whose loss was not finite, or None; on any rank, if all ranks call it together."""
         own = self.first_bad_step[None]
@@ -72,54 +58,31 @@ class Meter:
             return {}
         names = sorted(self.sums)
         # One exchange and one transfer for all values.
-        scalars = torch.stack([self.sums[name] for name in names])
-        everything = torch.cat([scalars, self.source_sums, self.source_counts.to(self.device)])
-        reduced = distributed.all_reduce(everything, "mean")
-        totals, source_sums, source_counts = reduced.split([len(names), len(self.by_source), len(self.by_source)])
-        means = {name: total / self.counts[name] for name, total in zip(names, totals.tolist(), strict=True)}
-        for name, total, count in zip(self.by_source, source_sums.tolist(), source_counts.tolist(), strict=True):
-            if count:
-                means[name] = total / count
+        totals = distributed.all_reduce(torch.stack([self.sums[name] for name in names]), "mean").tolist()
+        means = {name: total / self.counts[name] for name, total in zip(names, totals, strict=True)}
         self.sums = {}
         self.counts = {}
-        self.source_sums.zero_()
-        self.source_counts.zero_()
         return means
 
     def state_dict(self) -> dict[str, Any]:
         """The sums over all ranks, so that a resumed run logs the same means; all ranks call it together."""
-        names = sorted(self.sums)
         # Means over ranks, so that any number of processes can load them.
-        sums = {name: float(distributed.all_reduce(self.sums[name], "mean")) for name in names}
-        state = {"sums": sums, "counts": dict(self.counts)}
-        if self.by_source:
-            both = torch.stack([self.source_sums, self.source_counts.to(self.device)])
-            state["by_source"] = distributed.all_reduce(both, "mean").cpu()
-        return state
+        sums = {name: float(distributed.all_reduce(self.sums[name], "mean")) for name in sorted(self.sums)}
+        return {"sums": sums, "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""
         self.counts = dict(state["counts"])
-        self.sums = {
-            name: torch.tensor(value, dtype=torch.float64, device=self.device) for name, value in state["sums"].items()
-        }
-        if self.by_source:
-            sums, counts = state["by_source"]
-            self.source_sums = sums.to(self.device, copy=True)
-            self.source_counts = counts.clone()
+        self.sums = {}
+        for name, value in state["sums"].items():
+            self.sums[name] = torch.tensor(value, dtype=torch.float64, device=self.device)
 
 
 class RunLog:
-    """Logs on the main process; on others every method does nothing.
+    """Logs to metrics.jsonl, trackers and a progress bar on the main process; on others every method does nothing.
 
+    A line has "step" and the values logged at it; scores of single queries go to evaluations.jsonl in the same folder.
     Nothing reaches the disk or a tracker before `open`: a run that fails in its first step leaves no trace.
-
-    Args:
-        path: of the metrics.jsonl: one object per line with "step" and the values logged at it. Scores of single
-            queries go to evaluations.jsonl in the same folder.
-        accelerator: its trackers get the same values.
-        total_steps: length of the progress bar.
-        progress: show the progress bar.
     """
 
     def __init__(self, path: Path, accelerator: Accelerator, total_steps: int, progress: bool = True) -> None:
@@ -187,10 +150,9 @@ class RunLog:
         self._show(values)
 
     def _show(self, values: Mapping[str, float]) -> None:
-        """Show the loss, by source too, learning rate and throughput next to the bar."""
+        """Show loss, learning rate and throughput next to the bar."""
         loss = "loss" if "loss" in values else "batch_estimate"
         short_names = {loss: loss, "learning_rate": "lr", "samples_per_second": "samples/s"}
-        short_names |= {name: name.removeprefix(f"{loss}/") for name in values if name.startswith(f"{loss}/")}
         shown = {short: f"{values[name]:.3g}" for name, short in short_names.items() if name in values}
         if shown:
             self.bar.set_postfix(shown, refresh=False)
@@ -222,20 +184,18 @@ def _append(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl or an evaluations.jsonl; a last line cut short is left out.
-
-    Raises:
-        DualencError: a line that no training has written.
-    """
+    """The lines of a metrics.jsonl or an evaluations.jsonl; a last line cut short is left out."""
     lines: list[dict[str, Any]] = []
     if not path.exists():
         return lines
     for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             line = json.loads(text)
-        except ValueError:
+        except json.JSONDecodeError:
             # A kill cut the last line short.
             break
+        except (UnicodeDecodeError, RecursionError):
+            line = None
         step = line.get("step") if isinstance(line, dict) else None
         if type(step) is not int or not 0 <= step < 2**53:
             raise DualencError(f"{path}: line {number} was not written by a training; restore the file or remove it")
@@ -259,18 +219,7 @@ def training_card(
     metrics: Mapping[str, float],
     step: int,
 ) -> dict[str, Any]:
-    """The model card's part on the training, for `DualEncoder.save`.
-
-    Args:
-        pairs: the training data.
-        objective: the loss.
-        settings: of the trainer.
-        recipe: the resolved recipe; empty for a run from Python.
-        evaluator: any callable may be one.
-        before: the metrics of the untrained model.
-        metrics: those of the model that is saved.
-        step: optimizer steps of that model.
-    """
+    """The model card's part on the training, for `DualEncoder.save`; without a recipe it shows the settings."""
     data = f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
     if isinstance(pairs, Mixture):
         data += f" Sources: {'; '.join(pairs.describe())}."

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.batching.selector import BatchSelector
-from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
-from dualenc.objectives.base import Objective, ObjectiveOutput
+from dualenc.objectives.base import Objective
 from dualenc.recipe_yaml import dump_recipe
 from dualenc.seeds import seed_everything
 from dualenc.training.best import BestModel
@@ -44,17 +43,6 @@ class Loop:
     """Steps through the batches; logs, evaluates and saves on the way; resumes anywhere.
 
     Nothing is written before the first step is done.
-
-    Args:
-        settings: of the trainer.
-        accelerator: devices, mixed precision and trackers.
-        model: placed on its device.
-        pairs: the training pairs.
-        objective: the loss.
-        batching: chooses the batches.
-        evaluator: measures the model, if any.
-        signals: received from a scheduler or the user.
-        recipe: the resolved recipe; empty for a run from Python.
     """
 
     def __init__(
@@ -97,8 +85,7 @@ class Loop:
             progress=settings.progress,
         )
         self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
-        sources = self.pairs.sources if isinstance(self.pairs, Mixture) else {}
-        self.meter = Meter(self.device, [f"{kind}/{name}" for kind in ("loss", "batch_estimate") for name in sources])
+        self.meter = Meter(self.device)
         # Last, as it reads all the data: a mistake in the settings is reported before that.
         described = fingerprint(self._described(), model, objective, self.pairs, batching)
         self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
@@ -163,11 +150,7 @@ class Loop:
         return described
 
     def run(self, resume: bool) -> dict[str, float]:
-        """Train to the last step, from scratch or the latest checkpoint. Returns the metrics of the saved model.
-
-        Raises:
-            Stopped, Interrupted: a signal has asked for it; after a checkpoint of the current step.
-        """
+        """Train to the last step, from scratch or the latest checkpoint. Returns the metrics of the saved model."""
         # Before the checkpoint, which restores the generators that it knows.
         seed_everything(self.settings.seed, distributed.rank())
         state = self.checkpoints.load_latest(self.settings.seed) if resume else None
@@ -317,15 +300,11 @@ class Loop:
             self.bad[index] = reason
 
     def _step(self, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor | float]]:
-        """One optimizer step with the mean gradient of several global batches.
+        """One optimizer step with the mean gradient of several global batches: this rank's loss, and scalars to log.
 
-        Args:
-            batches: this rank's part of each.
-
-        Returns:
-            This rank's loss, and scalars to log: that loss, if the objective knows its value; at steps that are logged
-            the objective's metrics (they cost a look at all similarities); gradient_norm when clipped; and for
-            objectives that ask for items items_encoded, so that its mean over ranks is their sum.
+        These are that loss, if the objective knows its value; at steps that are logged the objective's metrics (they
+        cost a look at all similarities); gradient_norm when clipped; and for objectives that ask for items
+        items_encoded, so that its mean over ranks is their sum.
         """
         step = self.train_step
         encoded_before = step.items.num_encoded
@@ -337,7 +316,6 @@ class Loop:
             is_last = batch is batches[-1]
             output, left, right = step.accumulate(batch, self.batches_done + place, len(batches), is_last)
             self.plan.observe(batch.indices, left, right, self.steps + 1)
-            self._note_sources(batch, output)
             outputs.append(output)
         loss = torch.stack([output.loss.detach() for output in outputs]).mean()
         values: dict[str, Tensor | float] = {}
@@ -355,21 +333,6 @@ class Loop:
         if norm is not None:
             values["gradient_norm"] = norm
         return loss, values
-
-    def _note_sources(self, batch: Batch, output: ObjectiveOutput) -> None:
-        """Add the losses of each source's pairs to the meter, if the data is a mixture.
-
-        Of an objective that does not know its loss they are its estimates over the batch, at steps that are logged.
-        """
-        if not isinstance(self.pairs, Mixture):
-            return
-        numbers = torch.from_numpy(self.pairs.source_of(batch.indices.numpy()))
-        if self.objective.reports_loss:
-            self.meter.add_pairs(numbers, output.per_anchor)
-        elif self._logs_at(self.steps + 1):
-            estimates = getattr(output.metrics, "per_anchor", None)
-            if estimates is not None:
-                self.meter.add_pairs(numbers + len(self.pairs.sources), estimates)
 
     def _after_step(self) -> None:
         """Log, evaluate, save, stop: whatever is due after a step."""

@@ -70,9 +70,6 @@ def build_optimizer(
 
     Parameters with fewer than two dimensions (norms, biases, the temperature) get no weight decay, and under LARS
     (You et al. 2017, arXiv:1708.03888) no layer-wise rate. "sgd" has Nesterov momentum.
-
-    Raises:
-        DualencError: nothing to train, or an optimizer whose package is missing.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_info
 
@@ -184,11 +181,7 @@ def groups_by_depth(
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the weights whose names match `fnmatch` patterns: `left.*`, `*.embeddings.*`, `*.layer.[0-5].*`.
-
-    Raises:
-        DualencError: a pattern matches no weight.
-    """
+    """Freeze the weights whose names match `fnmatch` patterns: `left.*`, `*.embeddings.*`, `*.layer.[0-5].*`."""
     named = dict(model.named_parameters())
     for pattern in patterns:
         matched = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
@@ -211,12 +204,8 @@ def check_schedule(name: str, warmup: int | float) -> None:
 def build_schedule(optimizer: Optimizer, name: str, total_steps: int, warmup: int | float = 0) -> LambdaLR:
     """A linear warm-up, then one of transformers' schedules; one `step()` per optimizer step.
 
-    Args:
-        optimizer: its learning rate follows the schedule.
-        name: "cosine" or "linear" decay to 0, "constant", "inverse_sqrt", or "warmup_stable_decay", which decays over
-            the last tenth (Hu et al. 2024, arXiv:2404.06395).
-        total_steps: optimizer steps of the whole training.
-        warmup: steps of warm-up (int), or their share of total_steps (float in [0, 1)).
+    "cosine" and "linear" decay to 0; "warmup_stable_decay" decays over the last tenth (Hu et al. 2024,
+    arXiv:2404.06395). `warmup` is a number of steps (int), or a share of total_steps (float in [0, 1)).
     """
     from transformers import get_scheduler
 

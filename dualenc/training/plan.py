@@ -97,46 +97,8 @@ class EmbeddingTable:
                 setattr(self, name, tensor.numpy().copy())
 
 
-def select_batches(
-    selector: BatchSelector, epoch: int, left: np.ndarray, right: np.ndarray, seed: int
-) -> tuple[np.ndarray, dict[str, float]]:
-    """Select the batches of an epoch and measure how hard they are.
-
-    Args:
-        selector: chooses the batches.
-        epoch: for which epoch.
-        left: (M, D) unit-norm embeddings in any floating type.
-        right: (M, D) likewise.
-        seed: of the random batches to compare with.
-
-    Returns:
-        (num_batches, B) pair indices; a report: seconds, loss of the selected batches and of random ones.
-    """
-    left = left.astype(np.float32)
-    right = right.astype(np.float32)
-    start = time.perf_counter()
-    batches = np.asarray(selector.select(epoch, left, right), dtype=np.int64)
-    report = {"seconds": time.perf_counter() - start}
-    generator = np.random.default_rng(derive_seed("compare", seed, epoch))
-    random = np.resize(generator.permutation(len(left)), batches.shape)
-    temperature = float(getattr(selector, "temperature", 0.1))
-    # Evenly spaced: the batches may be in ascending order of loss.
-    num_compared = min(_MAX_COMPARED_BATCHES, len(batches))
-    sample = np.unique(np.linspace(0, len(batches) - 1, num_compared).astype(int))
-    report["loss"] = float(batch_losses(left, right, batches[sample], temperature).mean())
-    report["random_loss"] = float(batch_losses(left, right, random[sample], temperature).mean())
-    return batches, report
-
-
 class BatchPlan:
-    """The batches of each epoch; the same on every rank, and restored exactly from a checkpoint.
-
-    Args:
-        selector: chooses the batches.
-        num_pairs: M.
-        seed: of the random vectors of pairs not seen yet.
-        device: that the process group communicates on.
-    """
+    """The batches of each epoch; the same on every rank, and restored exactly from a checkpoint."""
 
     def __init__(
         self, selector: BatchSelector, num_pairs: int, seed: int = 0, device: torch.device | None = None
@@ -148,14 +110,9 @@ class BatchPlan:
         self.selected: np.ndarray | None = None
 
     def start_epoch(self, epoch: int, step: int) -> dict[str, float]:
-        """Select the batches of an epoch; all ranks call it together.
+        """Select the batches of an epoch after `step` optimizer steps; all ranks call it together.
 
-        Args:
-            epoch: the epoch that begins.
-            step: optimizer steps done, for the age of the embeddings.
-
-        Returns:
-            A report on the selection: loss, random_loss, seconds, staleness in steps; {} without a selection.
+        Returns a report on the selection: loss, random_loss, seconds, staleness in steps; {} without a selection.
         """
         if not self.selector.needs_embeddings:
             return {}
@@ -173,11 +130,23 @@ class BatchPlan:
         """The batches and a report; None before any embedding; an error as a value, which all ranks raise."""
         if self.table.left is None or self.table.right is None:
             return None
+        left = self.table.left.astype(np.float32)
+        right = self.table.right.astype(np.float32)
+        start = time.perf_counter()
         try:
-            batches, report = select_batches(self.selector, epoch, self.table.left, self.table.right, self.seed)
+            batches = np.asarray(self.selector.select(epoch, left, right), dtype=np.int64)
         except DualencError as error:
             return DualencError(f"selecting batches for epoch {epoch} failed: {error}")
-        return batches, {**report, "staleness": step - float(self.table.seen_at.mean())}
+        report = {"seconds": time.perf_counter() - start, "staleness": step - float(self.table.seen_at.mean())}
+        generator = np.random.default_rng(derive_seed("compare", self.seed, epoch))
+        random = np.resize(generator.permutation(len(left)), batches.shape)
+        temperature = float(getattr(self.selector, "temperature", 0.1))
+        # Evenly spaced: the batches may be in ascending order of loss.
+        num_compared = min(_MAX_COMPARED_BATCHES, len(batches))
+        sample = np.unique(np.linspace(0, len(batches) - 1, num_compared).astype(int))
+        report["loss"] = float(batch_losses(left, right, batches[sample], temperature).mean())
+        report["random_loss"] = float(batch_losses(left, right, random[sample], temperature).mean())
+        return batches, report
 
     def batches(self, epoch: int) -> np.ndarray:
         """(num_batches, B) pair indices of an epoch, in order."""

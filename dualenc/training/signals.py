@@ -22,8 +22,7 @@ _STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr
 class Stopped(SystemExit):
     """A signal has stopped the training after a step; a SystemExit, so that a script does not continue without a model.
 
-    Attributes:
-        code: 128 + the signal's number, as shells count: 143 for SIGTERM, 138 for SIGUSR1 on Linux.
+    Its code is 128 + the signal's number, as shells count: 143 for SIGTERM, 138 for SIGUSR1 on Linux.
     """
 
     def __init__(self, number: int) -> None:
@@ -42,15 +41,9 @@ def stopped_by(number: int) -> BaseException:
 class StopSignals:
     """Signal handlers of a run: in this context SIGTERM, SIGUSR1 and a first Ctrl-C are only noted.
 
-    A second Ctrl-C does what the first would have done before. A signal that came too late to stop the training is sent
-    again at the end. Ignored signals stay ignored; outside the main thread, where Python has no handlers, nothing
-    changes.
-
-    Args:
-        saves: whether stopping saves anything; if not, a first Ctrl-C is not noted either.
-
-    Attributes:
-        noted: number of the signal that this process has received; 0 for none.
+    A second Ctrl-C, and the first where stopping saves nothing, does what it would have done before. A signal that came
+    too late to stop the training is sent again at the end. Ignored signals stay ignored; outside the main thread, where
+    Python has no handlers, nothing changes. `noted` is the number of the received signal, 0 for none.
     """
 
     def __init__(self, saves: bool = True) -> None:

@@ -24,17 +24,7 @@ from dualenc.types import Inputs, Side
 
 
 class TrainStep:
-    """What a step changes: weights, optimizer, schedule, and moving averages of the weights.
-
-    Args:
-        settings: of the trainer.
-        accelerator: mixed precision.
-        model: placed on its device.
-        objective: the loss.
-        pairs: the training pairs, from which an objective may ask for items.
-        total_steps: of the schedule.
-        device: to compute on.
-    """
+    """What a step changes: weights, optimizer, schedule, and moving averages of the weights."""
 
     def __init__(
         self,

@@ -22,7 +22,6 @@ from dualenc.objectives.base import Objective
 from dualenc.training.checkpoint import locked_run
 from dualenc.training.devices import deterministic_algorithms, place_model, start_accelerator
 from dualenc.training.evaluators import Evaluator, ImageTextEvaluator, RetrievalEvaluator
-from dualenc.training.loader import explain_killed_worker
 from dualenc.training.log import last_loss
 from dualenc.training.loop import Loop
 from dualenc.training.mining import check_minable
@@ -107,7 +106,7 @@ class Trainer:
 
         Raises:
             DualencError: the folder holds a run already or another run is using it, the checkpoint is of another
-                recipe or damaged, the loss is not finite, another process or a data worker is gone, or the arguments
+                recipe or damaged, the loss is not finite, another process is gone, or the arguments
                 do not fit one another.
             Stopped: a SystemExit with code 128 + the signal, after SIGTERM or SIGUSR1.
             Interrupted: a KeyboardInterrupt, after Ctrl-C.
@@ -125,7 +124,6 @@ class Trainer:
             StopSignals(saves=settings.save_every is not None) as signals,
             locked_run(output, resume=resume, overwrite=settings.overwrite),
             deterministic_algorithms(settings.deterministic, accelerator.device),
-            explain_killed_worker(settings.num_workers),
         ):
             model = self._prepare_model(model, pairs, accelerator.device)
             counts = [torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.query_scores import QueryScores, best_and_worst, joined, query_scores, rank_rows, snippet
+from dualenc.evaluation.query_scores import QueryScores, best_and_worst, query_scores, rank_rows, snippet
 
 
 def test_json_brings_them_back() -> None:
@@ -18,9 +18,6 @@ def test_json_brings_them_back() -> None:
     assert len(before.texts) == 20
     assert all(len(text) <= 202 for text in before.texts.values())
     assert QueryScores.from_plain(json.loads(json.dumps(before.to_plain()))) == before
-    together = joined({"a": before, "b": before})
-    assert len(together.scores) == 1000
-    assert together.scores["b/q3"] == 0.003
 
 
 @pytest.mark.parametrize("plain", [{}, {"queries": 3}, {"queries": {"metric": "m", "scores": {"q": "x"}, "texts": {}}}])

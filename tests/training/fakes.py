@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dualenc.data import TablePairs
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders.dual import DualEncoder, Prepare, Tower
+from dualenc.encoders.dual import SIDES, DualEncoder, Prepare, Tower
 from dualenc.encoders.vector import WEIGHTS_FILE, VectorEncoder
 from dualenc.errors import BadSample
 from dualenc.objectives.in_batch import InfoNCE
@@ -107,14 +107,14 @@ def tiny_pairs(num_pairs: int = 24, seed: int = 0, bad: tuple[int, ...] = (), **
 
 def vector_pairs(folder: Path) -> PairDataset:
     """The numbers of `tiny_pairs` as vectors in a file, most with mined negatives."""
-    rows = []
-    for pair in tiny_pairs():
-        left, right = ([float(x) for x in side.split()] for side in (pair.left, pair.right))
-        rows.append({"left": left, "right": right, "hard": [[-x for x in right], left][: pair.index % 3]})
     path = folder / "vectors.parquet"
     if not path.exists():
+        rows = [{side: [float(x) for x in getattr(pair, side).split()] for side in SIDES} for pair in tiny_pairs()]
         pq.write_table(pa.Table.from_pylist(rows), path)
-    return TablePairs(path, "left", "right", "hard")
+    table = TablePairs(path, "left", "right")
+    negatives = [[(i + 1) % 24, (i + 2) % 24][: i % 3] for i in range(24)]
+    modality = {"left_modality": "vector", "right_modality": "vector"}
+    return PairDataset(table.left_items, table.right_items, negatives=negatives, **modality)
 
 
 def vector_encoder() -> VectorEncoder:

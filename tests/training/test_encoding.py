@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.encoders.dual import Tower
 from dualenc.objectives import SACLR, InfoNCE
-from dualenc.training.encoding import CachedEncoding, PlainEncoding, length_groups
+from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.loader import ItemEncoder
 from tests.training.fakes import WIDTH, TinyEncoder, gradients, tiny_objective, tiny_pairs
 
@@ -83,14 +81,6 @@ def test_items_asked_for_by_id_get_their_gradient_too(inputs):
     cached = run(CachedEncoding(model, CPU, chunk_size=2), model, inputs, extra=extra)[1]
     assert close(plain, cached)
     assert not close(plain, run(PlainEncoding(model, CPU), model, inputs)[1])
-
-
-def test_items_encoded_without_gradient_are_not_replayed(inputs):
-    model = TinyEncoder().train()
-    encoding = CachedEncoding(model, CPU, chunk_size=4)
-    with torch.no_grad():
-        assert not encoding.encode("left", inputs[0]).requires_grad
-    assert close(run(PlainEncoding(model, CPU), model, inputs)[1], run(encoding, model, inputs)[1])
 
 
 def test_frozen_towers_are_left_out(inputs):
@@ -263,43 +253,6 @@ def test_the_gradient_goes_through_the_statistics_into_the_batch_where_that_has_
     )
     for name in found:
         torch.testing.assert_close(found[name], expected[name])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_no_item_is_no_row(way):
-    encoding = WAYS[way](TinyEncoder(batchnorm=True).train(), CPU)
-    assert encoding.encode("left", {}, out_of_batch=True).shape == (0, 5)
-
-
-def test_texts_of_like_length_are_encoded_together_with_the_same_result():
-    config = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config |= {"intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    tokenizer = train_tokenizer(["some words of no matter"], 300, max_length=256)
-    torch.manual_seed(0)
-    model = TextEncoder(config={**config, "vocab_size": len(tokenizer)}, tokenizer=tokenizer, max_length=256).train()
-    model.left.backbone.set_attn_implementation("eager")  # which cannot take them packed
-    texts = model.left.prepare(["words " * count for count in (3, 200, 5, 190, 1, 2, 4, 3)])
-    direction = torch.randn(len(texts["attention_mask"]), model.dim)
-    found, seen = [], []
-    model.left.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0]["attention_mask"].shape)))
-    for encode in (PlainEncoding(model, CPU).encode, model):
-        model.zero_grad()
-        embeddings = encode("left", texts)
-        (embeddings * direction).sum().backward()
-        found.append([embeddings.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert [rows for rows, _ in seen] == [2, 2, 2, 2, 8]
-    assert 4 * seen[1][1] < seen[0][1] == seen[4][1]
-    assert close(*found, tolerance=1e-5)
-
-
-@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40), cost=st.integers(0, 500))
-def test_groups_hold_every_row_once_and_never_cost_more(lengths, cost):
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    groups = length_groups({"input_ids": mask, "attention_mask": mask}, cost)
-    assert sorted(torch.cat(groups).tolist()) == list(range(len(lengths)))
-    spent = sum(len(rows) * max(lengths[row] for row in rows.tolist()) + cost for rows in groups)
-    assert spent <= len(lengths) * max(lengths) + cost
-    assert length_groups({"image": torch.zeros(5, 3)}, cost)[0].tolist() == [0, 1, 2, 3, 4]
 
 
 def encoded_by(model, parts, make, together):

@@ -1,6 +1,6 @@
 """Evaluators: the numbers of the evaluation functions, on what a model embeds."""
 
-import json
+from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from dualenc.data.labels import Labels
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.errors import DualencError
 from dualenc.training.evaluators import ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
+from tests.data.make import write_beir
 from tests.training.fakes import TinyEncoder, tiny_pairs
 from tests.training.runs import train
 
@@ -89,150 +90,80 @@ def test_held_out_pairs_are_a_retrieval_test(model):
     assert seen.texts == {f"left-{i}": pairs.left_items[i] for i in range(12)}
 
 
-def test_a_beir_folder_and_its_first_queries(model, tmp_path):
-    (tmp_path / "qrels").mkdir()
-    rows = [" ".join(f"{x:.3f}" for x in row) for row in np.random.default_rng(0).normal(size=(6, 6))]
-    for name in ("corpus", "queries"):
-        lines = [json.dumps({"_id": f"{name}{i}", "text": row}) for i, row in enumerate(rows)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    lines = ["query-id\tcorpus-id\tscore", *(f"queries{i}\tcorpus{i}\t1" for i in range(6))]
-    (tmp_path / "qrels" / "dev.tsv").write_text("\n".join(lines))
-    evaluator = RetrievalEvaluator(tmp_path, split="dev", max_queries=2, primary="hit@1")
-    assert list(evaluator.collections[tmp_path.name].qrels) == ["queries0", "queries1"]
-    assert evaluator.data == (f"{tmp_path.name} (first 2 queries)", "dev")
-    assert {"ndcg@10", "hit@1"} < evaluator(model).keys()
+def beir(folder, documents, queries, qrels):
+    """Texts of numbers; the judgements are of the split "dev"."""
+    draw = np.random.default_rng(0)
+    records = []
+    for ids in (documents, queries):
+        texts = [" ".join(f"{x:.3f}" for x in row) for row in draw.normal(size=(len(ids), 6))]
+        records.append([{"_id": name, "text": text} for name, text in zip(ids, texts)])
+    return write_beir(folder, *records, {"dev": qrels})
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_judged_document_with_the_id_of_its_query_is_found(model, tmp_path, caplog, keep):
     """Of three queries the first two are judged with the document of their id, the second with junk alone."""
-    (tmp_path / "qrels").mkdir()
-    rows = [" ".join(f"{x:.3f}" for x in row) for row in np.random.default_rng(0).normal(size=(3, 6))]
-    for name in ("corpus", "queries"):
-        (tmp_path / f"{name}.jsonl").write_text(
-            "\n".join(json.dumps({"_id": str(i), "text": row}) for i, row in enumerate(rows))
-        )
-    (tmp_path / "qrels" / "dev.tsv").write_text("0\t0\t1\n1\t1\t-2\n2\t1\t1\n")
-    evaluator = RetrievalEvaluator(tmp_path, split="dev", keep_self_matches=keep)
-    assert (
-        "3 of 3 queries have the id of a document: 2 of these documents are judged and kept, the other 1 are"
-        in caplog.text
-    )
+    ids = ["0", "1", "2"]
+    folder = beir(tmp_path / "toy", ids, ids, [("0", "0", 1), ("1", "1", -2), ("2", "1", 1)])
+    evaluator = RetrievalEvaluator(folder, split="dev", keep_self_matches=keep)
+    assert "3 of 3 queries have the id of a document: 2 of these" in caplog.text
     assert evaluator(model)["recall@100"] == pytest.approx(2 / 3)
+    corpus, queries = evaluator.collection.corpus, evaluator.collection.queries
     with torch.no_grad():
-        left, right = (model(side, model.tower(side).prepare(rows)) for side in ("left", "right"))
-    order = (-(left @ right.T)).argsort(dim=1)[2].tolist()
+        left = model("left", model.left.prepare([str(queries.items[2])]))
+        right = model("right", model.right.prepare([str(item) for item in corpus.items]))
+    order = (-(left @ right.T)).argsort(dim=1)[0].tolist()
     if not keep:
         order.remove(2)
     assert evaluator.query_scores.scores["2"] == pytest.approx(1 / np.log2(2 + order.index(1)))
 
 
-def test_a_filter_makes_the_corpus_smaller(model, tmp_path):
-    (tmp_path / "qrels").mkdir()
-    rows = [" ".join(f"{x:.3f}" for x in row) for row in np.random.default_rng(0).normal(size=(6, 6))]
-    queries = [json.dumps({"_id": f"q{i}", "text": row}) for i, row in enumerate(rows)]
-    (tmp_path / "queries.jsonl").write_text("\n".join(queries))
-    documents = [json.dumps({"_id": f"d{i}", "text": row, "year": 2000 + i}) for i, row in enumerate(rows)]
-    (tmp_path / "qrels" / "dev.tsv").write_text("".join(f"q{i}\td{(i + 1) % 6}\t1\n" for i in range(6)))
-    measured = []
-    for lines, how in ((documents, {"where": ["year>=2001", "year<2005"]}), (documents[1:5], {})):
-        (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
-        evaluator = RetrievalEvaluator(tmp_path, split="dev", **how)
-        measured.append(evaluator(model) if how else evaluator)
-        if how:
-            assert evaluator.data == (f"{tmp_path.name} where year>=2001 and year<2005", "dev")
-            (collection,) = evaluator.collections.values()
-            assert collection.queries.ids == ["q0", "q1", "q2", "q3"]
-            assert collection.corpus.ids == ["d1", "d2", "d3", "d4"]
-    # Of the small corpus the judgements of what is missing would count as never found.
-    by_hand = measured[1]
-    ((name, collection),) = by_hand.collections.items()
-    by_hand.collections[name] = collection._replace(
-        queries=collection.queries.take([0, 1, 2, 3]),
-        qrels={f"q{i}": {f"d{i + 1}": 1} for i in range(4)},
-    )
-    assert measured[0] == by_hand(model)
-    with pytest.raises(DualencError, match="fields of a BEIR folder"):
-        RetrievalEvaluator(pairs=tiny_pairs(), where=["year>2000"])
-
-
-def write_beir(folder, documents=30, queries=6, seed=0):
-    """Each query asks for the document of its number."""
-    (folder / "qrels").mkdir(parents=True)
-    generator = np.random.default_rng(seed)
-    for name, count in (("corpus", documents), ("queries", queries)):
-        rows = [" ".join(f"{x:.3f}" for x in row) for row in generator.normal(size=(count, 6))]
-        lines = [json.dumps({"_id": f"{name}{i}", "text": row}) for i, row in enumerate(rows)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    (folder / "qrels" / "test.tsv").write_text("".join(f"queries{i}\tcorpus{i}\t1\n" for i in range(queries)))
-    return folder
-
-
-@pytest.mark.slow
-def test_of_several_folders_metrics_are_the_mean_and_the_primary_is_told_of_each(model, tmp_path):
-    folders = [write_beir(tmp_path / name, queries=n, seed=n) for n, name in ((5, "biology"), (9, "law"))]
-    alone = [RetrievalEvaluator(folder, primary="mrr@10") for folder in folders]
-    each = [evaluator(model) for evaluator in alone]
-    evaluator = RetrievalEvaluator([str(folder) for folder in folders], primary="mrr@10")
-    found = evaluator(model)
-    assert found == {
-        **{name: pytest.approx((each[0][name] + each[1][name]) / 2) for name in each[0]},
-        "biology/mrr@10": each[0]["mrr@10"],
-        "law/mrr@10": each[1]["mrr@10"],
-    }
-    assert evaluator.data == ("mean of 2: biology, law", "test")
-    seen = evaluator.query_scores
-    assert len(seen.scores) == len(seen.texts) == 14
-    assert seen.scores["law/queries3"] == alone[1].query_scores.scores["queries3"]
-
-
-def test_two_folders_of_one_name_and_none_are_refused(tmp_path):
-    folders = [write_beir(tmp_path / name / "toy") for name in "ab"]
-    with pytest.raises(DualencError, match="two folders are named toy"):
-        RetrievalEvaluator(folders)
-    with pytest.raises(DualencError, match="path is an empty list"):
-        RetrievalEvaluator([])
-
-
 def test_a_sampled_corpus_holds_all_judged_documents_and_is_the_same_in_every_run(model, tmp_path):
-    folder = write_beir(tmp_path / "toy")
-    evaluator = RetrievalEvaluator(folder, max_queries=4, max_documents=10)
-    assert evaluator.data == ("toy (first 4 queries, a sample of 10 of 30 documents)", "test")
-    collection = evaluator.collections["toy"]
-    assert {f"corpus{i}" for i in range(4)} <= set(collection.corpus.ids)
+    """Each query asks for the document of its number."""
+    documents, queries = [f"d{i}" for i in range(30)], [f"q{i}" for i in range(6)]
+    folder = beir(tmp_path / "toy", documents, queries, [(f"q{i}", f"d{i}", 1) for i in range(6)])
+    limits = {"split": "dev", "max_queries": 4}
+    evaluator = RetrievalEvaluator(folder, **limits, max_documents=10, primary="hit@1")
+    assert evaluator.data == ("toy (first 4 queries, a sample of 10 of 30 documents)", "dev")
+    collection = evaluator.collection
+    assert list(collection.qrels) == queries[:4]
+    assert set(documents[:4]) <= set(collection.corpus.ids)
     assert len(collection.corpus) == 10
-    again = RetrievalEvaluator(folder, max_queries=4, max_documents=10)
-    assert again.collections["toy"].corpus.ids == collection.corpus.ids
+    again = RetrievalEvaluator(folder, **limits, max_documents=10)
+    assert again.collection.corpus.ids == collection.corpus.ids
     # Scores among fewer documents cannot be lower.
-    sampled, whole = evaluator(model), RetrievalEvaluator(folder, max_queries=4)(model)
+    sampled, whole = evaluator(model), RetrievalEvaluator(folder, **limits)(model)
+    assert {"ndcg@10", "hit@1"} < sampled.keys()
     assert sampled["mrr@10"] >= whole["mrr@10"]
     # Judged documents stay even where they are more than asked for; a limit above the corpus changes nothing.
-    assert len(RetrievalEvaluator(folder, max_documents=2).collections["toy"].corpus) == 6
-    assert RetrievalEvaluator(folder, max_documents=99).data == ("toy", "test")
-    with pytest.raises(DualencError, match="max_documents is 0"):
-        RetrievalEvaluator(folder, max_documents=0)
+    assert len(RetrievalEvaluator(folder, split="dev", max_documents=2).collection.corpus) == 6
+    assert RetrievalEvaluator(folder, split="dev", max_documents=99).data == ("toy", "dev")
 
 
-def test_one_source_of_queries_is_needed():
-    for arguments in ({}, {"path": "x", "pairs": tiny_pairs()}):
-        with pytest.raises(DualencError, match="give either path, a BEIR folder, or held-out pairs"):
-            RetrievalEvaluator(**arguments)
+def test_what_cannot_be_measured_is_refused():
+    views = ImageViews(images(colours(3)))
+    for make, message in (
+        (lambda: RetrievalEvaluator(), "give either path"),
+        (lambda: RetrievalEvaluator("x", pairs=tiny_pairs()), "give either path"),
+        (lambda: RetrievalEvaluator(pairs=tiny_pairs(), max_documents=0), "max_documents is 0"),
+        (lambda: KNNEvaluator(views, views), "train has no labels"),
+    ):
+        with pytest.raises(DualencError, match=message):
+            make()
 
 
 def test_captions_of_an_image_are_all_right():
     values = colours(5)
     captions = [" ".join(map(str, value)) for value in values for _ in range(2)]
-    pairs = PairDataset(images(values), captions, np.repeat(np.arange(5), 2), np.arange(10), left_modality="image")
+    left_id = np.repeat(np.arange(5), 2)
     model = DualEncoder(ColourTower(), NameTower(), kind="image-text")
-    evaluator = ImageTextEvaluator(pairs)
+    evaluator = ImageTextEvaluator(PairDataset(images(values), captions, left_id, left_modality="image"))
     metrics = evaluator(model)
     assert metrics["image_to_text_recall@1"] == 1
     assert metrics["text_to_image_recall@1"] == 1
     assert set(evaluator.query_scores.scores.values()) == {1}
     assert evaluator.query_scores.texts == {f"right-{i}": caption for i, caption in enumerate(captions)}
-    wrong = PairDataset(
-        images(values), captions[::-1], np.repeat(np.arange(5), 2), np.arange(10), left_modality="image"
-    )
+    wrong = PairDataset(images(values), captions[::-1], left_id, left_modality="image")
     assert ImageTextEvaluator(wrong)(model)["text_to_image_recall@1"] < 1
 
 
@@ -242,9 +173,8 @@ def test_neighbours_vote_on_features_as_in_scikit_learn():
         values = colours(count, seed)
         sides.append((values, ImageViews(images(values), Labels(values.argmax(axis=1), ["r", "g", "b"]))))
     model = DualEncoder(ColourTower(), ColourTower(), kind="image")
-    evaluator = KNNEvaluator(sides[0][1], sides[1][1], k=5, temperature=None)
-    found = evaluator(model)["knn_accuracy"]
-    (train, _), (test, _) = ((v / np.linalg.norm(v, axis=1, keepdims=True), v.argmax(axis=1)) for v, _ in sides)
+    found = KNNEvaluator(sides[0][1], sides[1][1], k=5, temperature=None)(model)["knn_accuracy"]
+    train, test = (v / np.linalg.norm(v, axis=1, keepdims=True) for v, _ in sides)
     reference = KNeighborsClassifier(5).fit(train, sides[0][1].labels)
     assert found == pytest.approx(reference.score(test, sides[1][1].labels), abs=1e-9)
 
@@ -260,31 +190,23 @@ def test_neighbours_without_a_label_neither_vote_nor_count(caplog):
     assert "skipped 10 bad samples: 10 image without a label" in caplog.text
 
 
-def test_images_without_labels_are_refused():
-    views = ImageViews(images(colours(3)))
-    with pytest.raises(DualencError, match="KNNEvaluator: train has no labels"):
-        KNNEvaluator(views, views)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["retrieval", "image-text", "knn"])
-def test_declared_metric_names_are_those_that_an_evaluation_has(kind):
+def test_declared_metric_names_are_those_that_an_evaluation_has(model, kind):
     """A name that is declared can be `primary`, and nothing else can: otherwise good recipes would be refused."""
+    rows = colours(12)
     if kind == "retrieval":
-        model = TinyEncoder(dtype=torch.float32)
         declared = RetrievalEvaluator(pairs=tiny_pairs()).metric_names
         for name in declared:
             assert name in RetrievalEvaluator(pairs=tiny_pairs(), primary=name)(model)
         assert len(declared) == len(set(declared)) >= 20
         return
-    rows = colours(12)
-    images = [Image.fromarray(np.tile(row, (4, 4, 1))) for row in rows]
     if kind == "image-text":
         names = [" ".join(str(int(value)) for value in row) for row in rows]
-        evaluator = ImageTextEvaluator(PairDataset(images, names, left_modality="image"))
+        evaluator = ImageTextEvaluator(PairDataset(images(rows), names, left_modality="image"))
         model = DualEncoder(ColourTower(), NameTower(), kind="image-text")
     else:
-        views = ImageViews(images, labels=Labels(np.arange(12) % 3, ["r", "g", "b"]))
+        views = ImageViews(images(rows), labels=Labels(np.arange(12) % 3, ["r", "g", "b"]))
         evaluator, tower = KNNEvaluator(views, views, k=2), ColourTower()
         model = DualEncoder(tower, tower, kind="image")
     assert set(evaluator.metric_names) == set(evaluator(model))
@@ -294,15 +216,13 @@ def test_declared_metric_names_are_those_that_an_evaluation_has(kind):
 
 @pytest.mark.slow
 def test_bars_tell_what_is_measured_where_the_trainer_shows_its_own(tmp_path, capsys):
-    pairs = tiny_pairs(12)
-    evaluator = RetrievalEvaluator(pairs=pairs)
+    evaluator = RetrievalEvaluator(pairs=tiny_pairs(12))
     train(tmp_path / "shown", evaluator=evaluator, evaluate_every=6, progress=True)
     shown = capsys.readouterr().err
     for moment in ("before training", "after step 6", "after step 12"):
-        assert f"{moment}: embed queries of held-out pairs:   0%" in shown
-        assert f"{moment}: embed documents of held-out pairs:   0%" in shown
+        for items in ("queries", "documents"):
+            assert f"{moment}: embed {items} of held-out pairs:   0%" in shown
     # They disappear: the last thing on their line is white space.
     assert "embed" not in shown.split("\n")[-2].split("\r")[-1]
-    evaluator(TinyEncoder(dtype=torch.float32))
     train(tmp_path / "silent", evaluator=evaluator, progress=False)
     assert "embed" not in capsys.readouterr().err

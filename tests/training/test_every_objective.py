@@ -1,68 +1,185 @@
-"""The loop knows no objective: each one trains, and is resumed exactly, with its own state."""
+"""The loop knows no objective: chunks change none, two views train, and momentum encoder, teacher and lengths work."""
 
-import signal
+from __future__ import annotations
 
+import copy
+import json
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 import dualenc.objectives
-from dualenc.objectives import ISIR, GlobalCache, InfoNCE, MomentumQueue, NegativeCache, Objective, SogCLR
-from dualenc.objectives.matryoshka import Wrapper
-from tests.training.fakes import TinyEncoder, kill_this_process, same, tiny_pairs, weights
-from tests.training.runs import run_and_die, train
-
-CLASSES = sorted(
-    (c for name in dualenc.objectives.__all__ if isinstance(c := getattr(dualenc.objectives, name), type)),
-    key=lambda c: c.__name__,
+from dualenc.objectives import (
+    ISIR,
+    Distilled,
+    GlobalCache,
+    InfoNCE,
+    Matryoshka,
+    MomentumQueue,
+    NegativeCache,
+    Objective,
+    SogCLR,
 )
-OBJECTIVES = [c for c in CLASSES if issubclass(c, Objective) and c is not Objective and not issubclass(c, Wrapper)]
+from dualenc.objectives.matryoshka import Wrapper
+from dualenc.recipe import make_recipe
+from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.training.runs import train
+
+CLASSES = [getattr(dualenc.objectives, name) for name in sorted(dualenc.objectives.__all__)]
+OBJECTIVES = [
+    kind for kind in CLASSES if isinstance(kind, type) and issubclass(kind, Objective) and kind is not Objective
+]
+OBJECTIVES = [kind for kind in OBJECTIVES if not issubclass(kind, Wrapper)]
 
 
-def make(kind, views=False):
+def make(kind: type[Objective], views: bool = False) -> Objective:
     return kind(num_left=24, num_right=24, temperature=0.2, seed=1, views=views).double()
 
 
-def train_until(output, kind, at_batch, settings):
-    objective, calls = make(kind), []
-
-    def count(*_):
-        calls.append(1)
-        if len(calls) == at_batch:
-            kill_this_process()
-
-    objective.register_forward_pre_hook(count)
-    train(output, objective=objective, **settings)
+def name_of(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "chunk_size"),
-    [*((kind, None) for kind in OBJECTIVES), (ISIR, 4)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_killed_and_resumed_equals_unbroken(tmp_path, kind, chunk_size):
-    settings = {"chunk_size": chunk_size, "epochs": 2}
-    result = train(tmp_path / "whole", objective=make(kind), **settings)
-    assert result.steps == 8
-    assert run_and_die(train_until, tmp_path / "broken", kind, 8, settings) == -signal.SIGKILL
-    train(tmp_path / "broken", objective=make(kind), resume=True, **settings)
-    assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+def taught() -> Any:
+    """Each pair has four mined negatives, which a random linear teacher scores."""
+    plain = tiny_pairs()
+    negatives = [[(i + 1 + 3 * k) % 24 for k in range(4)] for i in range(24)]
+    sides = [plain.left_items, plain.right_items]
+    left, right = (np.array([[float(x) for x in row.split()] for row in side]) for side in sides)
+    scores = left @ np.random.default_rng(5).normal(size=(left.shape[1], right.shape[1])) @ right.T
+    listed = np.concatenate([scores[i, row] for i, row in enumerate(negatives)])
+    return tiny_pairs(negatives=negatives, scores=scores.diagonal(), negative_scores=listed)
+
+
+PLAIN = [InfoNCE, SogCLR, ISIR, GlobalCache, MomentumQueue]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [SogCLR, ISIR, GlobalCache, MomentumQueue], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*PLAIN, Distilled], ids=name_of)
 def test_gradient_caching_changes_nothing(tmp_path, kind):
     for name, chunk_size in (("plain", None), ("cached", 4)):
-        train(tmp_path / name, model=TinyEncoder(), objective=make(kind), chunk_size=chunk_size, save_every=None)
+        parts = {"pairs": tiny_pairs(), "objective": None}
+        if kind is Distilled:
+            parts = {"pairs": taught(), "objective": Distilled(tiny_objective(tiny_pairs()), "kl")}
+        parts["objective"] = parts["objective"] or make(kind)
+        train(tmp_path / name, model=TinyEncoder(), chunk_size=chunk_size, save_every=None, **parts)
     plain, cached = weights(tmp_path / "plain"), weights(tmp_path / "cached")
     assert all(torch.allclose(plain[key], cached[key], rtol=1e-8, atol=1e-12) for key in plain)
 
 
-@pytest.mark.parametrize("kind", [InfoNCE, ISIR, NegativeCache, MomentumQueue], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [InfoNCE, ISIR, NegativeCache, MomentumQueue], ids=name_of)
 def test_two_views(tmp_path, kind):
     """One tower, both sides augmentations of the same item."""
     pairs = tiny_pairs()
     pairs.views, pairs.right_items = True, pairs.left_items
     model = TinyEncoder(shared=True, batchnorm=True)
-    result = train(tmp_path, pairs=pairs, model=model, objective=make(kind, views=True), epochs=1)
-    assert result.steps == 4
+    assert train(tmp_path, pairs=pairs, model=model, objective=make(kind, views=True), epochs=1).steps == 4
+
+
+class Recording(MomentumQueue):
+    """Keeps the keys of every batch."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.keys: list[torch.Tensor] = []
+
+    def forward(self, *batch: Any, **given: Any) -> Any:
+        self.keys.append(given["keys_left"].clone())
+        return super().forward(*batch, **given)
+
+
+@pytest.mark.parametrize(("batchnorm", "accumulation"), [(False, 1), (True, 1), (False, 2)])
+def test_keys_are_those_of_a_moving_average_of_the_same_inputs(tmp_path, batchnorm, accumulation):
+    momentum = 0.7
+    model = TinyEncoder(batchnorm=batchnorm)
+    average = copy.deepcopy(model).train()
+    passes = []
+
+    def record(tower, inputs, output):
+        if tower.training:
+            passes.append((inputs[0]["rows"].clone(), {k: v.clone() for k, v in model.left.state_dict().items()}))
+
+    model.left.register_forward_hook(record)
+    criterion = Recording(momentum=momentum, queue_size=10, temperature=0.2).double()
+    result = train(tmp_path, model=model, objective=criterion, gradient_accumulation=accumulation, save_every=None)
+    key_passes, live_passes = passes[0::2], passes[1::2]
+    assert len(criterion.keys) == len(key_passes) == len(live_passes) == result.steps * accumulation
+    for number, (keys, of_keys, live) in enumerate(zip(criterion.keys, key_passes, live_passes, strict=True)):
+        assert torch.equal(of_keys[0], live[0])
+        with torch.no_grad():
+            if number and number % accumulation == 0:
+                # The weights after the last step are those of this batch's own pass.
+                for name, weight in average.left.named_parameters():
+                    weight.mul_(momentum).add_(live[1][name], alpha=1 - momentum)
+            torch.testing.assert_close(keys, average.left({"rows": of_keys[0]}))
+    assert not torch.allclose(criterion.keys[-1], model.left({"rows": live_passes[-1][0]}))
+
+
+def test_running_statistics_count_each_batch_once(tmp_path):
+    """At a rate of almost 0 both objectives see the same batches with the same weights."""
+    for kind in (InfoNCE, MomentumQueue):
+        settings = {"learning_rate": 1e-14, "weight_decay": 0.0, "save_every": None, "epochs": 1}
+        train(tmp_path / kind.__name__, model=TinyEncoder(batchnorm=True), objective=make(kind), **settings)
+    with_keys, without = (weights(tmp_path / kind.__name__) for kind in (MomentumQueue, InfoNCE))
+    statistics = [name for name in without if "running" in name or "num_batches" in name]
+    assert len(statistics) == 6
+    for name in statistics:
+        torch.testing.assert_close(with_keys[name], without[name])
+
+
+def agreement(model: TinyEncoder, pairs: Any) -> float:
+    """Share of pairs of negatives of one query that the student orders as the teacher."""
+    with torch.no_grad():
+        left = model("left", model.left.prepare(list(pairs.left_items)))
+        right = model("right", model.right.prepare(list(pairs.right_items)))
+    scores = (left @ right.T).numpy()
+    agreed = []
+    for pair in pairs:
+        judged = list(zip(pair.negative_ids, pair.negative_scores))
+        for (a, s), (b, t) in ((x, y) for x in judged for y in judged if x < y):
+            agreed.append((scores[pair.left_id, a] > scores[pair.left_id, b]) == (s > t))
+    return float(np.mean(agreed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["margin_mse", "kl"])
+def test_the_student_learns_the_teachers_order(tmp_path, kind):
+    pairs, found = taught(), {}
+    student = InfoNCE(temperature=0.2)
+    for name, objective in (("own", student), ("taught", Distilled(student, kind=kind, own_weight=0.0))):
+        model = TinyEncoder()
+        train(tmp_path / name, model=model, pairs=pairs, objective=objective, epochs=60, learning_rate=0.03)
+        found[name] = agreement(model, pairs)
+    assert found["taught"] > max(0.8, found["own"] + 0.1)
+
+
+@pytest.mark.slow
+def test_pairs_of_weight_zero_teach_nothing(tmp_path):
+    for name, pairs in (("zero", tiny_pairs(weights=np.zeros(24))), ("plain", tiny_pairs())):
+        model = TinyEncoder()
+        train(tmp_path / name, model=model, pairs=pairs, objective=InfoNCE().double(), weight_decay=0.0)
+        assert same(dict(TinyEncoder().state_dict()), dict(model.state_dict())) == (name == "zero")
+
+
+@pytest.mark.slow
+def test_a_recipe_takes_dims_and_the_card_tells_them(tmp_path):
+    rows = [{"query": [i, 1.0, 2.0, 3.0], "document": [1.0, 2.0, i, 1.0]} for i in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = {"left_column": "query", "right_column": "document"}
+    columns |= {"left_modality": "vector", "right_modality": "vector"}
+    inner = {"class_path": "SogCLR"}
+    recipe = make_recipe(
+        {
+            "model": {"class_path": "VectorEncoder", "init_args": {"tower": "linear"}},
+            "data": {"class_path": "TablePairs", "init_args": {"path": str(tmp_path / "pairs.jsonl"), **columns}},
+            "objective": {"class_path": "Matryoshka", "init_args": {"dims": [2, 4], "objective": inner}},
+            "trainer": {"output": str(tmp_path / "run"), "batch_size": 4, "max_steps": 3, "progress": False},
+        }
+    )
+    objective = recipe.build().objective
+    assert isinstance(objective, Matryoshka)
+    assert [criterion.num_left for criterion in objective] == [8, 8]
+    recipe.train()
+    assert "The first 2, 4 components" in (tmp_path / "run" / "model" / "README.md").read_text()

@@ -1,8 +1,7 @@
-"""Negatives mined in training: those of a slow search by hand, the same on two ranks and after a kill."""
+"""Negatives mined in training: those of a slow search by hand."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,13 @@ import torch
 from dualenc.data import Mixture, PairDataset
 from dualenc.encoders import load_model
 from dualenc.encoders.dual import DualEncoder
-from dualenc.errors import DualencError
 from dualenc.hard_negatives import Rule
-from dualenc.objectives import ISIR, Distilled, InfoNCE, Objective, SogCLR
-from dualenc.training import Trainer, mining
+from dualenc.objectives import Objective
 from dualenc.training.log import read_metrics
 from dualenc.training.mining import NegativeMiner
 from tests.commands import toy
-from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, vector_encoder, vector_pairs, weights
-from tests.training.launched import launch
-from tests.training.runs import SETTINGS, run_and_die, train, train_and_die
+from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, vector_encoder, vector_pairs
+from tests.training.runs import train
 
 # Half of the right items have two pairs, and so have some left ones.
 LEFT_ID = [*range(20), 0, 1, 2, 3]
@@ -175,97 +171,3 @@ def test_negatives_of_the_data_serve_until_the_first_mining(tmp_path: Path) -> N
     )
     train(tmp_path, pairs=pairs, objective=objective, mine_every=1, mine_relative=None, epochs=2)
     assert [row == [3] * 6 for row in seen] == [True] * 4 + [False] * 4
-
-
-MINED: dict[str, Any] = {"mine_every": 1, "mine_negatives": 2, "mine_relative": None}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [InfoNCE, SogCLR], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("killed_at", [5, 8, 9])
-def test_killed_and_resumed_equals_unbroken(tmp_path: Path, killed_at: int, kind: type[Objective]) -> None:
-    """In the last step of an epoch, in the first one after mining, and between."""
-
-    def objective() -> Objective:
-        return kind(num_left=24, temperature=0.2).double()
-
-    train(tmp_path / "whole", objective=objective(), **MINED)
-    changes = {**MINED, "objective": objective()}
-    assert run_and_die(train_and_die, tmp_path / "broken", killed_at, changes) == -signal.SIGKILL
-    train(tmp_path / "broken", resume=True, objective=objective(), **MINED)
-    assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
-    logs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("broken", "whole")]
-    mined = [[(line["step"], line["mined/mean_rank"]) for line in log if "mined/seconds" in line] for log in logs]
-    assert mined[0] == mined[1]
-    assert [step for step, _ in mined[0]] == [5, 9]
-
-
-def on_ranks(output: Path) -> None:
-    """Blocks of five left items, so that each of two ranks has some; and one block for both."""
-    for name, size in (("shared", 5), ("one block", 512)):
-        mining.QUERY_BLOCK = size
-        pairs = text_pairs()
-        settings = {**MINED, "batch_size": 5, "save_every": None, "mine_relative": 0.95}
-        train(output / name, model=TinyEncoder(), pairs=pairs, objective=tiny_objective(pairs), **settings)
-
-
-@pytest.mark.slow
-def test_two_processes_give_model_and_log_of_one(tmp_path: Path) -> None:
-    (tmp_path / "two").mkdir()
-    ranks = launch(tmp_path / "two", on_ranks, tmp_path / "two", ranks=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mining, "QUERY_BLOCK", 512)
-        on_ranks(tmp_path / "one")
-    ended = [process.end(300) for process in ranks]
-    assert [code for code, _ in ended] == [0, 0], ended
-    for name in ("shared", "one block"):
-        ours, theirs = weights(tmp_path / "one" / name), weights(tmp_path / "two" / name)
-        assert all(torch.allclose(ours[key], theirs[key], rtol=1e-9, atol=1e-12) for key in ours)
-        logs = [read_metrics(tmp_path / ranks / name / "metrics.jsonl") for ranks in ("one", "two")]
-        mined = [[line for line in log if "mined/seconds" in line] for log in logs]
-        assert len(mined[0]) == len(mined[1]) == 2
-        for one, two in zip(*mined):
-            assert {**one, "mined/seconds": 0} == {**two, "mined/seconds": 0}
-
-
-def views() -> PairDataset:
-    pairs = tiny_pairs()
-    pairs.views, pairs.right_items = True, pairs.left_items
-    return pairs
-
-
-def scored() -> PairDataset:
-    return tiny_pairs(negatives=[[(i + 3) % 24] for i in range(24)], scores=range(24), negative_scores=range(24))
-
-
-@pytest.mark.parametrize(
-    ("pairs", "objective", "message"),
-    [
-        (views(), SogCLR(num_left=24, views=True), "the data is two views of images; leave mine_every out"),
-        (tiny_pairs(), ISIR(num_left=24), "ISIR takes no mined negatives; leave mine_every out, or take InfoNCE"),
-        (scored(), Distilled(InfoNCE()), "learns a teacher's scores, which items mined in training do not have"),
-        (Mixture({"one": tiny_pairs()}, batches="one_source"), InfoNCE(), "which data.batches=one_source keeps apart"),
-    ],
-)
-def test_data_and_objectives_that_it_does_not_fit_are_refused(
-    tmp_path: Path, pairs: PairDataset, objective: Objective, message: str
-) -> None:
-    with pytest.raises(DualencError, match=message) as raised:
-        Trainer(**{**SETTINGS, "output": tmp_path / "run", **MINED}).fit(TinyEncoder(), pairs, objective)
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mine_every": 0}, "mine_every is 0; it must be at least 1"),
-        ({"mine_negatives": 0}, "mine_negatives is 0; it must be at least 1"),
-        ({"mine_relative": -1.0}, "^mine_relative is -1.0; give a number from 0 up"),
-        ({"mine_every": 3}, "mine_every is 3, and training ends before so many epochs are over; give more epochs"),
-        ({"mine_every": 1, "epochs": None}, "mine_every is 1, and training ends before"),
-    ],
-)
-def test_settings_out_of_range_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(DualencError, match=message):
-        Trainer(**{**SETTINGS, "output": tmp_path, **changes})

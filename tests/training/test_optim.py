@@ -1,23 +1,27 @@
-"""Parameter groups, optimizers by name, schedules."""
+"""Parameter groups, optimizers by name, layer-wise rates, schedules, averaged and frozen weights."""
+
+from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from dualenc.errors import DualencError
+from dualenc.encoders import ImageTextEncoder, TextEncoder, train_tokenizer
+from dualenc.training.averages import AveragedWeights
 from dualenc.training.optim import (
     OptimizerName,
     build_optimizer,
     build_schedule,
-    check_optimizer,
-    check_schedule,
+    layer_depths,
     parameter_groups,
     trainable_parameters,
 )
-from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs
+from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.training.runs import FixedEvaluator, train
 
 
 def test_norms_biases_and_the_temperature_do_not_decay():
@@ -79,27 +83,8 @@ def test_lars_is_algorithm_1_for_matrices_and_sgd_for_the_rest(weight_decay, mom
         assert torch.allclose(parameter, w, rtol=1e-12)
 
 
-def test_lars_leaves_weights_of_zero_their_own_rate():
-    layer = nn.Linear(2, 2, bias=False)
-    nn.init.zeros_(layer.weight)
-    layer.weight.grad = torch.ones(2, 2)
-    build_optimizer([layer], "lars", 0.1, momentum=0.0).step()
-    assert torch.allclose(layer.weight, torch.full((2, 2), -0.1))
-
-
 @pytest.mark.parametrize("name", get_args(OptimizerName))
-def test_each_name_is_one_of_timms(name):
-    layer = nn.Linear(3, 2)
-    layer.weight.grad = torch.ones(2, 3)
-    before = layer.weight.clone()
-    optimizer = build_optimizer([layer], name, 0.1)
-    for _ in range(2):  # the first of ADOPT only looks at the gradient
-        optimizer.step()
-    assert not torch.equal(layer.weight, before)
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
-def test_the_state_of_timms_optimizers_survives_a_round_trip(name, tmp_path):
+def test_each_name_is_one_of_timms_whose_state_survives_a_round_trip(name, tmp_path):
     def step(layer, optimizer, size):
         for parameter in layer.parameters():
             parameter.grad = torch.full_like(parameter, size)
@@ -107,7 +92,10 @@ def test_the_state_of_timms_optimizers_survives_a_round_trip(name, tmp_path):
 
     layers = [nn.Linear(3, 2) for _ in range(2)]
     optimizers = [build_optimizer([layer], name, 0.1) for layer in layers]
-    step(layers[0], optimizers[0], 1.0)
+    before = layers[0].weight.clone()
+    for _ in range(2):  # the first of ADOPT only looks at the gradient
+        step(layers[0], optimizers[0], 1.0)
+    assert not torch.equal(layers[0].weight, before)
     torch.save(optimizers[0].state_dict(), tmp_path / "state.pt")
     layers[1].load_state_dict(layers[0].state_dict())
     optimizers[1].load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -146,31 +134,100 @@ def test_other_schedules_of_transformers():
     assert rates("inverse_sqrt", 20, warmup=4)[15] == pytest.approx(2 * (4 / 15) ** 0.5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"name": "adamv"}, r"optimizer is 'adamv' \(did you mean adam.*\?\); choose one of adamw, sgd, lars"),
-        ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),
-        ({"learning_rate": math.nan}, "learning_rate is nan; it must be above 0"),
-        ({"weight_decay": -1.0}, "weight_decay is -1.0; it must be at least 0"),
-        ({"momentum": -1.0}, r"momentum is -1.0; it must be in \[0, 1\)"),
-        ({"momentum": math.nan}, "momentum is nan"),
-        ({"betas": (2.0, 3.0)}, r"betas are \[2.0, 3.0\]; give two numbers in \[0, 1\)"),
-        ({"betas": (0.9,)}, r"betas are \[0.9\]; give two numbers"),
-    ],
-)
-def test_mistakes_are_named(arguments, message):
-    with pytest.raises(DualencError, match=message):
-        check_optimizer(
-            **{"name": "sgd", "learning_rate": 1, "weight_decay": 0, "momentum": 0, "betas": (0, 0), **arguments}
-        )
+def bert() -> TextEncoder:
+    config = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config |= {"intermediate_size": 16, "max_position_embeddings": 20}
+    return TextEncoder(config=config, tokenizer=train_tokenizer(["a dog runs"] * 3, vocab_size=300))
 
 
-def test_nothing_to_train_and_bad_schedules_are_named():
-    with pytest.raises(DualencError, match="nothing to train"):
-        build_optimizer([nn.Linear(2, 2).requires_grad_(False)])
-    with pytest.raises(DualencError, match=r"schedule is 'cosin' \(did you mean cosine\?\); choose one of cosine"):
-        check_schedule("cosin", 0)
-    for warmup in (1.5, -1, -0.5, math.nan, math.inf):
-        with pytest.raises(DualencError, match=rf"warmup is {warmup}; give a number of steps"):
-            check_schedule("cosine", warmup)
+def test_a_step_is_shorter_by_the_decay_of_every_layer():
+    model = bert()
+    depths = {name: layer_depths(model)[id(p)] for name, p in model.named_parameters()}
+    for name, depth in depths.items():
+        if ".layer." in name:
+            assert depth == 3 - int(name.split(".layer.")[1].split(".")[0])
+        else:
+            assert depth == (4 if "embeddings" in name else 0), name
+    assert set(depths.values()) == {0, 1, 2, 3, 4}
+    optimizer = build_optimizer([model, nn.Linear(2, 2)], "sgd", 0.1, 0.0, momentum=0.0, layer_decay=0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.1  # what is logged
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model("left", model.left.prepare(["a dog"]))[:, 0].sum().backward()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(before[name] - p, 0.1 * 0.5 ** depths[name] * p.grad, atol=1e-7, rtol=1e-3)
+
+
+def test_both_towers_of_open_clip_by_depth():
+    vision = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 16}
+    text = {"context_length": 20, "width": 32, "heads": 2, "layers": 3}
+    model = ImageTextEncoder(config={"embed_dim": 24, "vision_cfg": vision, "text_cfg": text})
+    depths = {name: layer_depths(model)[id(p)] for name, p in model.named_parameters()}
+    expected = {
+        "left.visual.conv1.weight": 3,
+        "left.visual.class_embedding": 3,
+        "left.visual.ln_pre.weight": 3,
+        "left.visual.transformer.resblocks.0.ln_1.weight": 2,
+        "left.visual.transformer.resblocks.1.mlp.c_proj.weight": 1,
+        "left.visual.ln_post.weight": 0,
+        "left.visual.proj": 0,
+        "right.encoder.clip.token_embedding.weight": 4,
+        "right.encoder.clip.positional_embedding": 4,
+        "right.encoder.clip.transformer.resblocks.2.attn.in_proj_weight": 1,
+        "right.encoder.clip.ln_final.weight": 0,
+        "right.encoder.clip.text_projection": 0,
+    }
+    assert {name: depths[name] for name in expected} == expected
+
+
+def test_matching_weights_stay_and_all_others_move(tmp_path):
+    model = TinyEncoder()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(tmp_path, model=model, freeze=("left.layers.0.*", "*.bias"))
+    for name, parameter in model.named_parameters():
+        fixed = name.startswith("left.layers.0.") or name.endswith(".bias")
+        assert torch.equal(before[name], parameter) == fixed, name
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.999])
+def test_the_average_is_that_of_the_formula(decay):
+    model = TinyEncoder(batchnorm=True)
+    average = AveragedWeights(model, decay)
+    expected = {name: t.detach().double().numpy().copy() for name, t in model.state_dict().items()}
+    for step in range(1, 6):
+        with torch.no_grad():
+            for number, tensor in enumerate(model.state_dict().values()):
+                tensor.add_(step + number)
+        share = min(decay, (1 + step) / (10 + step))
+        for name, tensor in model.state_dict().items():
+            new = tensor.double().numpy()
+            whole = not tensor.is_floating_point()
+            expected[name] = new.copy() if whole else share * expected[name] + (1 - share) * new
+        average.update()
+    last = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with average.applied():
+        for name, tensor in model.state_dict().items():
+            np.testing.assert_allclose(tensor.double().numpy(), expected[name], rtol=1e-5)
+    assert same(last, model.state_dict())
+    AveragedWeights(nn.Identity(), 0.9).update()
+
+
+class Watching(FixedEvaluator):
+    """Keeps the weights that it measures."""
+
+    def __call__(self, model: Any) -> dict[str, float]:
+        self.seen = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return super().__call__(model)
+
+
+@pytest.mark.slow
+def test_the_average_is_evaluated_and_saved_and_training_goes_on_without_it(tmp_path):
+    evaluator, models = Watching(0.0, 1.0), [TinyEncoder(), TinyEncoder()]
+    train(tmp_path / "plain", model=models[0])
+    train(tmp_path / "averaged", model=models[1], weight_average=0.5, evaluator=evaluator)
+    assert same(models[0].state_dict(), models[1].state_dict())
+    saved = weights(tmp_path / "averaged")
+    assert not same(saved, weights(tmp_path / "plain"))
+    for name, tensor in saved.items():
+        torch.testing.assert_close(evaluator.seen[name].to(tensor), tensor)

@@ -1,29 +1,25 @@
-"""The trainer: equal runs, accumulation, evaluation, what it writes and refuses; precision and where weights go."""
+"""The trainer: equal runs, accumulation, evaluation, precision, what it logs, saves and refuses."""
+
+from __future__ import annotations
 
 import math
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from dualenc.batching import RandomBatches
+from dualenc.batching import OSGDBatches, RandomBatches
+from dualenc.data import ImageViews, Mixture
 from dualenc.errors import DualencError
-from dualenc.objectives import ISIR, InfoNCE, SogCLR, base
+from dualenc.objectives import EMC2, ISIR, Distilled, GlobalCache, InfoNCE, NegativeCache, SogCLR, base
 from dualenc.training.devices import place_model, start_accelerator
+from dualenc.training.loader import BatchLoader
 from dualenc.training.log import read_metrics
 from dualenc.training.trainer import Trainer
-from tests.training.fakes import (
-    TinyEncoder,
-    kill_this_process,
-    same,
-    tiny_objective,
-    tiny_pairs,
-    vector_encoder,
-    vector_pairs,
-    weights,
-)
+from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, vector_encoder, vector_pairs, weights
 from tests.training.runs import FixedEvaluator, train
 
 
@@ -59,25 +55,13 @@ class Given:
 
 @pytest.mark.parametrize("changes", [{}, {"chunk_size": 4}])
 def test_accumulated_batches_make_one_step_with_their_mean_gradient(tmp_path, changes):
-    """Three batches of a group, the third group cut short: against a loop with torch's own optimizer."""
-    pairs, batches = tiny_pairs(), np.arange(24).reshape(4, 6)
+    """Three batches of a group, the second group cut short: against a loop with torch's own optimizer."""
+    pairs, batches, model = tiny_pairs(), np.arange(24).reshape(4, 6), TinyEncoder()
     settings = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "warmup": 0, "schedule": "constant"}
-    model = TinyEncoder()
-    train(
-        tmp_path,
-        model=model,
-        batching=Given(batches),
-        epochs=1,
-        gradient_accumulation=3,
-        max_gradient_norm=None,
-        on_error="raise",
-        **settings,
-        **changes,
-    )
+    settings |= {"epochs": 1, "gradient_accumulation": 3, "max_gradient_norm": None, "on_error": "raise"}
+    train(tmp_path, model=model, batching=Given(batches), **settings, **changes)
     expected, objective = TinyEncoder(), tiny_objective(pairs)
     optimizer = torch.optim.SGD([*expected.parameters(), *objective.parameters()], lr=0.02)
-    from dualenc.training.loader import BatchLoader
-
     loaded = list(BatchLoader(pairs, expected.left.prepare, expected.right.prepare).batches(batches))
     for group in (loaded[:3], loaded[3:]):
         optimizer.zero_grad()
@@ -90,242 +74,13 @@ def test_accumulated_batches_make_one_step_with_their_mean_gradient(tmp_path, ch
 
 
 @pytest.mark.slow
-def test_gradient_caching_trains_the_same_model(tmp_path):
-    for name, chunk_size in (("plain", None), ("cached", 4)):
-        train(tmp_path / name, model=TinyEncoder(), chunk_size=chunk_size)
-    plain, cached = weights(tmp_path / "plain"), weights(tmp_path / "cached")
-    assert all(torch.allclose(plain[k], cached[k], rtol=1e-9) for k in plain)
-
-
-@pytest.mark.slow
 def test_mixed_precision_stays_close(tmp_path):
     losses = {}
     for precision in ("no", "bf16"):
-        pairs = tiny_pairs()
-        objective = InfoNCE(num_left=pairs.num_left)
-        model = TinyEncoder(dtype=torch.float32)
-        losses[precision] = train(tmp_path / precision, model=model, objective=objective, mixed_precision=precision)
-    assert losses["bf16"].loss == pytest.approx(losses["no"].loss, rel=0.05)
-    assert losses["bf16"].loss != losses["no"].loss
-
-
-@pytest.mark.slow
-def test_max_steps_ends_in_the_middle_of_an_epoch(tmp_path):
-    assert train(tmp_path, max_steps=5).steps == 5
-    assert train(tmp_path / "longer", max_steps=5, epochs=None).steps == 5
-
-
-@pytest.mark.slow
-def test_evaluating_does_not_change_the_training(tmp_path):
-    train(tmp_path / "without")
-    train(tmp_path / "with", evaluator=FixedEvaluator(), evaluate_every=2, keep_best=False)
-    assert same(weights(tmp_path / "without"), weights(tmp_path / "with"))
-
-
-@pytest.mark.slow
-def test_the_best_weights_are_kept(tmp_path):
-    """Evaluations before training and at steps 4, 8 and 12; the best trained ones are those of step 8."""
-    result = train(tmp_path / "best", evaluator=FixedEvaluator(0.9, 0.1, 0.5, 0.3), evaluate_every=4)
-    assert (result.before, result.metrics) == ({"score": 0.9}, {"score": 0.5})
-    card = (tmp_path / "best" / "model" / "README.md").read_text()
-    assert "| metric | untrained | trained |" in card
-    assert "| score | 0.9000 | 0.5000 |" in card
-    assert "InfoNCE, 8 steps with batches of 6." in card
-    assert "learning_rate: 0.02" in card
-    train(tmp_path / "last", evaluator=FixedEvaluator(), keep_best=False)
-    assert not same(weights(tmp_path / "best"), weights(tmp_path / "last"))
-
-
-def test_the_log_tells_loss_rate_and_objective_metrics(tmp_path):
-    train(tmp_path, evaluator=FixedEvaluator(0.1, 0.2), keep_best=False)
-    lines = read_metrics(tmp_path / "metrics.jsonl")
-    assert lines[0] == {"step": 0, "evaluation/score": 0.1}
-    assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
-    expected = {"loss", "learning_rate", "epoch", "samples_per_second", "accuracy", "temperature", "gradient_norm"}
-    assert expected < lines[1].keys()
-    assert lines[-1] == {"step": 12, "evaluation/score": 0.2}
-
-
-def test_a_loss_that_the_objective_does_not_know_is_not_logged(tmp_path):
-    result = train(tmp_path, objective=ISIR(num_left=24, recent=5))
-    lines = read_metrics(tmp_path / "metrics.jsonl")
-    assert math.isnan(result.loss)
-    assert not any("loss" in line for line in lines)
-    assert [line["step"] for line in lines if "batch_estimate" in line] == [3, 6, 9, 12]
-
-
-def test_an_objective_is_trained_whatever_mode_it_came_in(tmp_path):
-    objective = SogCLR(num_left=24).double().eval()
-    train(tmp_path, objective=objective)
-    assert objective.training
-    assert torch.isfinite(objective.log_u).all()
-
-
-def test_metrics_are_computed_for_the_steps_that_are_logged(tmp_path, monkeypatch):
-    computed, compute = [], base.batch_metrics
-    monkeypatch.setattr(base, "batch_metrics", lambda *given: computed.append(1) or compute(*given))
-    train(tmp_path, log_every=5)
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "accuracy" in line] == [5, 10, 12]
-    assert len(computed) == 3
-
-
-@pytest.mark.slow
-def test_tensorboard_gets_the_same_numbers(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    train(tmp_path, tracker="tensorboard", project="mine")
-    events = EventAccumulator(str(tmp_path / "trackers" / "mine"))
-    events.Reload()
-    logged = {event.step: event.value for event in events.Scalars("loss")}
-    written = {line["step"]: line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")}
-    assert logged == pytest.approx(written, rel=1e-6)
-
-
-def test_bad_samples_are_counted(tmp_path):
-    result = train(tmp_path, pairs=tiny_pairs(bad=(3, 5)))
-    assert result.skipped == 2
-    with pytest.raises(DualencError, match="pair 3: row 3: not readable"):
-        train(tmp_path / "strict", pairs=tiny_pairs(bad=(3,)), on_error="raise")
-
-
-class ExplodesAt(InfoNCE):
-    """Multiplies the loss by NaN at one call."""
-
-    calls, at = 0, 7
-
-    def forward(self, *arguments, **named):
-        out = super().forward(*arguments, **named)
-        self.calls += 1
-        return out._replace(loss=out.loss * float("nan")) if self.calls == self.at else out
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
-    objective = ExplodesAt(num_left=24).double()
-    with pytest.raises(
-        DualencError, match=r"step 7: the loss is not finite; lower learning_rate \(now 0.02\)"
-    ) as raised:
-        train(tmp_path, objective=objective)
-    assert "step-00000006" in str(raised.value)
-    assert "\n" not in str(raised.value)
-    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
-    assert sorted(names) == ["step-00000004", "step-00000006"]
-    assert not (tmp_path / "model").exists()
-
-
-def test_a_run_is_not_overwritten_by_accident(tmp_path):
-    train(tmp_path, max_steps=1)
-    with pytest.raises(DualencError, match=r"holds a run already .*--resume"):
-        train(tmp_path, max_steps=1)
-    train(tmp_path, max_steps=2, overwrite=True)
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [2]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_size": 25}, "batch_size is 25 but there are 24 pairs"),
-        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
-        ({"max_gradient_norm": 0.0}, "max_gradient_norm is 0.0; it must be above 0; null leaves it out"),
-        ({"max_gradient_norm": float("nan")}, "max_gradient_norm is nan; it must be above 0"),
-        ({"seed": -1}, "seed is -1"),
-        ({"momentum": -1.0}, "momentum is -1.0"),
-        ({"betas": (2.0, 3.0)}, "betas are"),
-        ({"warmup": -0.1}, "warmup is -0.1"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
-        ({"weight_decay": float("inf")}, "weight_decay is inf"),
-        ({"mixed_precision": "fp16"}, "fp16 does not work on cpu; use bf16 or no"),
-        ({"mixed_precision": "half"}, "mixed_precision=half"),
-        ({"tracker": "tensorbord"}, "tracker 'tensorbord' is not installed or unknown"),
-        ({"on_error": "stop"}, "on_error is 'stop'"),
-    ],
-)
-def test_mistakes_are_explained_in_one_line(tmp_path, changes, message):
-    if torch.cuda.is_available() and "fp16" in changes.values():
-        pytest.skip("this machine has a GPU, where fp16 works")
-    with pytest.raises(DualencError, match=message) as raised:
-        train(tmp_path, **changes)
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "checkpoints").exists()
-
-
-def test_batching_and_trainer_must_agree(tmp_path):
-    with pytest.raises(DualencError, match="batches of 8 of 24 pairs, but batch_size is 6"):
-        train(tmp_path, batching=RandomBatches(24, 8))
-    with pytest.raises(DualencError, match="batches of 6 of 30 pairs"):
-        train(tmp_path, batching=RandomBatches(30, 6))
-
-
-class Declared(FixedEvaluator):
-    """Says what it measures, and must not be asked to."""
-
-    metric_names = ("score", "other")
-    modalities: ClassVar[dict[str, str]] = {"left": "text"}
-
-    def __call__(self, model):
-        raise AssertionError("an evaluation before the names were checked")
-
-
-def test_a_wrong_metric_is_refused_before_any_work(tmp_path):
-    evaluator = Declared()
-    evaluator.primary = "othr"
-    with pytest.raises(
-        DualencError, match=r"evaluator.primary is 'othr' \(did you mean other\?\); choose one of score"
-    ):
-        train(tmp_path / "run", evaluator=evaluator)
-    assert not (tmp_path / "run").exists()
-
-
-def test_model_data_and_evaluator_must_be_of_one_modality(tmp_path):
-    message = "the right side of the pairs is image, but that of the model encodes text; choose a model for image"
-    with pytest.raises(DualencError, match=message):
-        train(tmp_path / "run", pairs=tiny_pairs(right_modality="image"))
-    evaluator = Declared()
-    evaluator.modalities = {"left": "image"}
-    with pytest.raises(DualencError, match="the left side of the evaluator is image, but that of the model"):
-        train(tmp_path / "run", evaluator=evaluator)
-    assert not (tmp_path / "run").exists()
-
-
-class Deadly(list):
-    """Items one of which kills the worker that reads it, as the system does when memory is used up."""
-
-    def __getitem__(self, index):
-        if index == 20 and torch.utils.data.get_worker_info() is not None:
-            kill_this_process()
-        return super().__getitem__(index)
-
-
-@pytest.mark.slow
-def test_a_killed_data_worker_is_explained_in_one_line(tmp_path):
-    pairs = tiny_pairs()
-    pairs.left_items = Deadly(pairs.left_items)
-    message = (
-        r"a data worker was killed \(process \d+ .*\), mostly for want of memory; lower trainer.num_workers \(now 1\)"
-    )
-    with pytest.raises(DualencError, match=message) as raised:
-        train(tmp_path, pairs=pairs, num_workers=1)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("minutes", [0, -1, float("inf"), float("nan")])
-def test_the_time_limit_of_processes_must_be_a_time(tmp_path, minutes):
-    with pytest.raises(DualencError, match=r"timeout_minutes is .*; it must be more than 0"):
-        train(tmp_path, timeout_minutes=minutes)
-
-
-def test_batchnorm_with_chunks_warns_in_one_line(tmp_path):
-    with pytest.warns(UserWarning, match="BatchNorm with chunk_size takes its statistics over 4 items"):
-        train(tmp_path, model=TinyEncoder(batchnorm=True), chunk_size=4, max_steps=1)
-
-
-def test_five_lines_are_enough(tmp_path):
-    pairs = tiny_pairs()
-    result = Trainer(output=tmp_path, batch_size=8, progress=False).fit(
-        TinyEncoder(dtype=torch.float32), pairs, InfoNCE(num_left=len(pairs))
-    )
-    assert result.steps == 3
-    assert (result.model_folder / "weights.pt").exists()
+        parts = {"objective": InfoNCE(num_left=24), "model": TinyEncoder(dtype=torch.float32)}
+        losses[precision] = train(tmp_path / precision, mixed_precision=precision, **parts).loss
+    assert losses["bf16"] == pytest.approx(losses["no"], rel=0.05)
+    assert losses["bf16"] != losses["no"]
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
@@ -344,22 +99,17 @@ def test_runs_of_different_precision_may_follow_one_another(tmp_path):
         assert product.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-def test_an_unknown_tracker_is_refused(tmp_path):
-    with pytest.raises(DualencError, match="tracker 'wanndb' is not installed or unknown"):
-        start_accelerator("no", ["wanndb"], tmp_path)
-
-
 def test_placing_keeps_the_weights_on_one_process():
     model = TinyEncoder(batchnorm=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    placed = place_model(model, torch.device("cpu"), chunk_size=None)
-    assert all(torch.equal(before[name], tensor) for name, tensor in placed.state_dict().items())
+    with pytest.warns(UserWarning, match="BatchNorm with chunk_size"):
+        placed = place_model(model, torch.device("cpu"), chunk_size=4)
+    assert same(before, placed.state_dict())
 
 
 @pytest.mark.nightly
 def test_compiled_towers_train_to_the_same_weights(tmp_path):
-    pairs = vector_pairs(tmp_path)
-    runs = {}
+    pairs, runs = vector_pairs(tmp_path), {}
     for compiled in (False, True):
         torch._dynamo.reset()
         model, objective = vector_encoder(), tiny_objective(pairs).float()
@@ -368,3 +118,250 @@ def test_compiled_towers_train_to_the_same_weights(tmp_path):
         runs[compiled] = weights(tmp_path / str(compiled))
     assert runs[True].keys() == runs[False].keys(), "compiling changes no name"
     assert all(torch.allclose(runs[True][name], runs[False][name], atol=1e-5) for name in runs[True])
+
+
+@pytest.mark.slow
+def test_max_steps_ends_in_the_middle_of_an_epoch(tmp_path):
+    assert train(tmp_path, max_steps=5).steps == 5
+    assert train(tmp_path / "longer", max_steps=5, epochs=None).steps == 5
+
+
+@pytest.mark.slow
+def test_evaluating_does_not_change_the_training(tmp_path):
+    train(tmp_path / "without")
+    train(tmp_path / "with", evaluator=FixedEvaluator(), evaluate_every=2, keep_best=False)
+    assert same(weights(tmp_path / "without"), weights(tmp_path / "with"))
+
+
+def test_the_best_weights_are_kept_and_the_card_tells_their_metrics(tmp_path):
+    """Evaluations before training and at steps 4, 8 and 12; the best trained ones are those of step 8."""
+    evaluator = FixedEvaluator(0.9, 0.1, 0.5, 0.3)
+    evaluator.data = ("mine", "dev")
+    result = train(tmp_path / "best", evaluator=evaluator, evaluate_every=4)
+    assert (result.before, result.metrics) == ({"score": 0.9}, {"score": 0.5})
+    card = (tmp_path / "best" / "model" / "README.md").read_text()
+    for line in (
+        "| score | 0.9000 | 0.5000 |",
+        "InfoNCE, 8 steps with batches of 6.",
+        "learning_rate: 0.02",
+        "mine, dev",
+    ):
+        assert line in card
+    train(tmp_path / "last", evaluator=FixedEvaluator(), keep_best=False)
+    assert not same(weights(tmp_path / "best"), weights(tmp_path / "last"))
+
+
+def test_it_stops_when_nothing_gets_better_and_stays_stopped(tmp_path):
+    scores = (0.1, 0.5, 0.4, 0.6, 0.3, 0.2, 0.9, 0.9, 0.9)
+    settings = {"evaluate_every": 1, "patience": 2}
+    result = train(tmp_path, evaluator=FixedEvaluator(*scores), **settings)
+    again = train(tmp_path, evaluator=FixedEvaluator(0.99), resume=True, **settings)
+    assert result.steps == again.steps == 5
+    assert result.metrics == again.metrics == {"score": 0.6}
+    evaluated = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "evaluation/score" in line]
+    assert evaluated == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_log_tells_loss_rate_and_objective_metrics(tmp_path, monkeypatch):
+    computed, compute = [], base.batch_metrics
+    monkeypatch.setattr(base, "batch_metrics", lambda *given: computed.append(1) or compute(*given))
+    train(tmp_path, evaluator=FixedEvaluator(0.1, 0.2), keep_best=False)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert lines[0] == {"step": 0, "evaluation/score": 0.1}
+    assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
+    expected = {"loss", "learning_rate", "epoch", "samples_per_second", "accuracy", "temperature", "gradient_norm"}
+    assert expected < lines[1].keys()
+    assert lines[-1] == {"step": 12, "evaluation/score": 0.2}
+    assert len(computed) == 4, "metrics are computed for the steps that are logged"
+
+
+def test_a_loss_that_the_objective_does_not_know_is_not_logged(tmp_path):
+    result = train(tmp_path, objective=ISIR(num_left=24, recent=5))
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(result.loss)
+    assert not any("loss" in line for line in lines)
+    assert [line["step"] for line in lines if "batch_estimate" in line] == [3, 6, 9, 12]
+
+
+def test_an_objective_is_trained_whatever_mode_it_came_in(tmp_path):
+    objective = SogCLR(num_left=24).double().eval()
+    train(tmp_path, objective=objective)
+    assert objective.training
+    assert torch.isfinite(objective.log_u).all()
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path, tracker="tensorboard", project="mine")
+    events = EventAccumulator(str(tmp_path / "trackers" / "mine"))
+    events.Reload()
+    logged = {event.step: event.value for event in events.Scalars("loss")}
+    written = {line["step"]: line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")}
+    assert logged == pytest.approx(written, rel=1e-6)
+
+
+def test_bad_samples_are_counted(tmp_path):
+    assert train(tmp_path, pairs=tiny_pairs(bad=(3, 5))).skipped == 2
+    with pytest.raises(DualencError, match="pair 3: row 3: not readable"):
+        train(tmp_path / "strict", pairs=tiny_pairs(bad=(3,)), on_error="raise")
+
+
+class ExplodesAt(InfoNCE):
+    """Multiplies the loss by NaN at one call."""
+
+    calls, at = 0, 7
+
+    def forward(self, *arguments, **named):
+        out = super().forward(*arguments, **named)
+        self.calls += 1
+        return out._replace(loss=out.loss * float("nan")) if self.calls == self.at else out
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
+    with pytest.raises(DualencError, match=r"step 7: the loss is not finite; .*now 0.02.*step-00000006"):
+        train(tmp_path, objective=ExplodesAt(num_left=24).double())
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({name: 0} for name in ("batch_size", "epochs", "patience", "mine_negatives")),
+        *({"mine_every": every} for every in (0, 3)),
+        *({"max_gradient_norm": norm} for norm in (0.0, math.nan)),
+        *({"timeout_minutes": minutes} for minutes in (0, -1, math.inf, math.nan)),
+        *({"weight_average": decay} for decay in (0.0, 1.0)),
+        *({"layer_decay": decay} for decay in (0.0, 1.1)),
+        *({"learning_rate": rate} for rate in (0.0, -1.0, math.nan)),
+        *({"weight_decay": decay} for decay in (-1.0, math.inf)),
+        *({"momentum": momentum} for momentum in (-1.0, 1.0, math.nan)),
+        *({"betas": betas} for betas in ((2.0, 3.0), (0.9,))),
+        *({"warmup": warmup} for warmup in (-1, -0.5, 1.5, math.nan, math.inf)),
+        {"seed": -1},
+        {"num_workers": -1},
+        {"held_out": 1},
+        {"on_error": "stop"},
+        {"mine_relative": -1.0},
+        {"optimizer": "adamv"},
+        {"schedule": "cosin"},
+        {"patience": 2, "evaluate_every": None},
+    ],
+    ids=str,
+)
+def test_a_setting_out_of_range_is_named_in_one_line(changes):
+    name, value = next(iter(changes.items()))
+    shown = list(value) if isinstance(value, tuple) else value
+    with pytest.raises(DualencError, match=rf"^{name} .*") as raised:
+        Trainer(**{"output": "run", "epochs": 3, "evaluate_every": 1, **changes})
+    assert name == "patience" or repr(shown) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+class Declared(FixedEvaluator):
+    """Says what it measures, and must not be asked to."""
+
+    metric_names = ("score", "other")
+    modalities: ClassVar[dict[str, str]] = {"left": "text"}
+
+    def __init__(self, primary: str = "score", modality: str = "text") -> None:
+        super().__init__()
+        self.primary, self.modalities = primary, {"left": modality}
+
+    def __call__(self, model):
+        raise AssertionError("an evaluation before the names were checked")
+
+
+def views() -> Any:
+    pairs = tiny_pairs()
+    pairs.views, pairs.right_items = True, pairs.left_items
+    return pairs
+
+
+SCORED: dict[str, Any] = {
+    "negatives": [[(i + 3) % 24] for i in range(24)],
+    "scores": range(24),
+    "negative_scores": range(24),
+}
+WEIGHED = Mixture({"many": tiny_pairs(24), "few": tiny_pairs(14, seed=1)}, weights={"few": 2.0})
+SIZES = {"num_left": 38, "num_right": 38}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 25}, "batch_size is 25 but there are 24 pairs"),
+        ({"batching": RandomBatches(24, 8)}, "batches of 8 of 24 pairs, but batch_size is 6"),
+        ({"batching": RandomBatches(30, 6)}, "batches of 6 of 30 pairs"),
+        ({"batching": RandomBatches(24, 6), "held_out": 0.1}, "batching is for all pairs"),
+        ({"pairs": ImageViews([None] * 24), "held_out": 0.1}, "held_out does not apply to views"),
+        ({"mixed_precision": "fp16"}, "fp16 does not work on cpu"),
+        ({"mixed_precision": "half"}, "mixed_precision=half"),
+        ({"tracker": "tensorbord"}, "tracker 'tensorbord'"),
+        ({"freeze": ["left.*", "right.nothing*"]}, r"'right\.nothing\*' matches no weight"),
+        ({"freeze": ["*"], "objective": InfoNCE(num_left=24)}, "nothing to train"),
+        ({"patience": 2, "evaluate_every": 1}, "there is no evaluator"),
+        ({"evaluator": Declared(primary="othr")}, r"evaluator.primary is 'othr' \(did you mean other\?\)"),
+        ({"evaluator": Declared(modality="image")}, "the left side of the evaluator is image"),
+        ({"pairs": tiny_pairs(right_modality="image")}, "the right side of the pairs is image"),
+        ({"objective": Distilled(InfoNCE())}, "the data holds no scores"),
+        ({"objective": EMC2(num_left=24), "batching": OSGDBatches(24, 6)}, r"OSGDBatches chooses .*proposals=64"),
+        ({"pairs": WEIGHED, "objective": ISIR(**SIZES)}, "the mixture chooses the batches, but ISIR .*proposals=64"),
+        ({"pairs": WEIGHED, "objective": GlobalCache(**SIZES)}, "GlobalCache as set assumes random ones"),
+        ({"pairs": WEIGHED, "batching": OSGDBatches(38, 6)}, "which OSGDBatches does not know"),
+        ({"mine_every": 1, "pairs": views(), "objective": SogCLR(num_left=24, views=True)}, "two views of images"),
+        ({"mine_every": 1, "objective": ISIR(num_left=24)}, "ISIR takes no mined negatives"),
+        ({"mine_every": 1, "pairs": tiny_pairs(**SCORED), "objective": Distilled(InfoNCE())}, "a teacher's scores"),
+        ({"mine_every": 1, "pairs": Mixture({"one": tiny_pairs()}, batches="one_source")}, "one_source keeps apart"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_any_work(tmp_path: Path, changes: dict[str, Any], message: str):
+    if torch.cuda.is_available() and "fp16" in changes.values():
+        pytest.skip("this machine has a GPU, where fp16 works")
+    with pytest.raises(DualencError, match=message) as raised:
+        train(tmp_path / "run", **changes)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_objectives_that_know_no_batches_take_selected_ones(tmp_path):
+    for number, objective in enumerate((EMC2(num_left=24, proposals=6), NegativeCache(num_left=24))):
+        train(tmp_path / str(number), objective=objective.double(), batching=OSGDBatches(24, 6), max_steps=2)
+
+
+@pytest.mark.slow
+def test_held_out_pairs_are_evaluated_and_not_trained_on(tmp_path):
+    pairs = tiny_pairs(left_id=np.arange(24) // 2)
+    result = train(tmp_path, pairs=pairs, held_out=0.25, batch_size=4, epochs=2)
+    assert 0 < result.metrics["ndcg@10"] <= 1
+    assert result.before
+    trainer = Trainer(output=tmp_path, held_out=0.25)
+    rest, evaluator = trainer._hold_out(pairs, None, is_recipe=False)
+    held_out = {f"left-{left_id}" for left_id in set(range(12)) - set(rest.left_id.tolist())}
+    assert set(evaluator.collection.queries.ids) == held_out
+    assert (len(rest), len(held_out)) == (18, 3)
+
+
+def test_recipes_hold_a_tenth_out_of_a_hundred_pairs_or_more():
+    trainer = Trainer(output="run")
+    for pairs, is_recipe, expected in (
+        (tiny_pairs(120), True, 108),
+        (tiny_pairs(120), False, 120),
+        (tiny_pairs(99), True, 99),
+        (ImageViews([None] * 120), True, 120),
+    ):
+        rest, evaluator = trainer._hold_out(pairs, None, is_recipe)
+        assert len(rest) == expected
+        assert (evaluator is None) == (len(rest) == len(pairs))
+
+
+def test_five_lines_are_enough(tmp_path):
+    pairs = tiny_pairs()
+    result = Trainer(output=tmp_path, batch_size=8, progress=False).fit(
+        TinyEncoder(dtype=torch.float32), pairs, InfoNCE(num_left=len(pairs))
+    )
+    assert result.steps == 3
+    assert (result.model_folder / "weights.pt").exists()
