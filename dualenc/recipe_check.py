@@ -152,19 +152,10 @@ class Check:
         raise self._refusal(place, f"{name!r} in {package_name} is not {_described(bases)}{alternatives}")
 
     def _fits(self, cls: Any, base: Any) -> bool:
-        """Whether an attribute of a module is a class to instantiate where the base type is expected."""
+        """Whether an attribute of a module is a class for a place of this type: a base class, or a Callable."""
         if not inspect.isclass(cls) or inspect.isabstract(cls) or not self._is_allowed(cls.__module__):
             return False
-        if inspect.isclass(base):
-            return issubclass(cls, base)
-        # For a Callable, the class must define `__call__` with exactly these annotations: they distinguish a class
-        # written for the place from everything else that can be called.
-        call = inspect.getattr_static(cls, "__call__", None)
-        if not inspect.isfunction(call) or not typing.get_args(base):
-            return False
-        hints = _type_hints(call)
-        hints.pop("return", None)
-        return list(hints.values()) == list(typing.get_args(base)[0])
+        return issubclass(cls, base) if inspect.isclass(base) else "__call__" in dir(cls)
 
     def _is_allowed(self, module: str) -> bool:
         return any(module == name or module.startswith(f"{name}.") for name in self.allowed)
@@ -283,5 +274,5 @@ def _described(choices: Iterable[Any]) -> str:
         elif inspect.isclass(choice):
             words.append(f"a class derived from {choice.__module__}.{choice.__qualname__}")
         else:
-            words.append(f"a class whose __call__ is annotated as {choice}")
+            words.append("a class of callables")
     return " or ".join(words)

@@ -105,10 +105,6 @@ def test_names_summaries_and_the_rest(package: str) -> None:
     assert not any(name.startswith("plates.") for name in sys.modules)
 
 
-def test_limit_and_unknown_packages(package: str) -> None:
-    assert len(read_docstrings(1, packages=["no_such_package_here", package])) == 1
-
-
 @pytest.mark.slow
 def test_the_standard_library_has_enough_and_its_names_and_summaries_are_unique() -> None:
     found = read_docstrings(500, packages=[])
@@ -135,15 +131,7 @@ def test_reads_as_training_pairs_and_as_a_retrieval_set(tmp_path: Path) -> None:
     assert pair.left.startswith("Summary number")
 
 
-def test_the_split_depends_on_the_seed_alone(tmp_path: Path) -> None:
-    splits = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        write_collection(tmp_path / name, DOCSTRINGS, num_test=5, seed=seed)
-        splits.append((tmp_path / name / "qrels" / "test.tsv").read_text())
-    assert splits[0] == splits[1] != splits[2]
-
-
-def test_too_few_docstrings_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DualencError, match="20 docstrings were found on this machine, 40 are needed"):
+def test_too_few_docstrings(tmp_path: Path) -> None:
+    with pytest.raises(DualencError, match="only 20 docstrings"):
         write_collection(tmp_path / "data", DOCSTRINGS, num_test=20)
     assert not (tmp_path / "data").exists()
