@@ -22,12 +22,8 @@ Statistics = dict[_BatchNorm, tuple[Tensor, Tensor]]
 class BatchStatistics:
     """The statistics by which BatchNorm layers normalised the latest training batch, for its out-of-batch items.
 
-    Normalised by other statistics, out-of-batch items (chain states, cached items) would be embedded by another
-    function than the batch. The gradient goes through the statistics into this process's part of the batch; otherwise a
-    shift of all out-of-batch items would seem to lower the loss.
-
-    Args:
-        keep: record statistics; without, running statistics stand in.
+    So chain states and cached items are embedded by the same function as the batch. The gradient goes through the
+    statistics into this process's part of the batch. Without `keep`, running statistics stand in.
     """
 
     def __init__(self, keep: bool = True) -> None:
@@ -65,10 +61,7 @@ class BatchStatistics:
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[None]:
-        """Normalise by the recorded statistics, or by running ones if none were recorded.
-
-        Running statistics do not change. Other layers, dropout included, keep their mode.
-        """
+        """Normalise by the recorded statistics, or by running ones if none were recorded; neither change."""
         with ExitStack() as stack:
             for layer in _training_layers(module):
                 stack.callback(_set, layer, training=True)
@@ -87,10 +80,7 @@ class BatchStatistics:
 
 
 def synchronise_statistics(module: nn.Module) -> None:
-    """Have BatchNorm layers compute their training statistics over the batches of all processes, with gradient.
-
-    Every process must encode something whenever one does.
-    """
+    """Have BatchNorm layers compute their training statistics over the batches of all processes, with gradient."""
     for layer in module.modules():
         if isinstance(layer, _BatchNorm) and _synchroniser(layer) is None:
             synchroniser = _Synchroniser(layer)
@@ -210,8 +200,7 @@ def _connect(layer: Any, inputs: tuple[Tensor, ...], mean: Tensor, variance: Ten
 class _Connection(torch.autograd.Function):
     """Values (B, channels, ...) as they are, on their way into a layer that normalises them by mean and variance.
 
-    The layer's result depends on (x − μ)/√(σ² + ε) alone. So with g the loss's gradient in x, that in μ is −Σ g, and
-    that in σ² is −Σ g·(x − μ) / 2(σ² + ε).
+    With g the loss's gradient in x, that in μ is −Σ g, and that in σ² is −Σ g·(x − μ) / 2(σ² + ε).
     """
 
     @staticmethod

@@ -49,14 +49,11 @@ class Prepare:
     modality: Modality
 
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
-        """Collate items into one batch.
+        """Collate B raw items into one batch, the tower's inputs by name; every tensor's first dimension is B.
 
         Args:
-            items: B raw items: `str` for text, RGB `PIL.Image` for images, arrays (input_dim,) for vectors.
+            items: `str` for text, RGB `PIL.Image` for images, arrays (input_dim,) for vectors.
             seeds: None for evaluation; otherwise one per item, and an image's augmentation is a function of it.
-
-        Returns:
-            The tower's inputs by name; every tensor's first dimension is B.
         """
         raise NotImplementedError
 
@@ -72,7 +69,6 @@ class Tower(nn.Module):
     """A module that encodes prepared inputs to unit vectors.
 
     Attributes:
-        modality: "text", "image" or "vector".
         dim: D, the size of the vectors.
         feature_dim: size of the features.
         prepare: turns raw items into this tower's inputs.
@@ -86,9 +82,7 @@ class Tower(nn.Module):
     def pack(self, inputs: Inputs, one_by_one: bool = False) -> Inputs:
         """B prepared items, on the CPU, without padding where the tower takes them so; not one row per item.
 
-        Args:
-            inputs: B prepared items.
-            one_by_one: the tower is not compiled and computes on a CPU, where a loop over items is cheap.
+        `one_by_one`: the tower is not compiled and computes on a CPU, where a loop over items is cheap.
         """
         return inputs
 
@@ -111,16 +105,11 @@ def is_model(folder: Path) -> bool:
 class DualEncoder(nn.Module):
     """A left tower (queries, images) and a right one (documents, texts); they may share weights.
 
-    A new model is in evaluation mode.
-
     Args:
         left: tower of the left items.
         right: tower of the right items: the same object, one over the same weights, or an independent one.
         kind: which kind of model this is.
         views: whether both sides of a pair are augmentations of one image.
-
-    Raises:
-        DualencError: the towers' dimensions differ.
     """
 
     left: Tower
@@ -182,16 +171,13 @@ class DualEncoder(nn.Module):
     def encode(
         self, items: Sequence[Any], side: Side = "left", *, batch_size: int = 32, show_progress_bar: bool | None = None
     ) -> np.ndarray:
-        """Encode texts, images or vectors in batches of similar length.
+        """Encode N texts, `PIL.Image`s or vectors (D,) to (N, D) unit vectors, float32.
 
         Args:
-            items: N texts, `PIL.Image`s or vectors (D,).
+            items: a sequence.
             side: "left" encodes queries and images, "right" documents and texts.
             batch_size: items per forward pass.
             show_progress_bar: by default for more than 1,000 items.
-
-        Returns:
-            (N, D) unit vectors, float32.
 
         Raises:
             BadSample: an item of another modality; it names the first of those.
@@ -223,9 +209,8 @@ class DualEncoder(nn.Module):
     def save(self, folder: str | os.PathLike[str], card: dict[str, Any] | None = None) -> None:
         """Write the model folder: the ecosystem's own format, weights as safetensors, and a model card.
 
-        Args:
-            folder: where; an earlier model there is replaced once the new one is complete, anything else refused.
-            card: what the README says beyond the architecture, see `dualenc.encoders.card.render_card`.
+        An earlier model there is replaced once the new one is complete; anything else is refused. `card` is what the
+        README says beyond the facts, see `render_card`.
         """
         folder = Path(folder)
         with atomic_folder(folder, is_model, "model") as new:
@@ -238,11 +223,11 @@ class DualEncoder(nn.Module):
         raise NotImplementedError
 
     def push_to_hub(self, repo: str, card: dict[str, Any] | None = None, private: bool = True) -> str:
-        """Upload the model to the Hugging Face hub; log in first with `hf auth login`, or set HF_TOKEN.
+        """Upload the model to the Hugging Face hub; log in first with `hf auth login`.
 
         Args:
             repo: owner/name; a new one is made if needed.
-            card: what the README says beyond the architecture, as for `save`.
+            card: as for `save`.
             private: whether a new repository is.
 
         Returns:
@@ -261,7 +246,11 @@ class DualEncoder(nn.Module):
         items = {"text": '["a text"]', "image": "images", "vector": "rows_of_an_array"}
         return render_card(
             name,
-            {"Kind": f"{self.kind} dual encoder", **self.describe()},
+            {
+                "Kind": f"{self.kind} dual encoder",
+                "Vector size": str(self.dim),
+                "Weights": f"{self.num_parameters:,}",
+            },
             {**self.base, **card},
             model_format=self.ecosystem or self.kind,
             usage=self.usage,
@@ -289,14 +278,6 @@ class DualEncoder(nn.Module):
     def transformers_configs(self) -> list[Any]:
         """The configurations that are written as config.json of transformers."""
         return []
-
-    def describe(self) -> dict[str, str]:
-        """The model's facts, as rows of a table."""
-        rows = {"Vector size": str(self.dim)}
-        for config in self.transformers_configs[:1]:
-            if dims := getattr(config, "matryoshka_dimensions", None):
-                rows["Trained lengths"] = ", ".join(str(dim) for dim in dims if dim <= self.dim)
-        return rows | {"Weights": f"{self.num_parameters:,}"}
 
 
 def _encode_windows(tower: Tower, items: Sequence[Any], batch_size: int, bar: tqdm) -> Iterator[np.ndarray]:
@@ -357,10 +338,7 @@ def num_rows(inputs: Inputs) -> int:
 
 
 def chunk_rows(inputs: Inputs, chunk_size: int) -> list[Tensor]:
-    """Row numbers of each chunk: texts of similar length together, longest first; images in their order.
-
-    So little of a chunk is padding, and if memory runs out, it does so at once.
-    """
+    """Row numbers of each chunk: texts of similar length together, longest first; images in their order."""
     mask = inputs.get("attention_mask")
     if mask is None:
         return list(torch.arange(num_rows(inputs)).split(chunk_size))

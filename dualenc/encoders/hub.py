@@ -24,7 +24,7 @@ def model_folder(name: str | os.PathLike[str], *further: str) -> Path:
 
     Args:
         name: a folder, `local-dir:FOLDER`, a hub repository `owner/name`, or `hf-hub:owner/name`.
-        further: patterns of files to fetch from the hub besides configurations, vocabulary and safetensors.
+        further: patterns of more files to fetch.
     """
     repository = hub_name(name)
     if repository is not None:
@@ -51,12 +51,7 @@ def hub_name(name: str | os.PathLike[str]) -> str | None:
 
 
 def base_metadata(name: str | os.PathLike[str], folder: Path) -> dict[str, str]:
-    """`base_model` and `license` for the card of a model trained from this one, where they are known.
-
-    Args:
-        name: of the base model, as the user gave it.
-        folder: where it lies. A local folder's own card says what it was trained from.
-    """
+    """`base_model` and `license` for the card of a model trained from this one, where they are known."""
     try:
         card: dict[str, Any] = huggingface_hub.metadata_load(folder / "README.md") or {}
     except Exception:  # no card, or one of another form, which is no reason not to train

@@ -110,10 +110,7 @@ class ImageEncoder(DualEncoder):
         return model
 
     def write(self, folder: Path) -> None:
-        """Write a timm folder, for `create_model("local-dir:FOLDER", pretrained=True)`, and the projector in it.
-
-        With the small-image stem, which timm lacks, a few lines more are needed: the model card shows them.
-        """
+        """Write a timm folder, for `create_model("local-dir:FOLDER", pretrained=True)`, and the projector in it."""
         backbone: Any = self.left.backbone
         known = backbone.pretrained_cfg
         layers = {key: known[key] for key in ("first_conv", "classifier") if known.get(key)}
@@ -140,17 +137,6 @@ class ImageEncoder(DualEncoder):
     def usage(self) -> str:
         """The example of the model card's template that shows how the folder is loaded."""
         return f"{self.kind}, small" if self.small_image_stem else self.kind
-
-    def describe(self) -> dict[str, str]:
-        """The model's facts, as rows of a table."""
-        backbone: Any = self.left.backbone
-        stem = ", small-image stem" if self.small_image_stem else ""
-        return {
-            "Backbone": backbone.pretrained_cfg["architecture"] + stem,
-            "Image size": "×".join(str(side) for side in self.data_config["input_size"][1:]),
-            "Feature size": str(self.left.feature_dim),
-            **super().describe(),
-        }
 
 
 class ProjectedTower(Tower):
@@ -193,13 +179,9 @@ def is_timm_name(name: str) -> bool:
 def load_backbone(
     name: str, pretrained: bool, small_stem: bool | None, image_size: int | None, args: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], bool]:
-    """A timm model without classifier, by its name or from the safetensors weights of a folder.
+    """A timm model without classifier, all its arguments, and whether it has the small-image stem.
 
-    The arguments are those of `ImageEncoder`.
-
-    Returns:
-        The model, (B, 3, H, W) to pooled features; all arguments of its architecture; whether it has the
-        small-image stem.
+    It comes by its name or from the safetensors weights of a folder; the arguments are those of `ImageEncoder`.
     """
     import timm
     from timm.models import get_pretrained_cfg
@@ -300,11 +282,7 @@ class ImagePrepare(Prepare):
 
 
 class Seeded:
-    """Makes a transform that draws from the global generators a pure function of image and seed.
-
-    Args:
-        transform: RGB image to pixels (3, H, W), random through torch, `random` or numpy.
-    """
+    """Makes a transform that draws from the global generators a pure function of image and seed."""
 
     def __init__(self, transform: Callable[[Image.Image], Tensor]) -> None:
         self.transform = transform
@@ -315,13 +293,7 @@ class Seeded:
 
 
 class Normalized:
-    """An augmentation to pixels in [0, 1], followed by the model's own normalisation.
-
-    Args:
-        augment: image and seed to pixels (3, H, W) in [0, 1].
-        mean: of each channel.
-        std: standard deviation of each channel.
-    """
+    """An augmentation to pixels in [0, 1], followed by the model's own normalisation."""
 
     def __init__(self, augment: Augment, mean: Sequence[float], std: Sequence[float]) -> None:
         self.augment = augment

@@ -10,11 +10,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import base_metadata, model_folder, no_foreign_code, save_weights
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 Tokenize: TypeAlias = Callable[[list[str]], Tensor]
 """Texts to token ids (B, context length)."""
-End: TypeAlias = "int | Literal['max'] | None"
 
 CONTEXT_LENGTH = 77
 VOCAB_SIZE = 49408
@@ -105,7 +103,7 @@ class ImageTextEncoder(DualEncoder):
         dim = int(own_config["embed_dim"])
         super().__init__(
             ClipImageTower(visual, _image_prepare(visual.preprocess_cfg, crop_scale), dim),
-            ClipTextTower(clip, ClipTextPrepare(tokenize, end_token(clip)), dim),
+            ClipTextTower(clip, ClipTextPrepare(tokenize), dim),
             kind="image-text",
         )
         self.config = own_config
@@ -115,12 +113,12 @@ class ImageTextEncoder(DualEncoder):
     @property
     def temperature(self) -> float:
         """The temperature by which open_clip divides cosines to get logits."""
-        return math.exp(-float(self.right.encoder.clip.logit_scale))
+        return math.exp(-float(self.right.clip.logit_scale))
 
     def set_temperature(self, temperature: float) -> None:
         """Store the temperature that training ended with, for open_clip's logits."""
         with torch.no_grad():
-            self.right.encoder.clip.logit_scale.fill_(-math.log(temperature))
+            self.right.clip.logit_scale.fill_(-math.log(temperature))
 
     def write(self, folder: Path) -> None:
         """Write an open_clip folder, for `local-dir:`."""
@@ -133,22 +131,11 @@ class ImageTextEncoder(DualEncoder):
         preprocess = {key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known}
         write_json(folder / CONFIG_FILE, {"model_cfg": config, "preprocess_cfg": preprocess})
         weights = {f"visual.{name}": value for name, value in merged_state(visual).items()}
-        weights |= merged_state(self.right.encoder.clip)
+        weights |= merged_state(self.right.clip)
         save_weights(weights, folder / WEIGHTS_FILE)
         tokenizer: Any = self.right.prepare.tokenizer
         if hasattr(tokenizer, "save_pretrained"):  # one of transformers inside open_clip's
             save_tokenizer(tokenizer.tokenizer, folder, tokenizer.context_length)
-
-    def describe(self) -> dict[str, str]:
-        """The model's facts, as rows of a table."""
-        visual: Any = self.left.visual
-        size = visual.preprocess_cfg["size"]
-        return {
-            "Image size": "×".join(map(str, size)) if isinstance(size, (tuple, list)) else str(size),
-            "Longest text": f"{self.config['text_cfg'].get('context_length', CONTEXT_LENGTH)} tokens",
-            "Temperature": f"{self.temperature:.4g}",
-            **super().describe(),
-        }
 
 
 def _freeze_unused(clip: Any) -> None:
@@ -186,27 +173,16 @@ class ClipImageTower(Tower):
 
 
 class ClipTextPrepare(Prepare):
-    """Tokenize to the model's context length, then cut the columns that no text of the batch reaches.
-
-    Args:
-        tokenizer: open_clip tokenizer, texts to (B, context length) ids.
-        end: the id at which the tower reads its output; "max": the largest id of each text; None: nothing may be cut.
-    """
+    """Tokenize to the model's context length by an open_clip tokenizer."""
 
     modality = "text"
 
-    def __init__(self, tokenizer: Tokenize, end: End) -> None:
+    def __init__(self, tokenizer: Tokenize) -> None:
         self.tokenizer = tokenizer
-        self.end: End = end
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         check_items(items, "text")
-        tokens = self.tokenizer(list(items))
-        if self.end is None:
-            return {"text": tokens}
-        ends = tokens if self.end == "max" else tokens.eq(self.end).int()
-        last = int(ends.argmax(1).max())
-        return {"text": tokens[:, : last + 1]}
+        return {"text": self.tokenizer(list(items))}
 
 
 class ClipTextTower(Tower):
@@ -216,52 +192,13 @@ class ClipTextTower(Tower):
 
     def __init__(self, clip: nn.Module, prepare: ClipTextPrepare, dim: int) -> None:
         super().__init__()
-        self.encoder = _TextModel(clip)
+        self.clip: Any = clip
         self.prepare: ClipTextPrepare = prepare
         self.dim = self.feature_dim = dim
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Encode token ids (B, T), T at most the context length, to (B, D) unit-norm float32."""
-        tokens = inputs["text"]
-        prefix, transformer = _causal_transformer(self.encoder.clip)
-        length = tokens.shape[1]
-        if transformer is None or length == len(transformer.positional_embedding):
-            return unit_norm(self.encoder(tokens))
-        # Under a causal mask what follows the output token is never seen: the same vectors for less work.
-        shorter = {
-            f"clip.{prefix}positional_embedding": transformer.positional_embedding[:length],
-            f"clip.{prefix}attn_mask": transformer.attn_mask[:length, :length],
-        }
-        return unit_norm(functional_call(self.encoder, shorter, (tokens,)))
-
-
-class _TextModel(nn.Module):
-    """`encode_text` as a forward."""
-
-    def __init__(self, clip: nn.Module) -> None:
-        super().__init__()
-        self.clip: Any = clip
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.clip.encode_text(tokens)
-
-
-def _causal_transformer(clip: nn.Module) -> tuple[str, Any]:
-    """Prefix and module that hold positions and causal mask; (.., None) for other kinds of text tower."""
-    prefix, module = ("text.", clip.text) if hasattr(clip, "text") else ("", clip)
-    causal = isinstance(getattr(module, "attn_mask", None), Tensor) and getattr(module, "cls_emb", None) is None
-    return prefix, module if causal else None
-
-
-def end_token(clip: nn.Module) -> End:
-    """The argument `end` of `ClipTextPrepare`."""
-    _, module = _causal_transformer(clip)
-    if module is None:
-        return None
-    pooling = getattr(module, "text_pool_type", None) or getattr(module, "pool_type", None)
-    if pooling == "eos":
-        return int(module.text_eos_id if hasattr(module, "text_eos_id") else module.eos_id)
-    return "max" if pooling == "argmax" else None
+        """Encode token ids (B, context length) to (B, D) unit-norm float32."""
+        return unit_norm(self.clip.encode_text(inputs["text"]))
 
 
 def is_open_clip_name(name: str | None) -> bool:
@@ -374,12 +311,7 @@ def _folder_weights(folder: Path) -> Path:
 
 
 def check_config(config: dict[str, Any], where: str) -> None:
-    """Refuse configurations that are not two towers, and ones with which open_clip would run a model's code.
-
-    Args:
-        config: an open_clip configuration.
-        where: its name in errors.
-    """
+    """Refuse configurations that are not two towers, and ones with which open_clip would run a model's code."""
     from transformers import AutoConfig
 
     missing = [section for section in SECTIONS if section not in config]
@@ -402,8 +334,7 @@ def check_config(config: dict[str, Any], where: str) -> None:
 def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Write a configuration and its tokenizer, None for open_clip's own, where open_clip makes a model from them.
 
-    `text_cfg` is fitted to a tokenizer in place: the vocabulary's size, and reading the output at the token that ends
-    every text.
+    `text_cfg` is fitted to the tokenizer in place.
     """
     text = config["text_cfg"]
     if tokenizer is not None:

@@ -20,7 +20,7 @@ from dualenc.reading import read_json_object
 
 
 def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device = "cpu") -> DualEncoder:
-    """Load a model to encode with; code in its folder is never run, and only safetensors weights are read.
+    """Load a model in evaluation mode; code in its folder is never run, and only safetensors weights are read.
 
     Args:
         path_or_name: a folder written by `DualEncoder.save`, or one of sentence-transformers, transformers,
@@ -28,15 +28,11 @@ def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device 
             timm name, "resnet18.a1_in1k".
         device: where to put it.
 
-    Returns:
-        The model in evaluation mode.
-
     Raises:
         DualencError: no model is there, or its files are incomplete or corrupt.
 
     Example:
-        >>> load_model("runs/mine/model").encode_query(["a question"]).shape  # doctest: +SKIP
-        (1, 384)
+        >>> load_model("runs/mine/model").encode_query(["a question"])  # doctest: +SKIP
     """
     name = os.fspath(path_or_name)
     recover(Path(name.removeprefix("local-dir:")).expanduser())

@@ -34,13 +34,8 @@ def adapt(module: nn.Module, rank: int, alpha: float | None = None, targets: Seq
     """Freeze a module and add trainable adapters W + (alpha / rank)·BA to its linear and attention layers, in place.
 
     LoRA (Hu et al. 2021, arXiv 2106.09685). Unlike peft's, the adapters are part of the weights wherever a layer reads
-    them, as torch's attention layers do with projections that nobody calls.
-
-    Args:
-        module: a tower's network.
-        rank: of the adapters.
-        alpha: their scale; 2·rank if None.
-        targets: endings of the names of the layers to adapt; None: all.
+    them, as torch's attention layers do with projections that nobody calls. `alpha` is 2·rank if None; `targets` are
+    endings of layers' names, None: all.
     """
     if rank < 1:
         raise DualencError(f"lora_rank is {rank}; give 1 or more, such as 8, or 0 for none")

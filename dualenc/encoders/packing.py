@@ -88,10 +88,7 @@ def pack(inputs: Inputs, first: int, one_by_one: bool = False) -> Inputs:
 
 
 def token_positions(inputs: Inputs, first: int) -> Tensor:
-    """The position (n, T) of each token, as the architecture itself counts them.
-
-    RoBERTa and its kin give padding tokens the position before the first, also those that a text itself holds.
-    """
+    """The position (n, T) of each token; RoBERTa and its kin give every padding token the position before the first."""
     counted = inputs["attention_mask"].bool()
     if first > 0:
         counted = counted & (inputs["input_ids"] != first - 1)
@@ -154,10 +151,7 @@ def attend_one_by_one(
     text_lengths: list[int],
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of texts of `text_lengths` tokens, one behind the other in one row, as transformers calls it.
-
-    Query, key and value are (1, heads, L, D); the result is (1, L, heads, D), without weights.
-    """
+    """Attention of texts one behind the other in a row, (1, heads, L, D) to (1, L, heads, D), for transformers."""
     parts = [tensor.split(text_lengths, dim=2) for tensor in (query, key, value)]
     attended = [attend(q, k, v, dropout, scaling) for q, k, v in zip(*parts)]
     return torch.cat(attended, dim=2).transpose(1, 2), None

@@ -37,13 +37,7 @@ class SentenceFolder:
 
     Attributes:
         transformer: the folder with config.json, weights and tokenizer.
-        pooling: how tokens become one vector.
-        query_prompt: put before queries.
-        document_prompt: put before documents.
-        max_length: longest input in tokens.
-        lower_case: whether texts are lower-cased before tokenization.
         head: folders of Dense modules behind the pooling, in their order; None stands for a Normalize.
-        truncate_dim: how many of the first components are used.
         prompts: all prompts by name.
     """
 
@@ -69,9 +63,6 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     """Read a sentence-transformers folder, or a plain transformers folder as one without settings.
 
     A default prompt that belongs to neither side is that of both, unless they have their own.
-
-    Raises:
-        DualencError: it has modules that text towers cannot express, or is incomplete.
     """
     if not (folder / "modules.json").is_file():
         return SentenceFolder(folder)
@@ -143,19 +134,9 @@ def write_sentence_files(
     truncate_dim: int | None = None,
     head: Iterable[nn.Module] = (),
 ) -> None:
-    """Write everything of a sentence-transformers folder but the transformer and the tokenizer.
+    """Write a sentence-transformers folder but for the transformer and the tokenizer; every version since 2 reads it.
 
-    The older spellings are used, which every version since 2 reads.
-
-    Args:
-        folder: where, next to config.json and model.safetensors.
-        hidden_size: of a token's vector.
-        pooling: how tokens become one vector.
-        max_length: longest input in tokens.
-        prompts: by name, "query" and "document" among them.
-        default_prompt_name: which of them plain `encode` uses.
-        truncate_dim: how many of the first components are used; None: all.
-        head: `Dense` and `Normalize` modules behind the pooling, before the last `Normalize`.
+    `head` are the `Dense` and `Normalize` modules between the pooling and the last `Normalize`.
     """
     head = list(head)
     names = ["Transformer", "Pooling", *(type(module).__name__ for module in head), "Normalize"]

@@ -117,11 +117,7 @@ class TextEncoder(DualEncoder):
             self.base = base_metadata(name, model_folder(name))
 
     def name_prompts(self, prompts: Mapping[str, tuple[str, str]]) -> None:
-        """Have saved folders know further prompts: of each name, `NAME_query` and `NAME_document`.
-
-        Args:
-            prompts: of a query and of a document of a source, behind the model's own prompts.
-        """
+        """Have saved folders know `NAME_query` and `NAME_document`, the prompts of a source behind the model's own."""
         for name, pair in prompts.items():
             for role, tower, prompt in zip(ROLES, (self.left, self.right), pair):
                 self.prompts[f"{name}_{role}"] = tower.prepare.prompt + prompt
@@ -150,29 +146,9 @@ class TextEncoder(DualEncoder):
         towers = [self.left] if self.shares_weights else [self.left, self.right]
         return [tower.backbone.config for tower in towers]
 
-    def describe(self) -> dict[str, str]:
-        """The model's facts, as rows of a table."""
-        tower = self.left
-        rows = {
-            "Transformer": tower.backbone.config.model_type,
-            "Towers": "shared" if self.shares_weights else "separate",
-            "Pooling": ", ".join([tower.pooling, *tower.layers(), "normalised"]),
-            "Longest input": f"{tower.prepare.max_length} tokens",
-        }
-        for role, side in zip(ROLES, (self.left, self.right)):
-            if side.prepare.prompt:
-                rows[f"{role.capitalize()} prompt"] = repr(side.prepare.prompt)
-        return rows | super().describe()
-
 
 class TextPrepare(Prepare):
-    """Add the side's prompt, tokenize, truncate, pad to the longest of the batch.
-
-    Args:
-        tokenizer: a transformers tokenizer that pads behind the text, as `load_tokenizer` gives it.
-        prompt: put before every text as it is.
-        max_length: longest input in tokens, special ones and prompt included.
-    """
+    """Add the side's prompt, tokenize, truncate to `max_length` tokens, pad behind to the longest of the batch."""
 
     modality = "text"
 
@@ -233,11 +209,8 @@ class TextTower(Tower):
         backbone: the transformer.
         prepare: makes its inputs.
         pooling: how tokens become one vector.
-        head: `Dense` and `Normalize` modules behind the pooling; most models have none.
+        head: `Dense` and `Normalize` modules behind the pooling.
         truncate_dim: how many of the first components are used; None: all.
-
-    Raises:
-        DualencError: sizes do not follow from one another.
     """
 
     modality = "text"
@@ -281,13 +254,6 @@ class TextTower(Tower):
         # Gradient checkpointing repeats layers, by then with the usual attention.
         repeats = any(getattr(layer, "gradient_checkpointing", False) for layer in self.backbone.modules())
         return pack(inputs, first, one_by_one and not repeats)
-
-    def layers(self) -> list[str]:
-        """What follows the pooling, in words."""
-        shown = [f"Dense to {module.dim}" if isinstance(module, Dense) else "normalised" for module in self.head]
-        if self.truncate_dim is not None:
-            shown.append(f"the first {self.truncate_dim}")
-        return shown
 
     def write(self, prompts: dict[str, str], default_prompt_name: str | None, folder: Path) -> None:
         """Write a sentence-transformers folder, with prompts by name."""
@@ -398,16 +364,7 @@ def _choose_prompt(role: str, prompt: str | None, name: str | None, settings: Se
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Pool the tokens of each text; padding may be on either side.
-
-    Args:
-        hidden: token vectors (B, T, D), any floating dtype.
-        mask: (B, T), 1 for tokens and 0 for padding.
-        pooling: how.
-
-    Returns:
-        (B, D) float32.
-    """
+    """Pool token vectors (B, T, D) of each text to (B, D) float32; the mask (B, T) has padding on either side."""
     if pooling == "mean":
         total = (hidden * mask.unsqueeze(-1).to(hidden.dtype)).sum(1, dtype=torch.float32)
         return total / mask.sum(1, keepdim=True, dtype=torch.float32).clamp(min=1)
@@ -418,10 +375,7 @@ def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 
 
 def add_lora(backbone: PreTrainedModel, rank: int, alpha: float | None, targets: str | list[str]) -> Any:
-    """Freeze the backbone and put trainable adapters of W + (alpha / rank)·BA in parallel to its linear layers.
-
-    LoRA (Hu et al. 2021, arXiv 2106.09685). The backbone is changed in place; alpha is 2·rank if None.
-    """
+    """Freeze the backbone and add trainable adapters W + (alpha / rank)·BA to its linear layers, in place."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
@@ -438,13 +392,7 @@ def add_lora(backbone: PreTrainedModel, rank: int, alpha: float | None, targets:
 
 
 def new_transformer(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A transformer with random weights that fits the tokenizer.
-
-    Args:
-        config: fields of a transformers configuration, `model_type` among them; `vocab_size` and `pad_token_id`
-            follow the tokenizer unless given.
-        tokenizer: of its inputs.
-    """
+    """A transformer with random weights by a configuration's fields; vocabulary and padding follow the tokenizer."""
     from transformers import AutoConfig
 
     fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **copy.deepcopy(config)}
@@ -475,10 +423,7 @@ def load_transformer(folder: Path) -> PreTrainedModel:
 def load_pretrained(folder: Path, auto_class: Callable[[Any], Any], what: str) -> Any:
     """A model of transformers in float32 with a folder's safetensors weights; code in the folder is never run.
 
-    Args:
-        folder: with config.json.
-        auto_class: the class that loads it, by its configuration.
-        what: the kind of model, for errors.
+    `auto_class` gives the class that loads a configuration; `what` names the kind of model in errors.
     """
     from transformers import AutoConfig
 
@@ -509,14 +454,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def check_length(
     max_length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stored: int | None = None
 ) -> int:
-    """The length to truncate to, in tokens: the user's, or the longest that all agree on.
-
-    Args:
-        max_length: the user's, if any.
-        model: the transformer.
-        tokenizer: its own.
-        stored: the folder's, in place of the tokenizer's maximum.
-    """
+    """The length to truncate to, in tokens: the user's, or the longest that the model and its folder allow."""
     positions = max_positions(model)
     if max_length is None:
         known = [n for n in (positions, stored or tokenizer.model_max_length) if n and n < 1_000_000]

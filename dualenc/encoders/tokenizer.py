@@ -38,11 +38,7 @@ MAX_CACHED_TOKENS = 2**24
 
 
 class TokenCache:
-    """Tokens of texts that were tokenized before: training sees each text in every epoch.
-
-    Args:
-        max_tokens: capacity, 4 bytes each; later texts are tokenized whenever they come.
-    """
+    """Tokens of texts that were tokenized before, up to `max_tokens` of 4 bytes each."""
 
     def __init__(self, max_tokens: int = MAX_CACHED_TOKENS) -> None:
         self.tokens_left = max_tokens
@@ -67,8 +63,7 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Train a lower-casing tokenizer by byte-level BPE (Sennrich et al. 2016, arXiv 1508.07909; Radford et al. 2019).
 
-    Texts lose case and accents and are split at spaces and punctuation, as by BERT's tokenizer, so that a word has
-    the same tokens behind a space and behind a dot. No text has unknown tokens.
+    A word has the same tokens behind a space and behind a dot, and no text has unknown tokens.
 
     Args:
         texts: read once; equal texts in equal order give an equal tokenizer.
@@ -119,12 +114,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """A tokenizer of our own to configure: loaded from a folder or hub name, or a copy of the one given.
 
-    A tokenizer without padding token pads with its end token. Padding comes behind the text, so that it moves no
-    positions, and a text has the vector that it has alone.
-
-    Args:
-        source: a folder, a hub name or a tokenizer.
-        stored_side: pad on the side that is stored with the tokenizer, for models whose texts all have one length.
+    Padding comes behind the text, so that it moves no positions; with `stored_side`, where the tokenizer says.
     """
     tokenizer = _read_tokenizer(source) if isinstance(source, (str, os.PathLike)) else copy.deepcopy(source)
     if tokenizer.pad_token is None:

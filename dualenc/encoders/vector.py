@@ -108,27 +108,9 @@ class VectorEncoder(DualEncoder):
         super().tower(side)
         return self.left if side == "left" else self.right
 
-    def describe(self) -> dict[str, str]:
-        """The model's facts, as rows of a table."""
-        if self.shares_weights:
-            rows = {"Towers": self.left.describe()}
-        else:
-            rows = {"Left tower": self.left.describe(), "Right tower": self.right.describe()}
-        return rows | super().describe()
-
 
 class VectorTower(Tower):
-    """Vectors (B, input_dim) of any length to (B, D) unit-norm float32.
-
-    Args:
-        kind: "linear", "mlp" or "identity".
-        input_dim: size of the vectors.
-        dim: D.
-        hidden: width of an "mlp"; others have none.
-
-    Raises:
-        DualencError: a size is not positive, or an identity is to change it.
-    """
+    """Vectors (B, input_dim) of any length to (B, D) unit-norm float32; `hidden` is the width of an "mlp"."""
 
     modality = "vector"
 
@@ -157,18 +139,11 @@ class VectorTower(Tower):
         """Map B vectors to (B, D) unit-norm float32."""
         return unit_norm(self.map(unit_norm(inputs["vector"])))
 
-    def describe(self) -> str:
-        """Kind and sizes in one line."""
-        sizes = [self.config["input_dim"], self.config["hidden"], self.dim]
-        shown = " → ".join(str(size) for size in sizes if size is not None)
-        return f"{self.config['tower']}, {shown}"
-
 
 class Residual(nn.Module):
     """x ↦ √d·Sx + W₂ gelu(W₁ norm(x)); S is the identity, or a matrix where the sizes differ; W₂ begins at zero.
 
-    The entries of a unit vector of size d are around d^(-1/2), where GELU is a line: √d, and the layer normalisation,
-    bring them to the size that both paths and usual learning rates are made for.
+    √d brings the entries of a unit vector to the size that the layers are made for.
     """
 
     def __init__(self, input_dim: int, hidden: int, dim: int) -> None:
@@ -200,11 +175,7 @@ def _near_identity(input_dim: int, dim: int, bias: bool) -> nn.Linear:
 
 
 class VectorPrepare(Prepare):
-    """Stack vectors (input_dim,) to {"vector": (B, input_dim) float32}; seeds change nothing.
-
-    Args:
-        input_dim: size that each vector must have.
-    """
+    """Stack vectors (input_dim,) to {"vector": (B, input_dim) float32}; seeds change nothing."""
 
     modality = "vector"
 

@@ -117,23 +117,9 @@ class VisionTextEncoder(DualEncoder):
         save_tokenizer(self.right.prepare.tokenizer, folder, self.right.prepare.max_length)
         save_weights(merged_state(self.left) | merged_state(self.right), folder / WEIGHTS_FILE)
 
-    def describe(self) -> dict[str, str]:
-        """The model's facts, as rows of a table."""
-        return {
-            "Transformer": self.config.model_type,
-            "Longest text": f"{self.right.prepare.max_length} tokens",
-            "Temperature": f"{self.temperature:.4g}",
-            **super().describe(),
-        }
-
 
 class VisionPrepare(Prepare):
-    """Images to what the model's own image processor makes of them; in training, of a random crop.
-
-    Args:
-        processor: an image processor of transformers.
-        crop_scale: smallest and largest share of the area that training crops to.
-    """
+    """Images by the model's own image processor; in training, a random crop of a share of their area."""
 
     modality = "image"
 
@@ -164,13 +150,7 @@ class VisionPrepare(Prepare):
 
 
 class CaptionPrepare(Prepare):
-    """Tokenize, truncate and pad.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        max_length: longest text in tokens.
-        full: pad every text to it, for models that read their output at the last position, padding or not.
-    """
+    """Tokenize, truncate and pad; `full`: to `max_length`, for models that read the last position, padding or not."""
 
     modality = "text"
 

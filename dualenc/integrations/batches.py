@@ -20,11 +20,6 @@ class SelectedBatchSampler(DefaultBatchSampler):
 
     Before each epoch but the first, all pairs are embedded. A run that resumes within an epoch embeds them with the
     weights of the checkpoint, so for exact resumption save at the ends of epochs.
-
-    Args:
-        dataset: anchors and positives in its first two columns.
-        model: embeds them.
-        selector: chooses batches for all processes together.
     """
 
     def __init__(self, dataset: Dataset, model: SentenceTransformer, selector: BatchSelector) -> None:
@@ -71,7 +66,7 @@ def selected_batches(
     Args:
         model: that is trained.
         kind: how to choose, such as `SpectralBatches` or `OSGD`.
-        options: of `kind`, besides the number of pairs, the batch size and the seed, which the trainer sets.
+        options: of `kind`.
     """
 
     def build(dataset: Dataset, batch_size: int, seed: int = 0, **unused: Any) -> SelectedBatchSampler:

@@ -14,13 +14,7 @@ from dualenc.types import Side
 
 
 class PairTexts:
-    """The distinct texts of a data set's pairs, by id.
-
-    Args:
-        left: (num_left,) anchors.
-        right: (num_right,) positives and negatives.
-        counts: how many pairs each left (num_left,) and each right (num_right,) text is in.
-    """
+    """The distinct texts of a data set's pairs, by id, and how many pairs each is in."""
 
     def __init__(self, left: pa.Array, right: pa.Array, counts: tuple[np.ndarray, np.ndarray]) -> None:
         self.texts: dict[Side, pa.Array] = {"left": left, "right": right}
@@ -40,15 +34,12 @@ class PairTexts:
 
 
 def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
-    """Add a column `label` of ids, [anchor, positive, *negatives]; equal texts have equal ids.
+    """Add a column `label` of ids, [anchor, positive, *negatives], to columns of texts; equal texts have equal ids.
 
     Ids follow the data set's order: keep it for runs that resume, and shuffle by the trainer.
 
-    Args:
-        dataset: text columns: anchor, positive, then negatives, whatever their names.
-
     Returns:
-        The data set with ids, and the texts by id, for objectives that encode texts outside the batch.
+        The data set with ids, and the texts by id.
     """
     if not isinstance(dataset, Dataset):
         kind = type(dataset).__name__

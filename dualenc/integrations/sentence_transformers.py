@@ -125,13 +125,7 @@ class GlobalLoss(nn.Module):
 
 
 class CachedGlobalLoss(CachedLossMixin, GlobalLoss):
-    """`GlobalLoss` with gradient caching (Gao et al. 2021, arXiv:2101.06983): memory for a mini-batch at a time.
-
-    Args:
-        model, objective, texts, prompts: as of `GlobalLoss`.
-        mini_batch_size: texts that are encoded at once.
-        show_progress_bar: over the mini-batches of each step.
-    """
+    """`GlobalLoss` with gradient caching (Gao et al. 2021, arXiv:2101.06983), `mini_batch_size` texts at a time."""
 
     def __init__(self, *args: Any, mini_batch_size: int = 32, show_progress_bar: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

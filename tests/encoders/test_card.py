@@ -86,8 +86,7 @@ def test_what_the_caller_knows_is_told(build: Build) -> None:
         "| ndcg@10 | 0.1000 | 0.5123 |",
         "| queries |  | 300 |",
         "## Known limits\n\nEnglish only.",
-        "| Query prompt | 'ask: ' |",
-        "| Towers | shared |",
+        "| Kind | query-document dual encoder |",
     ):
         assert part in text
 
@@ -103,7 +102,7 @@ HOSTILE = "</td><script>alert(1)</script> ``` [a](javascript:b) ![](c) | & `d`"
 def test_names_prompts_and_paths_cannot_become_markup(build: Build, tokenizer: Any, bert: dict[str, Any]) -> None:
     """Rendered with markdown-it as CommonMark with tables and raw HTML, as the hub does."""
     MarkdownIt = pytest.importorskip("markdown_it").MarkdownIt
-    model = TextEncoder(config=bert, tokenizer=tokenizer, query_prompt=HOSTILE)
+    model = TextEncoder(config=bert, tokenizer=tokenizer)
     card = {
         "task": HOSTILE,
         "data": HOSTILE,

@@ -172,11 +172,11 @@ def test_both_towers_of_open_clip_by_depth():
         "left.visual.transformer.resblocks.1.mlp.c_proj.weight": 1,
         "left.visual.ln_post.weight": 0,
         "left.visual.proj": 0,
-        "right.encoder.clip.token_embedding.weight": 4,
-        "right.encoder.clip.positional_embedding": 4,
-        "right.encoder.clip.transformer.resblocks.2.attn.in_proj_weight": 1,
-        "right.encoder.clip.ln_final.weight": 0,
-        "right.encoder.clip.text_projection": 0,
+        "right.clip.token_embedding.weight": 4,
+        "right.clip.positional_embedding": 4,
+        "right.clip.transformer.resblocks.2.attn.in_proj_weight": 1,
+        "right.clip.ln_final.weight": 0,
+        "right.clip.text_projection": 0,
     }
     assert {name: depths[name] for name in expected} == expected
 
