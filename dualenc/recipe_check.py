@@ -77,22 +77,19 @@ class Check:
         """The settings with full class paths, after all checks."""
         for name in settings:
             self._check_known(name, SECTIONS, "section ")
-        for name, section in SECTIONS.items():
-            value = settings.get(name)
-            if value is None and section.required:
-                raise DualencError(f"{self.source}: section '{name}' is missing; add it")
-            if not isinstance(value, Mapping | None):
-                raise self._refusal(name, f"is {value!r}; it must hold keys")
-
-        # From here on torch is imported, which takes seconds.
         checked = {}
         for name, section in SECTIONS.items():
-            if settings.get(name) is None:
+            value = settings.get(name)
+            if value is None and not section.required:
                 continue
+            if not isinstance(value, Mapping):
+                problem = "is missing; add it" if value is None else f"is {value!r}; it must hold keys"
+                raise self._refusal(name, problem)
+            # Importing a base class imports torch, which takes seconds.
             if section.package is None:
-                checked[name] = self._arguments(section.base, settings[name], name)
+                checked[name] = self._arguments(section.base, value, name)
             else:
-                checked[name] = self._class(settings[name], [section.base], name)
+                checked[name] = self._class(value, [section.base], name)
         return checked
 
     def _class(self, value: Mapping[str, Any], bases: Sequence[Any], place: str) -> dict[str, Any]:

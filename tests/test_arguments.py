@@ -94,7 +94,7 @@ DEFAULTS = {
         ("m --json --out o d", {"json": True, "data": "d"}),
         ("m --out o --no-quotes", {"quotes": False}),
         ("m --side right --out o", {"side": "right"}),
-        ("m --out o --cutoffs 1,5,10", {"cutoffs": [1, 5, 10]}),
+        ("m --out o --cutoffs 1,5 --cutoffs 10", {"cutoffs": [1, 5, 10]}),
         ("m --out o --limit null", {"limit": None}),
         ("m --out o -k 3", {"shown": Shown(k=3)}),
         ("m --out o --columns a,2020 --columns=no --k 4", {"shown": Shown(["a", "2020", "no"], 4)}),
@@ -170,11 +170,6 @@ def test_help_has_a_line_for_each_option(capsys: pytest.CaptureFixture[str], mon
 def test_nearest() -> None:
     assert nearest("indx", ["index", "search"]) == " (did you mean index?)"
     assert nearest("qqqqq", ["index", "search"]) == ""
-
-
-@pytest.mark.parametrize("words", ["--cutoffs 1 --cutoffs 5", "--cutoffs 1,5"])
-def test_an_option_that_takes_a_list_may_be_repeated(words: str) -> None:
-    assert called(build, "m", "--out", "o", *words.split())["cutoffs"] == [1, 5]
 
 
 def test_texts_of_a_sequence_are_not_split_at_commas() -> None:

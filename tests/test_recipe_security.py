@@ -172,17 +172,6 @@ def test_yaml_makes_no_objects(text: str, canary: Canary, capsys: pytest.Capture
     assert_refused(canary, capsys, text)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["model.init_args.augment", "objective"])
-@pytest.mark.parametrize("function", ["os.system", "subprocess.Popen"])
-def test_an_allowed_module_gives_only_classes_of_the_expected_type(
-    function: str, place: str, canary: Canary, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = placed(place, call(function, args=SHELL), canary)
-    module = function.partition(".")[0]
-    assert "is not a class" in assert_refused(canary, capsys, settings, "--allow-module", module)
-
-
 OWN = """
 from PIL import Image
 from torch import Tensor
@@ -225,6 +214,8 @@ def test_modules_that_the_user_allows(canary: Canary) -> None:
     settings["model"]["init_args"]["augment"] = call(f"{parts}.NotCallable")
     with pytest.raises(DualencError, match="is not a class of callables"):
         make_recipe(settings, allow_modules=[parts])
+    with pytest.raises(DualencError, match="'system' in os is not a class"):
+        make_recipe(recipe() | {"objective": call("os.system", command="true")}, allow_modules=["os"])
     # A class that an allowed module only imports is not its own.
     with pytest.raises(DualencError, match=r"'Linear' in .* is not a class derived from dualenc"):
         make_recipe(recipe() | {"objective": call(f"{parts}.Linear")}, allow_modules=[parts])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dualenc.commands.checks import MAX_ITEMS, MAX_WORKERS, check_range
 from dualenc.commands.options import SOURCE, EmbedOptions, SourceOptions
@@ -63,22 +63,12 @@ def embed(
     # The absolute path of a folder finds it again, from wherever the index is searched.
     folder = Path(model).expanduser()
     recorded = str(folder.resolve()) if folder.is_dir() else model
-    embeddings = embed_corpus(
-        encoder.tower(side),
-        corpus,
-        out,
-        **vars(options),
-        identity={"side": side},
-        notes={"model": recorded, "kind": encoder.kind, "data": display_name(data)},
-    )
+    notes = {"model": recorded, "kind": encoder.kind, "data": display_name(data)}
+    embeddings = embed_corpus(encoder.tower(side), corpus, out, **vars(options), identity={"side": side}, notes=notes)
     if distributed.is_main():
-        _report_skipped(embeddings.meta, len(embeddings))
+        skipped = embeddings.meta["skipped"]
+        if skipped:
+            first = embeddings.meta["first_skipped"][0]
+            summary = f"left out {skipped:,} of {skipped + len(embeddings):,} items"
+            print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)
         print(printable(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({side} side) → {out}"))
-
-
-def _report_skipped(meta: dict[str, Any], embedded: int) -> None:
-    if meta["skipped"]:
-        total = meta["skipped"] + embedded
-        first = meta["first_skipped"][0]
-        summary = f"left out {meta['skipped']:,} of {total:,} items"
-        print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)

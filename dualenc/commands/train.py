@@ -13,8 +13,7 @@ from dualenc.terminal import printable
 if TYPE_CHECKING:
     from dualenc.training.trainer import TrainingResult
 
-STAND_IN = "DATA"
-"""Where the recipe names no data that a following command could read."""
+STAND_IN = "DATA"  # where the recipe names no data that a following command could read
 _EVALUATIONS = {"query-document": "retrieval", "vector": "retrieval", "image-text": "image-text", "image": "probe"}
 
 
@@ -72,20 +71,19 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
     task = _EVALUATIONS[folder_kind(model)]
     run = str(model.parent)
     data = settings["data"].get("init_args") or {}
-    path = data.get("path")
+    indexed = [STAND_IN]
     # Rows of mined negatives hold several texts each: no corpus.
-    is_corpus = isinstance(path, str) and not settings["data"]["class_path"].endswith("MinedPairs")
-    indexed = [path] if is_corpus else [STAND_IN]
+    if isinstance(data.get("path"), str) and not settings["data"]["class_path"].endswith("MinedPairs"):
+        indexed = [data["path"]]
+        column = data.get("left_column" if task == "image-text" else "right_column")
+        if column:
+            indexed += ["--image-column" if task == "image-text" else "--text-column", column]
     evaluator = (settings["evaluator"] or {}).get("init_args") or {}
-    evaluated = [evaluator["path"]] if isinstance(evaluator.get("path"), str) else [STAND_IN]
-    if evaluator.get("split") and evaluated != [STAND_IN]:
-        evaluated += ["--split", evaluator["split"]]
-    if is_corpus:
-        option, column = "--text-column", "right_column"
-        if task == "image-text":
-            option, column = "--image-column", "left_column"
-        if data.get(column):
-            indexed += [option, data[column]]
+    evaluated = [STAND_IN]
+    if isinstance(evaluator.get("path"), str):
+        evaluated = [evaluator["path"]]
+        if evaluator.get("split"):
+            evaluated += ["--split", evaluator["split"]]
     return [
         ["report", run],
         ["evaluate", task, str(model), *evaluated],

@@ -324,16 +324,3 @@ def test_the_first_components_are_embedded_indexed_and_searched(
         results = found(capsys, tmp_path / name, "a question", "--k", 5)
         assert [result["id"] for result in results] == best
         assert results[0]["score"] == pytest.approx(float(scores.max()), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_the_option_for_quotes(tmp_path: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "docs.tsv").write_text('id\ttext\n1\t"fox\n2\tdog"\n3\tcat\n')
-    (tmp_path / "docs.csv").write_text('id,text\n1,"fox\n2,dog"\n3,cat\n')
-    for name, words, count in (("tsv", (), 3), ("tsv", ("--quotes",), 2), ("csv", ("--no-quotes",), 3)):
-        out = tmp_path / f"{name} {len(words)}"
-        run("embed", toy_text, tmp_path / f"docs.{name}", "--out", out, *words)
-        assert len(Embeddings.open(out)) == count
-    run("index", tmp_path / "csv 1", "--out", tmp_path / "index")
-    run("index", tmp_path / "index", tmp_path / "docs.csv", "--texts", "--bm25", "--no-quotes")
-    assert "3 texts kept" in capsys.readouterr().out

@@ -95,20 +95,6 @@ def test_embed_index_search_and_evaluate(trained: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_changed_vectors_are_refused_on_resume(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_rotated(tmp_path / "data")
-    words = ["train", *write_recipe(tmp_path, data, tower="linear"), "trainer.epochs=2"]
-    run(*words)
-    run(*words, "--resume")  # finished: nothing to do, nothing to refuse
-    queries = read_vectors(data / "queries.parquet")
-    queries[5, 3] += 1e-3
-    write_vectors(data / "queries.parquet", "q", queries)
-    assert "data.left_items" in failure(capsys, *words, "--resume")
-
-
-@pytest.mark.slow
 def test_mistakes_are_one_line_each(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = trained / "run" / "model"
     data = trained / "data"
