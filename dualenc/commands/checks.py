@@ -12,7 +12,7 @@ MAX_ITEMS = 1 << 20
 MAX_SEED = (1 << 32) - 1
 
 
-def check_range(minimum: float, maximum: float, **values: float | None) -> None:
+def check_options(minimum: float, maximum: float, **values: float | None) -> None:
     """Refuse numeric options, by name, outside a range; NaN is outside, None is an option that was not given."""
     for name, value in values.items():
         if value is not None and not minimum <= value <= maximum:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from dualenc.commands.checks import MAX_ITEMS, MAX_WORKERS, check_range
+from dualenc.commands.checks import MAX_ITEMS, MAX_WORKERS, check_options
 from dualenc.commands.options import SOURCE, EmbedOptions, SourceOptions
 from dualenc.terminal import printable
 
@@ -44,9 +44,9 @@ def embed(
     from dualenc.search.embed import embed as embed_corpus
     from dualenc.search.embeddings import check_embeddings_target
 
-    check_range(1, MAX_ITEMS, batch_size=options.batch_size)
-    check_range(1, sys.maxsize, dim=options.dim)
-    check_range(0, MAX_WORKERS, num_workers=options.num_workers)
+    check_options(1, MAX_ITEMS, batch_size=options.batch_size)
+    check_options(1, sys.maxsize, dim=options.dim)
+    check_options(0, MAX_WORKERS, num_workers=options.num_workers)
     check_embeddings_target(Path(out))
     encoder = load_model(model, device=str(start_processes(device)))
     modality = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, MAX_WORKERS, check_range
+from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, MAX_WORKERS, check_options
 from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
 from dualenc.errors import DualencError
 
@@ -62,8 +62,8 @@ def retrieval(
             of two columns (csv, tsv, jsonl, parquet, a folder of them, a hub name).
         more: further folders or tables; the table of results then has a mean row.
     """
-    check_range(1, MAX_ITEMS, depth=options.depth, batch_size=options.batch_size, rerank_top=ranking.rerank_top)
-    check_range(0, 1, weight=ranking.weight)
+    check_options(1, MAX_ITEMS, depth=options.depth, batch_size=options.batch_size, rerank_top=ranking.rerank_top)
+    check_options(0, 1, weight=ranking.weight)
     from dualenc.commands.evaluate_retrieval import evaluate_retrieval
 
     evaluate_retrieval(model, [data, *more], options, columns, ranking, output)
@@ -87,7 +87,7 @@ def image_text(
         split: of a folder or hub name, by default test; of a file a slice such as train[90%:], by default all.
         batch_size: items encoded at once.
     """
-    check_range(1, MAX_ITEMS, batch_size=batch_size)
+    check_options(1, MAX_ITEMS, batch_size=batch_size)
     from dualenc.commands.evaluate_image_text import evaluate_image_text
 
     evaluate_image_text(model, data, split, columns, batch_size, output)
@@ -122,7 +122,7 @@ def zero_shot(model: str, data: str, *, options: ZeroShotOptions, output: Output
         model: model folder or name.
         data: labelled images: a table (parquet, a folder of them, a hub name), or a folder with one folder per class.
     """
-    check_range(1, MAX_ITEMS, batch_size=options.batch_size)
+    check_options(1, MAX_ITEMS, batch_size=options.batch_size)
     from dualenc.commands.evaluate_zero_shot import evaluate_zero_shot
 
     evaluate_zero_shot(model, data, options, output)
@@ -156,9 +156,9 @@ class ImageOptions:
 
     def check(self) -> None:
         """Refuse numbers outside their ranges."""
-        check_range(1, math.inf, limit=self.limit, train_limit=self.train_limit)
-        check_range(0, MAX_WORKERS, num_workers=self.num_workers)
-        check_range(0, MAX_SEED, seed=self.seed)
+        check_options(1, math.inf, limit=self.limit, train_limit=self.train_limit)
+        check_options(0, MAX_WORKERS, num_workers=self.num_workers)
+        check_options(0, MAX_SEED, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,10 @@ def probe(model: str, data: str, *, images: ImageOptions, options: ProbeOptions,
         model: model folder or name, of kind image or image-text.
         data: images with labels: parquet or other table, hub name, or a folder of class folders.
     """
-    check_range(1, MAX_ITEMS, batch_size=options.batch_size, sgd_epochs=options.sgd_epochs)
+    check_options(1, MAX_ITEMS, batch_size=options.batch_size, sgd_epochs=options.sgd_epochs)
     images.check()
     for value in options.l2 or ():
-        check_range(1e-30, 1e30, l2=value)
+        check_options(1e-30, 1e30, l2=value)
     from dualenc.commands.evaluate_probe import evaluate_probe
 
     evaluate_probe(model, data, images, options, output)
@@ -229,7 +229,7 @@ def corrupted(
     """
     images.check()
     for value in (options.severity, *(options.severities or ())):
-        check_range(1, 5, severity=value)
+        check_options(1, 5, severity=value)
     from dualenc.commands.evaluate_corrupted import evaluate_corrupted
 
     evaluate_corrupted(model, data, images, options, output)
@@ -273,12 +273,12 @@ def objectives(
         model: model folder or name.
         data: pairs, as `train` reads them; for models of kind image, images, of which two augmentations are a pair.
     """
-    check_range(2, MAX_ITEMS, batch_size=options.batch_size)
-    check_range(options.batch_size, math.inf, pairs=options.pairs)
-    check_range(1e-3, 1e4, temperature=options.temperature)
-    check_range(0, MAX_EPOCHS, warm_up=options.warm_up)
-    check_range(1, MAX_EPOCHS, max_epochs=options.max_epochs)
-    check_range(0, MAX_SEED, seed=options.seed)
+    check_options(2, MAX_ITEMS, batch_size=options.batch_size)
+    check_options(options.batch_size, math.inf, pairs=options.pairs)
+    check_options(1e-3, 1e4, temperature=options.temperature)
+    check_options(0, MAX_EPOCHS, warm_up=options.warm_up)
+    check_options(1, MAX_EPOCHS, max_epochs=options.max_epochs)
+    check_options(0, MAX_SEED, seed=options.seed)
     from dualenc.commands.evaluate_objectives import evaluate_objectives
 
     evaluate_objectives(model, data, options, columns, output)
@@ -312,8 +312,8 @@ def compare(run_a: str, run_b: str, *, options: CompareOptions) -> None:
         run_a: output folder of `dualenc evaluate …`, a per-query log (.ndjson), or a TREC run file (needs qrels).
         run_b: the same for the run to compare with it.
     """
-    check_range(1, MAX_SAMPLES, samples=options.samples)
-    check_range(0, MAX_SEED, seed=options.seed)
+    check_options(1, MAX_SAMPLES, samples=options.samples)
+    check_options(0, MAX_SEED, seed=options.seed)
     if not 0 < options.confidence < 1:
         raise DualencError(f"--confidence is {options.confidence}; it must lie between 0 and 1")
     from dualenc.commands.evaluate_compare import evaluate_compare

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dualenc.commands.checks import MAX_ITEMS, check_range
+from dualenc.commands.checks import MAX_ITEMS, check_options
 from dualenc.commands.embed import embed
 from dualenc.commands.options import BUILD, SOURCE, BuildOptions, EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
@@ -124,10 +124,10 @@ def _check_build(
     if build.memory is not None:
         parse_bytes(build.memory)
     check_factory(build.factory)
-    check_range(1, MAX_PARAMETER, nprobe=build.nprobe, ef_search=build.ef_search)
-    check_range(0, 1, target_recall=build.target_recall)
-    check_range(1, sys.maxsize, dim=build.dim)
-    check_range(0, MAX_ITEMS, recall_queries=build.recall_queries)
+    check_options(1, MAX_PARAMETER, nprobe=build.nprobe, ef_search=build.ef_search)
+    check_options(0, 1, target_recall=build.target_recall)
+    check_options(1, sys.maxsize, dim=build.dim)
+    check_options(0, MAX_ITEMS, recall_queries=build.recall_queries)
     check_target(out)
     if append and not is_index(out):
         raise DualencError(f"{out}: holds no index to append to; leave out --append to build one")

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_range
+from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_options
 from dualenc.commands.options import ColumnOptions
 from dualenc.errors import DualencError
 from dualenc.files import check_file_target, check_folder_target, check_writable
@@ -100,8 +100,8 @@ def _check(rule: Rule, target: Path, folder: Path, plot: str | None, factory: st
     from dualenc.search.build import check_factory
     from dualenc.search.mining import check_mined
 
-    check_range(1, MAX_ITEMS, num_negatives=rule.num_negatives, last_rank=rule.last_rank, batch_size=batch_size)
-    check_range(0, MAX_SEED, seed=rule.seed)
+    check_options(1, MAX_ITEMS, num_negatives=rule.num_negatives, last_rank=rule.last_rank, batch_size=batch_size)
+    check_options(0, MAX_SEED, seed=rule.seed)
     if factory != "exact":
         check_factory(factory)
     check_mined(target)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from dualenc.commands.checks import MAX_SEED, check_range
+from dualenc.commands.checks import MAX_SEED, check_options
 from dualenc.commands.embed import embed
 from dualenc.commands.index import index
 from dualenc.commands.options import EmbedOptions
@@ -86,9 +86,9 @@ def quickstart(
         steps: training steps of 128 pairs; by default up to 600, as many as take about two minutes.
         seed: of everything random.
     """
-    check_range(1, math.inf, test_docs=test_docs, steps=steps)
-    check_range(test_docs + BATCH_SIZE, math.inf, max_docs=max_docs)
-    check_range(0, MAX_SEED, seed=seed)
+    check_options(1, math.inf, test_docs=test_docs, steps=steps)
+    check_options(test_docs + BATCH_SIZE, math.inf, max_docs=max_docs)
+    check_options(0, MAX_SEED, seed=seed)
     start = time.perf_counter()
     folder = Path(out)
     check_folder_target(folder, lambda path: is_collection(path / "data"), "quickstart")

@@ -8,7 +8,7 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualenc.commands.checks import check_range
+from dualenc.commands.checks import check_options
 from dualenc.commands.options import SEARCH, RankingOptions, SearchOptions
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
@@ -91,9 +91,9 @@ def _open(index: str, query: str, k: int, ranking: RankingOptions, options: Sear
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher
 
-    check_range(1, sys.maxsize, k=k, rerank_top=ranking.rerank_top)
-    check_range(1, MAX_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
-    check_range(0, 1, weight=ranking.weight)
+    check_options(1, sys.maxsize, k=k, rerank_top=ranking.rerank_top)
+    check_options(1, MAX_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
+    check_options(0, 1, weight=ranking.weight)
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
     device = start_processes(options.device)

@@ -6,7 +6,7 @@ import importlib.util
 import ipaddress
 import socket
 
-from dualenc.commands.checks import check_range
+from dualenc.commands.checks import check_options
 from dualenc.commands.options import SEARCH, SearchOptions
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
@@ -46,9 +46,9 @@ def serve(
     from dualenc.search.searcher import Searcher
     from dualenc.serve.app import MAX_RESULTS, Service, create_app
 
-    check_range(0, 65535, port=port)
-    check_range(1, MAX_RESULTS, rerank_top=rerank_top)
-    check_range(1, MAX_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
+    check_options(0, 65535, port=port)
+    check_options(1, MAX_RESULTS, rerank_top=rerank_top)
+    check_options(1, MAX_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
     listening = _bind(host, port)
     device = start_processes(options.device)
     judge = None if rerank is None else open_cross_encoder(rerank, device=str(device))[0]
