@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -22,20 +21,20 @@ def save_image_model(folder: Path, seed: int = 0, image_size: int = 32) -> Image
     return model
 
 
-def picture(hue: tuple[int, int, int], seed: int, side: int = 32) -> Image.Image:
+def picture(hue: tuple[int, int, int], seed: int) -> Image.Image:
     """Stripes of one hue in a random direction, with grain."""
     rng = np.random.default_rng(seed)
-    y, x = np.mgrid[:side, :side] / side
+    y, x = np.mgrid[:32, :32] / 32
     stripes = np.sin(2 * np.pi * (rng.uniform(-3, 3) * x + rng.uniform(-3, 3) * y))[..., None]
-    return Image.fromarray(np.uint8(np.clip(np.array(hue) + 40 * stripes + rng.normal(0, 6, (side, side, 3)), 0, 255)))
+    return Image.fromarray(np.uint8(np.clip(np.array(hue) + 40 * stripes + rng.normal(0, 6, (32, 32, 3)), 0, 255)))
 
 
-def save_classes(folder: Path, per_class: int = 8, seed: int = 0, side: int = 32) -> Path:
+def save_classes(folder: Path, per_class: int = 8, seed: int = 0) -> Path:
     """A folder of pictures for each hue."""
     for number, (name, hue) in enumerate(HUES.items()):
         (folder / name).mkdir(parents=True)
         for place in range(per_class):
-            picture(hue, seed + 1000 * number + place, side).save(folder / name / f"{place:02d}.png")
+            picture(hue, seed + 1000 * number + place).save(folder / name / f"{place:02d}.png")
     return folder
 
 
@@ -57,26 +56,3 @@ def save_cifar_c(folder: Path, names: tuple[str, ...] = ("fog", "contrast", "sno
         np.save(folder / f"{name}.npy", np.array(versions, np.uint8))
     np.save(folder / "labels.npy", np.tile(np.arange(images) % 3, 5))
     return folder
-
-
-def replace_images(folder: Path) -> None:
-    """Other pictures under the same names: those of each folder are exchanged with those of the next one.
-
-    The files keep their sizes in bytes and their times of change.
-    """
-    files = sorted(folder.rglob("*.png"))
-    length = max(path.stat().st_size for path in files)
-    contents = [path.read_bytes() for path in files]
-    for number, path in enumerate(files):
-        before = path.stat()
-        # What follows the end of a PNG is not read.
-        path.write_bytes(contents[(number + len(files) // 2) % len(files)].ljust(length, b"\0"))
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def pad_images(folder: Path) -> None:
-    """Give all files of a folder the same size, which their pictures do not change by."""
-    files = sorted(folder.rglob("*.png"))
-    length = max(path.stat().st_size for path in files)
-    for path in files:
-        path.write_bytes(path.read_bytes().ljust(length, b"\0"))

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dualenc.cli import main
 from dualenc.data.vector_shards import Embeddings
 from dualenc.evaluation.runs import read_per_query
-from tests.commands.image_models import replace_images
-from tests.commands.toy import write_beir, write_captioned
+from tests.commands.in_process import run
+from tests.commands.toy import write_captioned
 
 
-@pytest.fixture
-def model(toy_clip: Path) -> Path:
-    return toy_clip
-
-
-def evaluate(model: Path, *rest: object) -> int:
-    return main(["evaluate", "image-text", str(model), *map(str, rest)])
+def evaluate(out: Path, *words: object) -> dict[str, Any]:
+    run("evaluate", "image-text", *words, "--out", out)
+    return json.loads((out / "metrics.json").read_text())
 
 
 @pytest.mark.slow
-def test_recall_both_ways_from_the_embeddings(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recall_both_ways_from_the_embeddings(
+    toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """6 images with 2 captions each; 3 images share one caption, so there are 10 texts and 12 queries."""
     data, out = write_captioned(tmp_path / "data"), tmp_path / "out"
-    assert evaluate(model, data, "--out", out) == 0
-    measured = json.loads((out / "metrics.json").read_text())
+    measured = evaluate(out, toy_clip, data)
     assert (measured["images"], measured["texts"]) == (6, 12)
     images = np.asarray(Embeddings.open(out / "embeddings" / "images-test").vectors)
     texts = np.asarray(Embeddings.open(out / "embeddings" / "texts-test").vectors)
@@ -48,41 +45,8 @@ def test_recall_both_ways_from_the_embeddings(model: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.slow
-def test_an_image_that_cannot_be_read_is_left_out(model: Path, tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_left_out(toy_clip: Path, tmp_path: Path) -> None:
     data, out = write_captioned(tmp_path / "data"), tmp_path / "out"
     (data / "pictures" / "4.png").write_bytes(b"not a picture")
-    assert evaluate(model, data, "--out", out) == 0
-    measured = json.loads((out / "metrics.json").read_text())
+    measured = evaluate(out, toy_clip, data)
     assert (measured["images"], measured["texts"]) == (5, 10)
-
-
-@pytest.mark.slow
-def test_mistakes_are_told_in_one_line(
-    model: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_captioned(tmp_path / "data")
-    for words, message in [
-        ((model, data, "--split", "dev"), "no split 'dev'"),
-        ((model, data, "--right_column", "caption"), "caption"),
-        ((model, write_beir(tmp_path / "beir")), "pairs of text and text, not of image and text"),
-        ((toy_text, data), "needs kind image-text; use `dualenc evaluate retrieval`"),
-        ((tmp_path / "absent", data), "absent"),
-    ]:
-        assert evaluate(*words, "--out", tmp_path / "out") == 2  # type: ignore[arg-type]
-        error = capsys.readouterr().err.strip().splitlines()
-        assert message in error[-1], error
-        assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_captions_and_images_replaced_in_place_count_anew(model: Path, tmp_path: Path) -> None:
-    data = write_captioned(tmp_path / "data")
-    assert evaluate(model, data, "--out", tmp_path / "out") == 0
-    replace_images(data)
-    table = data / "test.jsonl"
-    table.write_text(table.read_text().replace("number", "picture"))
-    assert evaluate(model, data, "--out", tmp_path / "out") == 0
-    assert evaluate(model, data, "--out", tmp_path / "fresh") == 0
-    for name in ("images-test", "texts-test"):
-        shards = [tmp_path / out / "embeddings" / name / "data-00000.arrow" for out in ("out", "fresh")]
-        assert shards[0].read_bytes() == shards[1].read_bytes()

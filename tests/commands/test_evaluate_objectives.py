@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from dualenc.cli import main
 from dualenc.commands.evaluate_objectives import PairSet, embed_pairs, open_set, trained_temperature
 from dualenc.commands.options import ColumnOptions
 from dualenc.encoders import load_model
 from tests.commands import toy
+from tests.commands.in_process import run
 
 QUICK = ("--warm-up", "1", "--max-epochs", "1", "--device", "cpu")
 
 
-def evaluate(*words: object) -> int:
-    return main(["evaluate", "objectives", *map(str, words), *QUICK])
+def evaluate(out: Path, *words: object) -> dict[str, Any]:
+    run("evaluate", "objectives", *words, *QUICK, "--out", out)
+    return json.loads((out / "metrics.json").read_text())
 
 
 @pytest.fixture
@@ -35,25 +37,13 @@ def pairs(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_pairs_are_measured(toy_text: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate(toy_text, pairs, "--out", tmp_path / "out", "--batch-size", 4, "--objectives", "InfoNCE,ISIR") == 0
+    found = evaluate(tmp_path / "out", toy_text, pairs, "--batch-size", 4, "--objectives", "InfoNCE,ISIR")
     printed = capsys.readouterr().out
-    found = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert found["task"] == "objectives"
     assert found["pairs"] == 12, "in whole batches"
     assert found["temperature"] == 0.07
     assert list(found["objectives"]) == ["InfoNCE", "ISIR"]
-    assert set(found["objectives"]["ISIR"]) == {
-        "bias",
-        "bias_error",
-        "bias_limit",
-        "biased",
-        "step_error",
-        "step_error_error",
-        "encodes_per_pair",
-        "state_bytes_per_pair",
-        "epochs",
-        "global_loss",
-    }
+    assert {"bias", "bias_error", "bias_limit", "biased", "step_error"} <= set(found["objectives"]["ISIR"])
     assert found["objectives"]["InfoNCE"]["encodes_per_pair"] == 0 < found["objectives"]["ISIR"]["encodes_per_pair"]
     assert 0 < found["softmax_share"]["mean"] < 1
     assert found["advice"].startswith("at B=4 InfoNCE misses")
@@ -62,9 +52,8 @@ def test_pairs_are_measured(toy_text: Path, pairs: Path, tmp_path: Path, capsys:
 
 @pytest.mark.slow
 def test_views_of_images_are_measured(image_model: Path, classes: Path, tmp_path: Path) -> None:
-    words = ("--out", tmp_path, "--batch-size", 6, "--objectives", "DCL,SigLIP", "--temperature", 0.5)
-    assert evaluate(image_model, classes, *words) == 0
-    found = json.loads((tmp_path / "metrics.json").read_text())
+    words = ("--batch-size", 6, "--objectives", "DCL,SigLIP", "--temperature", 0.5)
+    found = evaluate(tmp_path, image_model, classes, *words)
     assert (found["kind"], found["pairs"], found["temperature"]) == ("image", 18, 0.5)
     assert [row["global_loss"] for row in found["objectives"].values()] == [True, False]
 
@@ -93,33 +82,3 @@ def test_temperature_of_the_training(short_run: Path, toy_text: Path, toy_clip: 
     clip = load_model(str(toy_clip))
     clip.set_temperature(0.04)
     assert trained_temperature(clip, toy_clip) == pytest.approx(0.04)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--batch-size", "1"), "--batch-size is 1; it must lie between 2 and"),
-        (("--batch-size", "64"), "holds 13 pairs, fewer than a batch of 64; lower --batch-size"),
-        (("--pairs", "8"), "--pairs is 8; it must be at least 32"),
-        (("--temperature", "0"), "--temperature is 0.0; it must lie between 0.001 and"),
-        (("--temperature", "warm"), "argument --temperature: invalid float value: 'warm'"),
-        (("--objectives", "InfoNEC"), "there is no 'InfoNEC' (did you mean InfoNCE?); choose from InfoNCE, DCL"),
-        (("--seed", "-1"), "--seed is -1"),
-        (("--max-epochs", "0"), "--max-epochs is 0"),
-    ],
-    ids=["batch-1", "batch-64", "pairs", "cold", "warm", "unknown", "seed", "epochs"],
-)
-def test_bad_arguments_are_told_in_one_line(
-    toy_text: Path,
-    pairs: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    words: tuple[str, ...],
-    message: str,
-) -> None:
-    quick = QUICK if "--max-epochs" not in words else ("--device", "cpu")
-    line = ["evaluate", "objectives", str(toy_text), str(pairs), "--out", str(tmp_path / "out"), *words, *quick]
-    assert main(line) == 2
-    told = capsys.readouterr().err.strip().splitlines()
-    assert message in told[-1]
-    assert not (tmp_path / "out").exists()

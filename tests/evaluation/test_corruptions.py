@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
 
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.corruptions import (
     ALL,
     STANDARD,
     CifarC,
-    GeneratedCorruptions,
     TinyImageNetC,
     corrupt,
     is_corrupted_folder,
@@ -90,16 +86,6 @@ def test_generators_in_any_state_make_no_difference_and_are_left_alone(name: str
 
 
 @pytest.mark.slow
-@settings(max_examples=10)
-@given(order=st.permutations([(name, image, severity) for name in ALL for image in (0, 1) for severity in (1, 4)]))
-def test_the_order_makes_no_difference(order: list[tuple[str, int, int]]) -> None:
-    expected = {key: corrupt(picture(32, key[1]), key[0], key[2], image_id=key[1]) for key in sorted(order)}
-    for name, image, severity in order:
-        again = corrupt(picture(32, image), name, severity, image_id=image)
-        assert (again == expected[name, image, severity]).all()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gaussian_noise", "impulse_noise", "glass_blur", "elastic_transform", "fog"])
 def test_another_image_severity_or_seed_gives_other_noise(name: str) -> None:
     image = picture(32)
@@ -109,56 +95,9 @@ def test_another_image_severity_or_seed_gives_other_noise(name: str) -> None:
     assert (corrupt(image, name, 2, image_id=0, seed=1) != base).any()
 
 
-class AllCorruptions(Dataset):
-    def __init__(self, source: GeneratedCorruptions):
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return np.stack([np.asarray(self.source.image(index, name, 1)) for name in self.source.corruptions])
-
-
-@pytest.mark.slow
-def test_any_number_of_workers_gives_the_same_pixels() -> None:
-    source = GeneratedCorruptions([Image.fromarray(picture(32, seed)) for seed in range(4)], seed=2)
-    alone, two = (
-        [pixels.numpy() for pixels in DataLoader(AllCorruptions(source), batch_size=None, num_workers=workers)]
-        for workers in (0, 2)
-    )
-    assert np.array_equal(alone, two)
-
-
 def test_spatter_without_a_drop_leaves_the_image() -> None:
     unchanged = [seed for seed in range(40) if (corrupt(picture(32), "spatter", 1, seed=seed) == picture(32)).all()]
     assert 0 < len(unchanged) < 40
-
-
-def test_seeds_never_change() -> None:
-    assert derive_seed(0, "fog", 1, bits=32) == derive_seed(np.int64(0), "fog", np.int8(1), bits=32) == 1019719372
-    assert len({derive_seed(0, image, name, 1, bits=32) for image in range(500) for name in ALL}) == 500 * len(ALL)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ({"corruption": "gausian_noise"}, r"unknown corruption gausian_noise \(did you mean gaussian_noise\?\)"),
-        ({"corruption": "qqq"}, "unknown corruption qqq; choose from gaussian_noise, "),
-        ({"image": np.zeros((28, 30, 3), np.uint8)}, "image cat is 30x28; corruptions need 32x32"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments: dict, line: str) -> None:
-    arguments = {"image": picture(32), "corruption": "fog", "severity": 1, "image_id": "cat"} | arguments
-    with pytest.raises(DualencError, match=line) as error:
-        corrupt(**arguments)
-    assert "\n" not in str(error.value)
-
-
-def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "imagecorruptions", None)
-    with pytest.raises(DualencError, match=r"pip install 'dualenc\[corruptions\]'"):
-        GeneratedCorruptions([Image.new("RGB", (32, 32))])
 
 
 NAMES = ("gaussian_noise", "fog", "saturate")
@@ -211,10 +150,6 @@ def test_tiny_imagenet_c_is_read_by_class_and_name(tiny_c: Path) -> None:
     assert (image.mode, image.size, image.getpixel((5, 5))) == ("RGB", (64, 64), (140, 140, 140))
 
 
-def test_a_chosen_few_in_the_chosen_order(cifar_c: Path) -> None:
-    assert read_corrupted(cifar_c, ["saturate", "fog"]).corruptions == ("saturate", "fog")
-
-
 def test_workers_get_paths_not_pixels(cifar_c: Path) -> None:
     packed = pickle.dumps(CifarC(cifar_c))
     assert len(packed) < 2000
@@ -235,34 +170,26 @@ def test_an_index_out_of_range_is_not_another_severity(cifar_c: Path) -> None:
         read_corrupted(cifar_c).image(4, "fog", 1)
 
 
-def shorten(folder: Path) -> None:
-    np.save(folder / "fog.npy", np.zeros((15, 32, 32, 3), np.uint8))
+DAMAGE = [
+    (
+        lambda folder: np.save(folder / "fog.npy", np.zeros((15, 32, 32, 3), np.uint8)),
+        r"uint8 of shape \(15, 32, 32, 3\)",
+    ),
+    (lambda folder: (folder / "fog.npy").write_bytes(b"\x93NUMPY"), "fog.npy: not a whole .npy file"),
+    (lambda folder: (folder / "labels.npy").unlink(), "labels.npy: no such file"),
+    (lambda folder: np.save(folder / "labels.npy", np.arange(20)), "20 labels are no five equal blocks"),
+    (lambda folder: np.save(folder / "fog.npy", np.zeros((20, 32, 32, 3))), "fog.npy: float64 of shape"),
+]
 
 
-def truncate(folder: Path) -> None:
-    data = (folder / "fog.npy").read_bytes()
-    (folder / "fog.npy").write_bytes(data[: len(data) // 2])
-
-
-@pytest.mark.parametrize(
-    ("damage", "line"),
-    [
-        (shorten, r"fog.npy: uint8 of shape \(15, 32, 32, 3\); uint8 \(20, H, W, 3\) belongs"),
-        (truncate, "fog.npy: not a whole .npy file"),
-        (lambda folder: (folder / "labels.npy").unlink(), "labels.npy: no such file"),
-        (lambda folder: np.save(folder / "labels.npy", np.zeros(18, int)), "18 labels are no five equal blocks"),
-        (lambda folder: np.save(folder / "labels.npy", np.arange(20)), "20 labels are no five equal blocks"),
-        (lambda folder: np.save(folder / "fog.npy", np.zeros((20, 32, 32, 3))), "fog.npy: float64 of shape"),
-    ],
-)
-def test_damage_to_cifar_c_is_one_line(cifar_c: Path, damage, line: str) -> None:
+@pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
+def test_damage_to_cifar_c_is_told(cifar_c: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(cifar_c)
-    with pytest.raises(DualencError, match=line) as error:
+    with pytest.raises(DualencError, match=message):
         CifarC(cifar_c)
-    assert "\n" not in str(error.value)
 
 
-def test_damage_to_tiny_imagenet_c_is_one_line(tiny_c: Path) -> None:
+def test_damage_to_tiny_imagenet_c_is_told(tiny_c: Path) -> None:
     broken = tiny_c / "fog" / "4" / "n01" / "a.JPEG"
     broken.write_bytes(b"not an image")
     with pytest.raises(BadSample, match=r"fog/4/n01/a.JPEG: image cannot be decoded"):
@@ -270,12 +197,3 @@ def test_damage_to_tiny_imagenet_c_is_one_line(tiny_c: Path) -> None:
     broken.unlink()
     with pytest.raises(DualencError, match=r"fog/4: n01/a.JPEG is in one of it and gaussian_noise/1 only"):
         TinyImageNetC(tiny_c)
-
-
-def test_a_corruption_that_is_not_there_is_one_line(cifar_c: Path) -> None:
-    with pytest.raises(
-        DualencError, match=r"snow.npy: no such file or folder; there are gaussian_noise, fog, saturate"
-    ):
-        CifarC(cifar_c, ["snow"])
-    with pytest.raises(DualencError, match="did you mean snow"):
-        CifarC(cifar_c, ["snoww"])

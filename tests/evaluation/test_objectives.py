@@ -112,12 +112,6 @@ def test_an_unbiased_estimator_stays_below_its_error(frozen: FrozenPairs, views:
     assert found.state_bytes > 0
 
 
-def test_info_nce_of_all_pairs_differs_by_its_positive_only(frozen: FrozenPairs) -> None:
-    found = measure_objective(frozen, InfoNCE, TAU, 6, warm_up=0)
-    assert found.bias.value == pytest.approx(slow_bias(frozen, 6, True), rel=1e-6)
-    assert measure_objective(frozen, DCL, TAU, 6, warm_up=0).bias.value < 1e-6
-
-
 @pytest.mark.parametrize("gap", [0, 1], ids=["runs", "stretches"])
 def test_bias_is_freed_of_noise(gap: int) -> None:
     draw, exact = torch.Generator().manual_seed(0), torch.full((50, 2), 2.0, dtype=torch.float64)
@@ -154,11 +148,6 @@ def test_shares_are_those_of_a_slow_loop() -> None:
         return scores[int(right_id[row])] > max(negatives)
 
     assert found_first(frozen, [torch.tensor(rows), torch.tensor([1, 3])]) == statistics.mean(map(is_first, range(5)))
-
-
-def test_a_batch_of_everything_sees_the_whole_softmax(frozen: FrozenPairs) -> None:
-    frozen.views = True
-    assert softmax_shares(frozen, TAU, [torch.arange(6)]).tolist() == pytest.approx([1.0] * 12)
 
 
 def test_a_pair_without_negatives_is_named() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.query_scores import QueryScores, best_and_worst, query_scores, rank_rows, snippet
+from dualenc.evaluation.query_scores import QueryScores, best_and_worst, query_scores, rank_rows
 
 
 def test_json_brings_them_back() -> None:
@@ -40,8 +40,3 @@ def test_ranks_show_the_nearest_candidate() -> None:
         {"": "best", "query": "0", "1/rank": 1.0, "rank": 1, "what": "query 0", "nearest": "candidate 0"},
         {"": "worst", "query": "1", "1/rank": 1 / 3, "rank": 3, "what": "query 1", "nearest": "candidate 1"},
     ]
-
-
-def test_snippets_are_one_line_and_cut_at_a_word() -> None:
-    assert snippet("a  b\nc") == "a b c"
-    assert snippet("alpha beta gamma", 12) == "alpha beta …"

@@ -96,11 +96,6 @@ def test_the_summary_has_a_mean_row_for_each_system_over_several_collections() -
     assert document["model"]["datasets"]["one"]["metrics"] == good.means
 
 
-def test_mistakes() -> None:
-    with pytest.raises(DualencError, match="empty"):
-        Result("s", "d", {"q": {"d": 1.0}}, {}, 1)
-
-
 WORDS = ["wing", "flow", "shock", "heat", "plate"]
 texts = st.lists(st.sampled_from(WORDS), max_size=6).map(" ".join)
 
@@ -134,10 +129,6 @@ def test_equals_the_formula(query: str, documents: list[str], k: int) -> None:
 def test_ties_at_the_cut_go_to_the_higher_id() -> None:
     run = bm25_run(["q"], ["wing"], ["a", "c", "b", "x"], ["wing flow", "wing flow", "wing flow", "heat"], 2)
     assert list(run["q"]) == ["c", "b"]
-
-
-def test_a_query_without_a_known_word_finds_nothing() -> None:
-    assert bm25_run(["q", "r"], ["gravity", ""], ["a"], ["wing"], 3) == {"q": {}, "r": {}}
 
 
 def test_a_corpus_without_words_is_told() -> None:

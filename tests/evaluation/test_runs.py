@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +52,10 @@ def test_a_per_query_log_reads_back(tmp_path: Path) -> None:
     [
         (read_trec, "q Q0 d 1 0.5\n", r"file:1: not a line of a TREC run"),
         (read_trec, "q Q0 d 1 0.5 t\nq Q0 e 1 high t\n", r"file:2: not a line"),
-        (read_trec, "q Q0 d 1 nan t\n", r"file:1: not a line"),
         (read_trec, "q Q0 d 1 0.5 t\nq Q0 d 2 0.4 t\n", r"file:2: duplicate document d"),
         (read_per_query, "{}\n", "file:1: not a line of a per-query log"),
         (read_per_query, '{"query": "q", "ndcg@10": 1}\n[]\n', "file:2: not a line"),
         (read_per_query, '{"query": "q"}\n{"query": "q"}\n', "file:2: duplicate query q"),
-        (read_per_query, '{"query": ["q"]}\n', "file:1: not a line"),
         (read_per_query, '{"query": "q", "ndcg@10": NaN}\n', "file:1: not a line"),
         (read_per_query, '{"query": "q", "ndcg@10": 1' + "0" * 400 + "}\n", "file:1: not a line"),
         (read_per_query, "[" * 200_000, "file:1: not a line"),
@@ -71,22 +66,7 @@ def test_a_per_query_log_reads_back(tmp_path: Path) -> None:
 )
 def test_a_broken_file_is_told_by_line(reader: object, text: str | bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(DualencError, match=message) as caught:
-        reader(tmp_path / "file")  # type: ignore[operator]
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("reader", [read_trec, read_per_query])
-def test_a_missing_file(reader: object, tmp_path: Path) -> None:
-    with pytest.raises(DualencError, match="no such file"):
-        reader(tmp_path / "absent")  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("reader", [read_trec, read_per_query])
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_regular_file(reader: object, make: Callable[[Path], None], tmp_path: Path) -> None:
-    make(tmp_path / "file")
-    with pytest.raises(DualencError, match="not a file; give a regular file"):
+    with pytest.raises(DualencError, match=message):
         reader(tmp_path / "file")  # type: ignore[operator]
 
 
@@ -95,10 +75,3 @@ def test_ids_that_the_format_cannot_hold_leave_no_file(run: dict, tmp_path: Path
     with pytest.raises(DualencError, match="white space"):
         write_trec(tmp_path / "run.trec", run)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_float32_scores_survive(tmp_path: Path) -> None:
-    score = float(np.nextafter(np.float32(1), np.float32(2)))
-    write_trec(tmp_path / "run.trec", {"q": {"d": score}})
-    assert np.float32(read_trec(tmp_path / "run.trec")["q"]["d"]) == np.float32(score)
-    assert not math.isclose(score, 1.0, rel_tol=1e-8)

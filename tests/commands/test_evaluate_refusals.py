@@ -1,0 +1,149 @@
+"""What `dualenc evaluate …` refuses, in one line, before it writes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from dualenc.evaluation.runs import write_per_query, write_trec
+from tests.commands import toy
+from tests.commands.image_models import save_cifar_c, save_splits
+from tests.commands.in_process import failure
+
+
+def make_spaced(folder: Path) -> None:
+    (toy.write_beir(folder) / "queries.jsonl").write_text('{"_id": "a b", "text": "wing"}\n')
+    (folder / "qrels" / "test.tsv").write_text("a b\td1\t1\n")
+
+
+def make_unjudged(folder: Path) -> None:
+    (toy.write_beir(folder) / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n")
+
+
+def make_flat(folder: Path) -> None:
+    folder.mkdir()
+    Image.new("RGB", (20, 20)).save(folder / "small.png")
+
+
+def make_pink(folder: Path) -> None:
+    (save_splits(folder, train=2, test=1) / "test" / "red").rename(folder / "test" / "pink")
+
+
+def make_pairs(path: Path) -> None:
+    path.write_text("query,document\n" + "".join(f"fox {row},animal {row}\n" for row in range(13)))
+
+
+MAKE: dict[str, Callable[[Path], object]] = {
+    "beir": toy.write_beir,
+    "spaced": make_spaced,
+    "unjudged": make_unjudged,
+    "captioned": toy.write_captioned,
+    "colours": toy.write_classes,
+    "splits": save_splits,
+    "flat": make_flat,
+    "pink": make_pink,
+    "cifar-c": save_cifar_c,
+    "pairs.csv": make_pairs,
+    "few.txt": lambda path: path.write_text("red\n"),
+    "bad.txt": lambda path: path.write_text("a photo\n"),
+    "latin.txt": lambda path: path.write_bytes("caf\u00e9 {}\n".encode("latin-1")),
+    "run.trec": lambda path: write_trec(path, {"q": {"d": 1.0}}),
+    "none.tsv": lambda path: path.write_text("query-id\tcorpus-id\tscore\n"),
+    "log.ndjson": lambda path: write_per_query(path, {"q": {"ndcg@10": 1.0}}),
+    "other.ndjson": lambda path: write_per_query(path, {"p": {"ndcg@10": 1.0}}),
+    "empty": Path.mkdir,
+}
+CORRUPTED = "corrupted {image} {splits} --corruptions fog,contrast"
+REFUSALS = [
+    ("retrieval {text} {beir} --split dev", "no split 'dev'; there are: test"),
+    ("retrieval {text} {absent}", "absent: neither a BEIR folder"),
+    ("retrieval {text} {unjudged}", "no usable judgement"),
+    ("retrieval {text} {spaced}", "'a b' is empty, holds white space or is not UTF-8"),
+    ("retrieval {text} {beir} {beir}", "two folders are named beir"),
+    ("retrieval {text} {beir} --depth 10", "depth=10"),
+    ("retrieval {clip} {beir}", "needs kind query-document or vector; use `dualenc evaluate image-text`"),
+    ("retrieval {text} {pairs.csv} --where year>1", "--where is for fields of a BEIR folder"),
+    ("retrieval {text} {captioned}", "holds images; use `dualenc evaluate image-text`"),
+    ("image-text {clip} {captioned} --split dev", "no split 'dev'"),
+    ("image-text {clip} {beir}", "pairs of text and text, not of image and text"),
+    ("image-text {text} {captioned}", "needs kind image-text; use `dualenc evaluate retrieval`"),
+    ("zero-shot {clip} {captioned}", "no labels"),
+    ("zero-shot {clip} {colours} --class-names {few.txt}", "1 class names, but there is a label 2"),
+    ("zero-shot {clip} {colours} --class-names {absent}", "no such file"),
+    ("zero-shot {clip} {colours} --templates {bad.txt}", "bad.txt:1: a template needs {} once"),
+    ("zero-shot {clip} {colours} --templates {latin.txt}", "latin.txt:1: not UTF-8"),
+    ("probe {text} {splits}", "is of kind query-document and encodes no images"),
+    ("probe {image} {flat}", "there are no labels"),
+    ("probe {image} {splits} --shots 11", "shots=11: class 0 has 10"),
+    ("probe {image} {splits} --l2 0.1,-1", "--l2 is -1.0"),
+    ("probe {image} {splits} --device meta", "device 'meta'"),
+    ("probe {image} {pink}", "class pink is not among the 3 classes"),
+    ("corrupted {text} {splits}", "is of kind query-document and encodes no images"),
+    ("corrupted {image} {splits} --corruptions fogg,fog", "unknown corruption fogg (did you mean fog?)"),
+    ("corrupted {image} {splits} --corruptions fog,fog", "give two or more different ones"),
+    (f"{CORRUPTED} --severities 1,9", "--severity is 9"),
+    (f"{CORRUPTED} --clean {{splits}}", "leave --clean out"),
+    (f"{CORRUPTED} --train {{flat}}", "there are no labels"),
+    ("corrupted {image} {cifar-c} --corruptions frost", "frost.npy: no such file or folder; there are snow"),
+    ("objectives {text} {pairs.csv} --batch-size 1", "--batch-size is 1"),
+    ("objectives {text} {pairs.csv} --batch-size 64", "holds 13 pairs, fewer than a batch of 64"),
+    ("objectives {text} {pairs.csv} --pairs 8", "--pairs is 8; it must be at least 32"),
+    ("objectives {text} {pairs.csv} --objectives InfoNEC", "no 'InfoNEC' (did you mean InfoNCE?)"),
+    ("objectives {clip} {pairs.csv} --batch-size 4", "its left items are text"),
+    ("compare {run.trec} {run.trec}", "needs judgements"),
+    ("compare {run.trec} {run.trec} --qrels {none.tsv}", "none.tsv: no usable judgement"),
+    ("compare {log.ndjson} {empty}", "holds no per_query.ndjson"),
+    ("compare {log.ndjson} {other.ndjson}", "2 queries are in one run only"),
+    ("compare {log.ndjson} {log.ndjson} --metrics ndgc@10", "'ndgc@10' is not in both runs; they share ndcg@10"),
+    ("compare {log.ndjson} {log.ndjson} --confidence 1", "--confidence is 1"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name, make in MAKE.items():
+        make(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSALS, ids=[line for line, _ in REFUSALS])
+def test_a_refusal_is_one_line_and_leaves_nothing(
+    line: str,
+    message: str,
+    data: Path,
+    toy_text: Path,
+    toy_clip: Path,
+    image_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {name: data / name for name in (*MAKE, "absent")}
+    places |= {"text": toy_text, "clip": toy_clip, "image": image_model}
+    for name, place in places.items():
+        line = line.replace(f"{{{name}}}", str(place))
+    workers = ["--num-workers", 0] if line.startswith(("probe", "corrupted")) else []
+    assert message in failure(capsys, "evaluate", *line.split(), *workers, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/dev/null/below"])
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    place: str, data: Path, image_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    line = failure(capsys, "evaluate", "probe", image_model, data / "splits", "--out", tmp_path / place)
+    assert "cannot be written" in line
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_classes_without_names_need_a_file(
+    data: Path, toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = toy.write_classes(tmp_path / "numbered")
+    for number, colour in enumerate(sorted(toy.COLOURS)):
+        (folder / colour).rename(folder / str(number))
+    assert "give them with --class_names FILE" in failure(capsys, "evaluate", "zero-shot", toy_clip, folder)
