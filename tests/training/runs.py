@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dualenc.training.trainer import Trainer, TrainingResult
 from tests.training.fakes import TinyEncoder, kill_this_process, tiny_objective, tiny_pairs
 
@@ -23,14 +25,11 @@ SETTINGS: dict[str, Any] = {
 class FixedEvaluator:
     """Metrics that follow a script by call; draws random numbers, as evaluations may."""
 
-    primary = "score"
-
-    def __init__(self, *scores: float) -> None:
+    def __init__(self, *scores: float, primary: str = "score") -> None:
         self.scores = list(scores)
+        self.primary = primary
 
     def __call__(self, model: TinyEncoder) -> dict[str, float]:
-        import torch
-
         assert not model.training
         torch.rand(3)
         return {"score": self.scores.pop(0) if self.scores else 0.0}

@@ -16,7 +16,6 @@ from dualenc.training.signals import StopSignals
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
 from tests.training.launched import SlowEvaluator, launch, small_run
 from tests.training.runs import train
-from tests.training.test_distributed_training import assert_same_model
 
 
 def wait_for(path: Path, seconds: float = 120) -> None:
@@ -30,6 +29,10 @@ def saved_step(output: Path) -> int:
     return max(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
 
 
+def evaluations(output: Path) -> list[dict]:
+    return [line for line in read_metrics(output / "metrics.jsonl") if "evaluation/score" in line]
+
+
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
@@ -39,19 +42,21 @@ def unbroken(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code", "settings"),
+    ("number", "code", "to_group", "settings"),
     [
-        (signal.SIGTERM, 143, {}),
-        (signal.SIGUSR1, 128 + signal.SIGUSR1, {"num_workers": 1}),
-        (signal.SIGTERM, 143, {"gradient_accumulation": 2, "dropout": 0.2}),
-        (signal.SIGINT, 130, {}),
+        (signal.SIGTERM, 143, False, {"gradient_accumulation": 2, "dropout": 0.2}),
+        (signal.SIGUSR1, 128 + signal.SIGUSR1, False, {}),
+        (signal.SIGINT, 130, False, {}),
+        # As SLURM sends it, and `timeout` and a terminal; data workers must live until the checkpoint.
+        (signal.SIGTERM, 143, True, {"num_workers": 2}),
+        (signal.SIGINT, 130, True, {"num_workers": 2}),
     ],
 )
-def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, number, code, settings):
+def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, number, code, to_group, settings):
     run = tmp_path / "run"
     (process,) = launch(tmp_path, small_run, run, delay=0.1, save_every=1000, **settings)
     wait_for(run / "metrics.jsonl")
-    os.kill(process.pid, number)
+    (os.killpg if to_group else os.kill)(process.pid, number)
     returncode, errors = process.end()
     assert returncode == code, errors
     step = saved_step(run)
@@ -68,22 +73,6 @@ def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_the_whole_group_does_not_kill_the_data_workers_before_the_checkpoint(
-    tmp_path, unbroken, number, code
-):
-    """As SLURM sends it, and `timeout` and a terminal."""
-    output = tmp_path / "run"
-    (process,) = launch(tmp_path, small_run, output, delay=0.1, num_workers=2, save_every=1000)
-    wait_for(output / "metrics.jsonl")
-    os.killpg(process.pid, number)
-    returncode, errors = process.end()
-    assert returncode == code, errors
-    train(output, model=TinyEncoder(), resume=True, save_every=1000)
-    assert same(weights(output), weights(unbroken))
-
-
-@pytest.mark.slow
 def test_a_signal_in_an_evaluation_ends_the_run_after_it(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     settings = {"evaluate_every": 5, "save_every": 1000}
@@ -94,69 +83,52 @@ def test_a_signal_in_an_evaluation_ends_the_run_after_it(tmp_path):
     assert returncode == 143, errors
     assert saved_step(run) == 5
     for folder in (run, whole):
-        train(
-            folder,
-            model=TinyEncoder(),
-            evaluator=SlowEvaluator(0, tmp_path / "evaluating"),
-            resume=folder == run,
-            **settings,
-        )
+        evaluator = SlowEvaluator(0, tmp_path / "evaluating")
+        train(folder, model=TinyEncoder(), evaluator=evaluator, resume=folder == run, **settings)
     assert same(weights(run), weights(whole))
-    assert [line for line in read_metrics(run / "metrics.jsonl") if "evaluation/score" in line] == [
-        line for line in read_metrics(whole / "metrics.jsonl") if "evaluation/score" in line
-    ]
+    assert evaluations(run) == evaluations(whole)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [4, 6, 12])
+@pytest.mark.parametrize("at", [4, 12])
 def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for(tmp_path, at):
     """Who is asked to stop may have seconds left, and an evaluation takes minutes: it comes after resuming."""
     settings = {"evaluate_every": 2, "save_every": 1000}
-    objective = tiny_objective(tiny_pairs())
-    steps = iter(range(1, 100))
-
-    def terminate(*_):
-        if next(steps) == at:
-            signal.raise_signal(signal.SIGTERM)
-
-    objective.register_forward_pre_hook(terminate)
     evaluator = SlowEvaluator(0, tmp_path / "evaluating")
     with pytest.raises(SystemExit) as stopped:
-        train(tmp_path / "run", objective=objective, evaluator=evaluator, **settings)
+        train(tmp_path / "run", objective=signalled(signal.SIGTERM, at), evaluator=evaluator, **settings)
     assert stopped.value.code == 143
     assert evaluator.calls == at // 2  # one before the training, none at the last step
     for name, resume in (("run", True), ("whole", False)):
         train(tmp_path / name, evaluator=SlowEvaluator(0, tmp_path / "evaluating"), resume=resume, **settings)
     assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
-    logs = [
-        [line for line in read_metrics(tmp_path / name / "metrics.jsonl") if "evaluation/score" in line]
-        for name in ("run", "whole")
-    ]
-    assert logs[0] == logs[1]
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+def signalled(number: int, at: int):
+    """An objective in whose call the process sends itself a signal."""
+    objective = tiny_objective(tiny_pairs())
+    steps = iter(range(1, 100))
+    objective.register_forward_pre_hook(lambda *_: signal.raise_signal(number) if next(steps) == at else None)
+    return objective
 
 
 @pytest.fixture
 def ctrl_c():
-    """Presses Ctrl-C, which tests that run in the background ignore."""
+    """Ctrl-C works, which tests that run in the background ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield lambda: signal.raise_signal(signal.SIGINT)
+    yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow
 def test_the_first_ctrl_c_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, ctrl_c, capfd):
-    objective = tiny_objective(tiny_pairs())
-    steps = iter(range(1, 100))
-    objective.register_forward_pre_hook(lambda *_: ctrl_c() if next(steps) == 5 else None)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "run", objective=objective, save_every=1000)
+        train(tmp_path / "run", objective=signalled(signal.SIGINT, at=5), save_every=1000)
     printed = capfd.readouterr().err
     assert printed.count("finishing this step; press Ctrl-C again to stop at once\n") == 1
     assert "stopped by SIGINT after step 5: its checkpoint is in" in printed
     assert saved_step(tmp_path / "run") == 5
-    train(tmp_path / "run", resume=True, save_every=1000)
-    train(tmp_path / "whole", save_every=1000)
-    assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("save_every", [1000, None])
@@ -167,30 +139,37 @@ def test_a_second_ctrl_c_ends_the_run_at_once_and_so_does_the_first_where_nothin
     reached = []
 
     def press(*_):
-        ctrl_c()
+        signal.raise_signal(signal.SIGINT)
         reached.append("first")
-        ctrl_c()  # sent twice by a launcher
+        signal.raise_signal(signal.SIGINT)  # sent twice by a launcher
         reached.append("same")
         monkeypatch.setattr("dualenc.training.signals.SAME_PRESS", 0)
-        ctrl_c()
+        signal.raise_signal(signal.SIGINT)
 
     objective.register_forward_pre_hook(press)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run", objective=objective, save_every=save_every)
     assert reached == (["first", "same"] if save_every else [])
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert not (tmp_path / "run" / ".lock").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_checkpoints_a_signal_says_that_nothing_is_saved(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train(tmp_path, objective=signalled(signal.SIGTERM, at=1), save_every=None)
+    assert "stopped by SIGTERM after step 1: nothing is saved, as save_every is null" in capsys.readouterr().err
+    assert not (tmp_path / "checkpoints").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path, unbroken, number, code):
+def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path, unbroken):
+    from tests.training.test_distributed_training import assert_same_model
+
     run = tmp_path / "run"
     ranks = launch(tmp_path, small_run, run, ranks=2, delay=0.1, save_every=1000)
     wait_for(run / "metrics.jsonl")
-    os.kill(ranks[1].pid, number)
+    os.kill(ranks[1].pid, signal.SIGTERM)
     ended = [process.end() for process in ranks]
-    assert [returncode for returncode, _ in ended] == [code, code], ended
+    assert [returncode for returncode, _ in ended] == [143, 143], ended
     assert f"after step {saved_step(run)}" in ended[0][1]
     assert saved_step(run) < 12
     train(run, model=TinyEncoder(), resume=True, save_every=1000)
@@ -198,23 +177,24 @@ def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path, u
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "hanging"])
-def test_a_lost_or_hung_rank_is_explained_in_one_line_and_ends_the_others(tmp_path, how):
+@pytest.mark.parametrize(
+    ("is_killed", "message"),
+    [(True, "is lost: it has ended or was killed"), (False, "did not answer in time")],
+)
+def test_a_lost_or_hung_rank_is_explained_in_one_line_and_ends_the_others(tmp_path, is_killed, message):
     run = tmp_path / "run"
-    hang = {"hang": (1, 4, 60), "timeout_minutes": 0.05} if how == "hanging" else {"delay": 0.1}
-    ranks = launch(tmp_path, small_run, run, ranks=2, save_every=2, dropout=0.1, **hang)
+    settings = {"delay": 0.1} if is_killed else {"hang": (1, 4, 60), "timeout_minutes": 0.05}
+    ranks = launch(tmp_path, small_run, run, ranks=2, save_every=2, **settings)
     wait_for(run / "metrics.jsonl")
-    if how == "killed":
+    if is_killed:
         os.kill(ranks[1].pid, signal.SIGKILL)
     began = time.monotonic()
     code, errors = ranks[0].end()
     assert time.monotonic() - began < 40
     ranks[1].process.kill()
-    ranks[1].end()
     assert code == 2, errors
-    reports = [line for line in errors.splitlines() if line.startswith("dualenc: error:")]
-    assert len(reports) == 1
-    assert ("is lost: it has ended or was killed" if how == "killed" else "did not answer in time") in reports[0]
+    (report,) = (line for line in errors.splitlines() if line.startswith("dualenc: error:"))
+    assert message in report
     assert "Traceback" not in errors
     assert not (run / ".lock").exists()
 
@@ -235,18 +215,15 @@ def test_handlers_are_those_of_before_and_a_late_signal_is_sent_again():
         with pytest.raises(DualencError, match="something else"), StopSignals():
             fail_after(signal.SIGTERM)
         assert got == [signal.SIGTERM]
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGTERM)
+            assert signals.noted == 0, "ignored signals stay ignored"
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_ignored_signals_stay_ignored_and_other_threads_are_left_alone():
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        with StopSignals() as signals:
-            signal.raise_signal(signal.SIGUSR1)
-            assert signals.noted == 0
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+def test_other_threads_are_left_alone():
     handlers = []
 
     def enter():
@@ -257,12 +234,3 @@ def test_ignored_signals_stay_ignored_and_other_threads_are_left_alone():
     thread.start()
     thread.join()
     assert handlers == [signal.getsignal(signal.SIGTERM)]
-
-
-def test_without_checkpoints_a_signal_says_that_nothing_is_saved(tmp_path, capsys):
-    objective = tiny_objective(tiny_pairs())
-    objective.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(SystemExit):
-        train(tmp_path, objective=objective, save_every=None)
-    assert "stopped by SIGTERM after step 1: nothing is saved, as save_every is null" in capsys.readouterr().err
-    assert not (tmp_path / "checkpoints").exists()
