@@ -54,16 +54,7 @@ def small_run(
     dropout: float = 0.0,
     **settings: Any,
 ) -> None:
-    """A run that says what it does.
-
-    Args:
-        output: of the trainer.
-        delay: seconds that each batch takes.
-        hang: (rank, batch, seconds) that one rank sleeps at one of its batches.
-        evaluation: seconds that an evaluation takes; it touches the file `evaluating` next to the output.
-        dropout: of the model.
-        settings: of the trainer.
-    """
+    """A run whose batches take `delay` seconds, an evaluation `evaluation`; rank hang[0] sleeps at batch hang[1]."""
     if evaluation is not None:
         settings["evaluator"] = SlowEvaluator(evaluation, output.with_name("evaluating"))
     objective = tiny_objective(tiny_pairs())
@@ -80,14 +71,9 @@ def small_run(
 
 
 class Launched:
-    """A function that runs in a process of its own, which leads a process group.
+    """A function that runs in a process of its own, which leads a process group and writes to a file.
 
-    Args:
-        folder: gets a file with what it writes to stdout and stderr.
-        function: importable by its name.
-        arguments: positional ones.
-        rank: and (port, number of ranks), if it is one of several.
-        named: further arguments.
+    `rank` is (number, port, number of ranks), if it is one of several.
     """
 
     def __init__(
