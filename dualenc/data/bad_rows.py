@@ -14,15 +14,9 @@ logger = logging.getLogger("dualenc.data")
 
 
 class BadRows:
-    """Bad samples of one reader: raised at once, or left out, counted and reported in one line.
+    """Bad samples of one reader: raised at once ("raise"), or left out, counted and reported in one line ("skip").
 
-    Args:
-        source: what is read, as the user named it.
-        on_error: "skip" counts bad samples, "raise" stops at the first one.
-
-    Attributes:
-        counts: number of samples left out for each reason.
-        first: position of the first sample of each reason (file:line, or file and row).
+    `counts` are the samples left out for each reason, `first` the position of the first (file:line, or file and row).
     """
 
     def __init__(self, source: object, on_error: OnError = "skip") -> None:

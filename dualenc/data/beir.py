@@ -35,7 +35,7 @@ class Judgement(NamedTuple):
 
 
 class BeirPairs(PairDataset):
-    """The relevant (query, document) pairs of one split, in the order of the qrels file.
+    """The relevant (query, document) pairs of one split, query by query in the order of the qrels file.
 
     Left ids number the queries of this split that have a relevant document, in the order of queries.jsonl. Right
     ids are positions in the whole corpus: every document is a candidate of the global loss.
@@ -68,30 +68,21 @@ class BeirPairs(PairDataset):
     ) -> None:
         if weigh_grades and min_grade < 1:
             raise DualencError(f"weigh_grades with min_grade {min_grade}: a weight is not below 0; give min_grade 1")
-        bad_rows = BadRows(path, on_error)
-        file = _qrels_file(Path(path), split)
-        self.corpus = read_corpus(path, "corpus", titles=titles, bad_rows=bad_rows)
-        queries = read_corpus(path, "queries", bad_rows=bad_rows)
+        queries, self.corpus, qrels = read_beir(path, split, titles=titles, on_error=on_error)
         query_row = {name: row for row, name in enumerate(queries.ids)}
         document_row = {name: row for row, name in enumerate(self.corpus.ids)}
         query_rows = []
         right_id = []
         grades = []
-        # Grades below the minimum are judged, but no positives: they are not counted as bad.
-        for line, query, document, grade in read_judgements(file, bad_rows):
-            if grade < min_grade:
-                continue
-            position = f"{file}:{line}"
-            if query not in query_row:
-                bad_rows.add("judgement of an unknown query", position, f"{query!r} is not in queries.jsonl")
-            elif document not in document_row:
-                bad_rows.add("judgement of an unknown document", position, f"{document!r} is not in corpus.jsonl")
-            else:
-                query_rows.append(query_row[query])
-                right_id.append(document_row[document])
-                grades.append(grade)
-        bad_rows.require(len(right_id), "pair")
-        # Queries that no judgement of this split names are no items: training would never see them.
+        for query, judged in qrels.items():
+            for document, grade in judged.items():
+                if grade >= min_grade and document in document_row:
+                    query_rows.append(query_row[query])
+                    right_id.append(document_row[document])
+                    grades.append(grade)
+        if not grades:
+            raise DualencError(f"{path}: no usable pair: no judgement of a document has grade {min_grade} or more")
+        # Queries without a relevant document are no items: training would never see them.
         used, left_id = np.unique(query_rows, return_inverse=True)
         self.queries = queries.take(used)
         super().__init__(
@@ -103,7 +94,7 @@ class BeirPairs(PairDataset):
             left_modality=self.queries.modality,
             right_modality=self.corpus.modality,
         )
-        self.skipped = bad_rows.report()
+        self.skipped = self.corpus.skipped
 
 
 def read_beir(
@@ -117,7 +108,7 @@ def read_beir(
     """Read a BEIR folder for evaluation.
 
     Only the queries that the split judges are returned. A judged document that is not in the corpus stays in the
-    judgements, as in trec_eval: it counts as relevant and never found.
+    judgements and counts as never found, as in trec_eval.
 
     Args:
         folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz. Vectors may
@@ -159,10 +150,7 @@ def _qrels_file(folder: Path, split: str) -> Path:
 def read_corpus(
     folder: str | Path, part: str = "corpus", *, titles: bool = True, columns: Sequence[str] = (), bad_rows: BadRows
 ) -> Corpus:
-    """The documents (part "corpus") or queries (part "queries") of a BEIR folder, in the order of the file.
-
-    Further columns are fields of the lines besides `_id`, `title` and `text`, to keep for filters.
-    """
+    """The documents (part "corpus") or queries (part "queries") of a BEIR folder; `columns` are kept for filters."""
     check_column_names(columns)
     folder = Path(folder)
     if detect(folder / part) == "vectors":
@@ -186,9 +174,7 @@ def read_corpus(
 
 def read_judgements(file: Path, bad_rows: BadRows) -> Iterator[Judgement]:
     """The judgements of a BEIR file (`query-id, corpus-id, score` by tabs, with or without that header) or a TREC one
-    (`query 0 document grade`).
-
-    A grade is a whole number; 0 and below mean judged not relevant, as in trec_eval.
+    (`query 0 document grade`); grades of 0 and below mean judged not relevant, as in trec_eval.
     """
     seen: set[tuple[str, str]] = set()
     for number, line in read_texts(file, bad_rows):

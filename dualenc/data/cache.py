@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.errors import DualencError, first_line
+from dualenc.errors import explain
 from dualenc.files import atomic_path, write_json
 from dualenc.reading import read_json_object
 
@@ -26,6 +25,7 @@ IN_MEMORY_BYTES = 32 << 20
 """Files that are smaller than this together are kept in memory instead of the cache folder."""
 VERSION = 4
 """Of what the cache holds; raise it when the reading changes."""
+FIX_CACHE = "set HF_DATASETS_CACHE to another folder"
 
 
 def cache_folder() -> Path:
@@ -57,30 +57,17 @@ def dataset_of_batches(
     # The counts are written after the table: a process killed in between leaves a table that is written again.
     is_cached = target.is_file() and counts.is_file()
     if not is_cached:
-        with cache_written(target.parent):
+        with explain(f"{target.parent}: cannot write the data cache", FIX_CACHE):
             with atomic_path(target) as part, pa.ipc.new_stream(str(part), schema) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
             write_json(counts, {"counts": bad_rows.counts, "first": bad_rows.first})
-    try:
+    with explain(f"{target}: damaged data cache", "remove this file"):
         if is_cached:
             stored = read_json_object(counts, {"counts": dict, "first": dict})
             bad_rows.counts.update(stored["counts"])
             bad_rows.first.update(stored["first"])
         return Dataset.from_file(str(target))
-    except (pa.ArrowException, OSError, DualencError) as error:
-        raise DualencError(f"{target}: damaged data cache ({first_line(error)}); remove this file") from None
-
-
-@contextmanager
-def cache_written(folder: Path) -> Iterator[None]:
-    """Report a cache folder that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or first_line(error)
-        fix = "set HF_DATASETS_CACHE to another folder"
-        raise DualencError(f"{folder}: cannot write the data cache ({reason}); {fix}") from None
 
 
 def _cached_file(key: str, suffix: str) -> Path:

@@ -20,9 +20,8 @@ from dualenc.types import Items, Modality
 class ColumnPairs(PairDataset):
     """Pairs between the values of two columns of an opened table; the arguments are those of `TablePairs`.
 
-    Pair by pair in the order of rows; a row with a list on the right makes one pair for each entry, which share
-    their left item. Ids are numbered in order of appearance. With `left_vectors` and `right_vectors` the columns hold
-    ids of these vectors. `score_columns` hold a teacher's scores of the right and of the negative column's values.
+    Ids are numbered in order of appearance. With `left_vectors` and `right_vectors` the columns hold ids of these
+    vectors. `score_columns` hold a teacher's scores of the right and of the negative column's values.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class ColumnPairs(PairDataset):
         used = paired
         negatives = None
         if negative_columns:
-            columns = [_read(table, name, right.modality, right_vectors, right.dim) for name in negative_columns]
+            columns = [_read(table, name, right.modality, right_vectors) for name in negative_columns]
             negatives = _read_negatives(columns, rows, len(right.items), max_negatives)
             items = Joined([items, *(column.items for column in columns)])
             keys = Joined([keys, *(column.keys for column in columns)])
@@ -113,12 +112,10 @@ class ColumnPairs(PairDataset):
             self.negative_scores = scores[positions.values - negatives.start][mask]
 
 
-def _read(
-    table: DataTable, name: str, modality: Modality | None, vectors: Corpus | None, dim: int | None = None
-) -> ItemColumn:
+def _read(table: DataTable, name: str, modality: Modality | None, vectors: Corpus | None) -> ItemColumn:
     if vectors is not None:
         return read_vector_ids(table, name, vectors)
-    return read_column(table, name, modality, dim=dim)
+    return read_column(table, name, modality)
 
 
 def _paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
@@ -134,13 +131,7 @@ def _paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
 
 
 class _Negatives(NamedTuple):
-    """Mined negatives of the rows that have a pair.
-
-    Attributes:
-        rows: (n,) the row of each value of the negative columns.
-        start: position of the first of them, behind the right values.
-        positions: (rows of the table) positions of each row's negatives, in the order of the columns.
-    """
+    """Values of the negative columns with their rows (n,), from position `start` on, and those of each table row."""
 
     rows: np.ndarray
     start: int
@@ -178,10 +169,7 @@ def _weights(table: DataTable, name: str) -> np.ndarray:
 
 
 def _scores(table: DataTable, name: str, rows: np.ndarray) -> np.ndarray:
-    """A teacher's score (n,) of each value of a column of lists, float32; NaN where there is none.
-
-    `rows` (n,), ascending, are those of the values. Lists of another length than a row's are bad.
-    """
+    """A teacher's score (n,) of each value by its row (n,); NaN where there is none."""
     count = np.bincount(rows, minlength=len(table))
     ends = np.cumsum(count)
     scores = np.full(len(rows), np.nan, np.float32)

@@ -24,7 +24,7 @@ from dualenc.data.tables import DataTable
 from dualenc.data.vector_items import Faults, VectorItems, matrix_faults, usable
 from dualenc.data.vector_shards import ShardedVectors
 from dualenc.decoding import decode_image, open_image
-from dualenc.errors import BadSample, DualencError
+from dualenc.errors import BadSample, DualencError, explain
 from dualenc.types import Items, Modality
 
 if TYPE_CHECKING:
@@ -41,14 +41,10 @@ _RECORD_PARTS = {"bytes": _BYTES, "path": _STRINGS}  # of an image, as `datasets
 
 
 class Column:
-    """The texts or images of one column; a column of lists is laid flat.
+    """The texts or images of one column; with `lists` a row may hold several, which are laid flat.
 
-    Args:
-        table: the rows.
-        name: one of its columns.
-        modality: "text" for texts, ids and labels: strings and numbers; "image": file contents, records of contents
-            and path, or paths. By default records, contents and names of image files are images, all else is text.
-        lists: whether a row may hold a list of values.
+    Texts, ids and labels are strings and numbers; images file contents, records of contents and path, or paths. By
+    default records, contents and names of image files are images, all else is text.
     """
 
     def __init__(self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False) -> None:
@@ -59,16 +55,13 @@ class Column:
         self.is_list = is_list(kind)
         if self.is_list and not lists:
             raise DualencError(f"{table.source}: column {name!r} holds lists; name one with a single value in each row")
+        with explain(f"{table.source}: column {name!r} is damaged", "write it again, texts as UTF-8"):
+            self.array.validate(full=True)
         self.holds_strings = _is(self.array.type, *_STRINGS)
         self.modality: Modality = modality or self._guess_modality()
-        if self.modality == "text":
-            is_usable = _is(self.array.type, *_TEXT_LIKE)
-            fix = "texts are needed; cast it to strings, or name another column"
-        else:
-            is_usable = _holds_images(self.array.type)
-            fix = "images are needed: file contents, paths, or records with `bytes` and `path`; name another column"
-        if not is_usable:
-            raise DualencError(f"{table.source}: column {name!r} holds {kind}, where {fix}")
+        is_text = _is(self.array.type, *_TEXT_LIKE)
+        if not (is_text if self.modality == "text" else _holds_images(self.array.type)):
+            raise DualencError(f"{table.source}: column {name!r} holds {kind}, no {self.modality}; name another column")
 
     def _guess_modality(self) -> Modality:
         if not self.holds_strings:
@@ -103,20 +96,11 @@ class Column:
         return len(self.array)
 
     def __getitem__(self, index: int) -> Any:
-        try:
-            return self.array[int(index)].as_py()
-        except UnicodeDecodeError:  # files may hold any bytes as strings
-            raise self._not_utf8() from None
+        return self.array[int(index)].as_py()
 
     def values(self) -> list[Any]:
         """All values."""
-        try:
-            return self.array.to_pylist()
-        except UnicodeDecodeError:
-            raise self._not_utf8() from None
-
-    def _not_utf8(self) -> DualencError:
-        return DualencError(f"{self.source}: column {self.name!r} holds bytes that are no UTF-8 text; write it again")
+        return self.array.to_pylist()
 
     def positions_in(self, names: Sequence[str]) -> np.ndarray:
         """The position of each value among some strings, (len(self),); -1 for a value that is none of them."""
@@ -145,15 +129,13 @@ class Column:
                 result |= self._filled(pc.struct_field(self.array, part))
         return result
 
-    def _filled(self, array: pa.ChunkedArray) -> np.ndarray:
+    @staticmethod
+    def _filled(array: pa.ChunkedArray) -> np.ndarray:
         filled = pc.is_valid(array)
         if _is(array.type, *_STRINGS, *_BYTES):
             filled = pc.and_(filled, pc.greater(pc.binary_length(array), 0))
         if _is(array.type, *_STRINGS):
-            try:
-                filled = pc.and_(filled, pc.invert(pc.utf8_is_space(array)))
-            except pa.ArrowInvalid:
-                raise self._not_utf8() from None
+            filled = pc.and_(filled, pc.invert(pc.utf8_is_space(array)))
         return pc.fill_null(filled, False).to_numpy()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -200,18 +182,17 @@ class TextColumn:
         """The texts, or their lengths."""
         if read:
             return [self[row].encode() for row in rows.tolist()]
-        lengths = self.column.lengths[rows].tolist()
-        if self.titles is None:
-            return [str(length).encode() for length in lengths]
-        titles = self.titles.lengths[rows].tolist()
-        return [f"{title} {length}".encode() for title, length in zip(titles, lengths)]
+        lengths = self.column.lengths[rows]
+        if self.titles is not None:
+            lengths = lengths + self.titles.lengths[rows]
+        return [str(length).encode() for length in lengths.tolist()]
 
 
 class ColumnImages:
     """Values of a column as images: file contents, `{"bytes", "path"}` records, or paths.
 
-    Paths start in the table's folder and must stay in it, links resolved, unless the table has `allow_outside`: a
-    table from somewhere else must not make this machine read files of its choice.
+    Unless the table has `allow_outside`, paths must stay in its folder, links resolved: a table from somewhere else
+    must not make this machine read files of its choice.
     """
 
     def __init__(self, table: DataTable, column: Column) -> None:
@@ -223,7 +204,8 @@ class ColumnImages:
 
     def __getitem__(self, index: int) -> Image.Image:
         data, path = _contents_and_path(self.column[index])
-        position = f"{self.table.position(int(self.column.rows[index]))}, column {self.column.name!r}"
+        row = int(self.column.rows[index])
+        position = f"{self.table.position(row)}, column {self.column.name!r}"
         if data is not None:
             return decode_image(data, position)
         if path is None:
@@ -268,11 +250,7 @@ class ColumnImages:
 
 
 class ImageKeys:
-    """Keys of a column's images, equal for equal images: the contents of the file, or its normalised path.
-
-    Attributes:
-        sizes: (n,) bytes of the contents, 0 for paths.
-    """
+    """Keys of a column's images, equal for equal images: file contents, whose `sizes` are 0 for paths, or the path."""
 
     def __init__(self, images: ColumnImages) -> None:
         self.images = images
@@ -300,17 +278,10 @@ def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
 
 @dataclass(frozen=True)
 class ItemColumn:
-    """One column as items, its lists laid flat: n values.
+    """One column as n items, its lists laid flat, with the row of each item.
 
-    Attributes:
-        table: the rows.
-        modality: what the values are.
-        is_list: whether a row may hold several values.
-        rows: (n,) the row of each value.
-        items: (n,) texts, images or vectors.
-        keys: (n,) strings, file contents or vectors, equal for equal items.
-        faults: which values cannot be used; the first reason is also that of a row without any.
-        dim: size of vectors.
+    `keys` are equal for equal items. `faults` tell which items cannot be used, and of a row without items the first of
+    these reasons.
     """
 
     table: DataTable
@@ -320,7 +291,6 @@ class ItemColumn:
     items: Items
     keys: Items
     faults: Faults
-    dim: int | None = None
 
     def usable(self) -> np.ndarray:
         """Which values have no fault, (n,) bool."""
@@ -341,25 +311,12 @@ class ItemColumn:
 
 
 def read_column(
-    table: DataTable,
-    name: str,
-    modality: Modality | None = None,
-    *,
-    dim: int | None = None,
-    title_column: str | None = None,
+    table: DataTable, name: str, modality: Modality | None = None, title_column: str | None = None
 ) -> ItemColumn:
-    """The items of a column.
-
-    Args:
-        table: the rows.
-        name: one of its columns.
-        modality: what it holds; by default as the values look.
-        dim: size that vectors must have; by default the most frequent one.
-        title_column: titles to join in front of texts.
-    """
+    """The items of a column, by default of the modality that the values look like; texts with titles in front."""
     kind = kind_of_type(table.dataset.data.schema.field(name).type)
     if modality == "vector" or (modality is None and kind == "vector"):
-        return _read_vectors(table, name, dim)
+        return _read_vectors(table, name)
     column = Column(table, name, modality, lists=True)
     filled = column.filled()
     titles = None
@@ -387,38 +344,33 @@ def read_vector_ids(table: DataTable, name: str, vectors: Corpus) -> ItemColumn:
         "id without a vector": (missing, f"column {name!r} names what is not embedded"),
     }
     # Position -1 is never read: those values are among the faults.
-    picked = Picked(vectors.items, positions)
-    return ItemColumn(table, vectors.modality, column.is_list, column.rows, picked, TextColumn(column), faults)
+    items = Picked(vectors.items, positions)
+    return ItemColumn(table, vectors.modality, column.is_list, column.rows, items, TextColumn(column), faults)
 
 
-def _read_vectors(table: DataTable, name: str, dim: int | None) -> ItemColumn:
+def _read_vectors(table: DataTable, name: str) -> ItemColumn:
     array = table.column(name)
     kind = array.type.value_type if is_list(array.type) else pa.null()
     if not _is(kind, "floating", "integer"):
         reason = f"column {name!r} holds {array.type}, where vectors are needed"
         raise DualencError(f"{table.source}: {reason}; name a column of lists of numbers")
     lengths = _list_lengths(array)
-    if dim is None:
-        dim = max(1, int(np.bincount(lengths[lengths > 0], minlength=2).argmax()))  # 1 if there is no vector at all
-    fits = lengths == dim
+    is_empty = lengths == 0
+    sizes = np.unique(lengths[~is_empty]).tolist()
+    if len(sizes) > 1:
+        reason = f"column {name!r} holds vectors of sizes {sizes[0]} and {sizes[1]}"
+        raise DualencError(f"{table.source}: {reason}; embed all with one model")
+    dim = sizes[0] if sizes else 1
     shards = [np.zeros((0, dim), np.float32)]
-    start = 0
     for chunk in array.chunks:
-        good = fits[start : start + len(chunk)]
-        start += len(chunk)
-        if not good.all():
-            chunk = chunk.filter(pa.array(good))
         # A missing number becomes NaN, which is a fault below.
         numbers = pc.list_flatten(chunk).to_numpy(zero_copy_only=False)
         shards.append(numbers.reshape(-1, dim))
     matrix = ShardedVectors([shard for shard in shards if len(shard)] or shards[:1])
-    faults: Faults = {
-        f"no vector in column {name!r}": (lengths == 0, "fill it in or remove the row"),
-        f"vector of another size than {dim}": (~fits & (lengths > 0), "embed it as the others, or remove it"),
-    }
+    faults: Faults = {f"no vector in column {name!r}": (is_empty, "fill it in or remove the row")}
     for reason, (bad, fix) in matrix_faults(matrix).items():
         mask = np.zeros(len(lengths), dtype=bool)
-        mask[fits] = bad
+        mask[~is_empty] = bad
         faults[reason] = mask, fix
-    items = Picked(VectorItems(matrix), np.cumsum(fits) - 1)
-    return ItemColumn(table, "vector", False, np.arange(len(array)), items, items, faults, dim)
+    items = Picked(VectorItems(matrix), np.cumsum(~is_empty) - 1)
+    return ItemColumn(table, "vector", False, np.arange(len(array)), items, items, faults)

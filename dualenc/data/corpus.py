@@ -77,11 +77,7 @@ class Corpus:
         return rgb_item(self.items[index], f"item {index}")
 
     def identity(self, *, labels: bool = False) -> str:
-        """Checksum of ids and items, in hexadecimal: equal for equal data, whatever files and folders it came from.
-
-        Args:
-            labels: whether class numbers and names count too, for results that depend on them.
-        """
+        """Checksum of ids and items, and with `labels` of class numbers and names, whatever files they came from."""
         parts = [digest_of(self.ids), items_identity(self.items, self.modality)]
         if labels and self.labels is not None:
             parts += [digest_of(self.labels), digest_of(self.class_names or [])]
@@ -188,17 +184,12 @@ def table_corpus(
     columns: Sequence[str] = (),
     what: str | None = None,
 ) -> Corpus:
-    """The items of a table's column, in the order of its rows, without unusable ones and without repeated ids.
+    """The usable items of a table's column; in lists of items their ids are `ID#0`, `ID#1`, …
 
-    Args:
-        table: the rows.
-        main_column: items, or lists of items, whose ids then are `ID#0`, `ID#1`, …
-        modality: of the items.
-        title_column: joined in front of texts; this and the following are as for `dualenc.data.open_corpus`.
-        what: names an item in errors.
+    The columns are those of `dualenc.data.open_corpus`; `what` names an item in errors.
     """
     what = what or {"text": "document", "image": "image", "vector": "vector"}[modality]
-    values = read_column(table, main_column, modality, title_column=title_column)
+    values = read_column(table, main_column, modality, title_column)
     usable = values.usable()
     values.skip(~usable)
     names = row_ids(table, id_column)
@@ -235,14 +226,7 @@ def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
 def distinct_ids(
     named: Iterable[tuple[int, str | None]], bad_rows: BadRows, position_of: Callable[[int], str], what: str
 ) -> tuple[list[str], np.ndarray]:
-    """The ids (n,) of some rows and their rows (n,), without missing and repeated ids, which are bad.
-
-    Args:
-        named: rows with their ids.
-        bad_rows: counts missing and repeated ids.
-        position_of: the position of a row, for messages.
-        what: names an item in messages.
-    """
+    """The ids (n,) of some rows and their rows (n,), without missing and repeated ids, which are bad."""
     row_of: dict[str, int] = {}
     for row, name in named:
         if name is None:

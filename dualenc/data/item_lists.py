@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,7 @@ class Picked:
 
 
 class Joined:
-    """The items of several collections, one after the other; texts with the prompt of their collection, if it has one.
-
-    Attributes:
-        starts: where each collection begins, and the end.
-    """
+    """The items of several collections, which begin at `starts`; texts with the prompt of their collection."""
 
     def __init__(self, parts: Sequence[Items], prompts: Sequence[str] | None = None) -> None:
         self.parts = list(parts)
@@ -68,46 +65,29 @@ class Joined:
 
 
 def number_distinct(
-    read: Callable[[int], Any] | None,
-    positions: np.ndarray,
-    *,
-    sizes: np.ndarray | None = None,
-    unreadable: Callable[[int], None] | None = None,
+    read: Callable[[int], Any] | None, positions: np.ndarray, *, sizes: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Number equal strings, file contents or vectors alike, by 128-bit digests: a million cost 16 MB.
 
-    Args:
-        read: the item at a position; without it all are distinct.
-        positions: (n,) of the items to number.
-        sizes: (n,) of file contents; those of a unique size are distinct and not read.
-        unreadable: called with the position of a bad sample, whose number is -1; by default the error is raised.
+    Without `read` all items are distinct. Contents of a unique size (n,) are distinct and not read.
 
     Returns:
         The position of the first of each distinct item (k,), in order of appearance; the number in [0, k) of each (n,).
     """
     if read is None:
         return positions, np.arange(len(positions))
-    digests = np.zeros(len(positions), dtype="S16")
+    # What is not read is known by its row.
+    digests = np.arange(len(positions)).astype("S16")
     to_read = np.arange(len(positions))
     if sizes is not None:
         _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-        is_unique = counts[inverse] == 1
-        digests[is_unique] = sizes[is_unique].astype("S16")
-        to_read = np.flatnonzero(~is_unique)
+        to_read = np.flatnonzero(counts[inverse] > 1)
     for row in tqdm(to_read, desc="finding equal items", delay=2, leave=False):
-        position = int(positions[row])
-        try:
-            digests[row] = hashlib.blake2b(contents(read(position)), digest_size=16).digest()
-        except BadSample:
-            if unreadable is None:
-                raise
-            unreadable(position)
-    readable = np.flatnonzero(digests != b"")
-    _, first, inverse = np.unique(digests[readable], return_index=True, return_inverse=True)
+        with suppress(BadSample):
+            digests[row] = hashlib.blake2b(contents(read(int(positions[row]))), digest_size=16).digest()
+    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     # np.unique numbers by digest; numbers by first appearance do not depend on the hash.
     order = np.argsort(first)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
-    number = np.full(len(positions), -1)
-    number[readable] = rank[inverse]
-    return np.asarray(positions)[readable][first[order]], number
+    return np.asarray(positions)[first[order]], rank[inverse]

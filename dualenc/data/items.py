@@ -13,7 +13,6 @@ import bisect
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import ipc
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 from dualenc.files import atomic_path, save_array
 from dualenc.reading import is_utf8
 
@@ -35,17 +34,14 @@ _BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 
 
 class Texts(Sequence[str]):
-    """N strings of a column, mapped from files and decoded when they are requested.
-
-    Errors name the file or folder `path`, and how to repair it, `fix`.
-    """
+    """N strings of a column, mapped from files and decoded when they are requested; errors name `path` and `fix`."""
 
     def __init__(self, strings: pa.ChunkedArray, path: Path, fix: str) -> None:
         self.strings = strings
         self.path = path
         self.fix = fix
         # Offsets are checked here, so that no other memory is ever read; strings only when they are decoded.
-        with _damage_reported(path, fix):
+        with explain(f"{path}: corrupt", fix):
             if strings.type not in _BYTES:
                 raise ValueError(f"{strings.type} instead of strings")
             self.as_bytes = pa.chunked_array([chunk.view(_BYTES[strings.type]) for chunk in strings.chunks])
@@ -82,7 +78,7 @@ class Ids(Texts):
         super().__init__(strings, path, fix)
         self._order_path = order_path
         # Mapped now: the folder may be replaced while it is in use.
-        with _damage_reported(order_path, fix):
+        with explain(f"{order_path}: corrupt", fix):
             order = np.load(order_path, mmap_mode="r", allow_pickle=False)
             if order.dtype != np.uint32 or order.shape != (len(self),):
                 raise ValueError(f"no row numbers of {len(self)} ids")
@@ -127,19 +123,15 @@ def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
 
 
 class ItemTable:
-    """N = `count` items in Arrow files `paths`; `fix` tells in error messages how to repair them.
+    """N = `count` items in Arrow files: their `batches`, `ids`, and `texts` and the user's `columns`, or None.
 
-    Attributes:
-        batches: all record batches.
-        ids: (N,) ids.
-        texts: (N,) texts, or None if none are kept.
-        columns: (N,) rows of the user's columns, or None if there are none.
+    `fix` tells in error messages how to repair the files.
     """
 
     def __init__(self, paths: Sequence[Path], count: int, fix: str) -> None:
         location = paths[0] if len(paths) == 1 else paths[0].parent
         self.batches = [batch for path in paths for batch in read_batches(path, fix)]
-        with _damage_reported(location, fix):
+        with explain(f"{location}: corrupt", fix):
             # Files with different columns are an error of Arrow's.
             table = pa.Table.from_batches(self.batches, self.batches[0].schema.remove_metadata())
             names = table.schema.names
@@ -158,7 +150,7 @@ def read_batches(path: Path, fix: str) -> list[pa.RecordBatch]:
     """Map the record batches of an Arrow file; their values are not read."""
     if not path.is_file():
         raise DualencError(f"{path}: missing; {fix}")
-    with _damage_reported(path, fix, "truncated or corrupt"):
+    with explain(f"{path}: truncated or corrupt", fix):
         reader = ipc.open_file(pa.memory_map(os.fsencode(path)))
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         for batch in batches:
@@ -169,29 +161,13 @@ def read_batches(path: Path, fix: str) -> list[pa.RecordBatch]:
     return batches
 
 
-@contextmanager
-def _damage_reported(path: Path, fix: str, what: str = "corrupt") -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # Arrow's, numpy's, and those of the tokenizer and the zip reader behind numpy
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise DualencError(f"{path}: {what} ({lines[0][:120]}); {fix}") from None
-
-
 def item_batch(
     ids: Sequence[str],
     texts: Sequence[str] | None = None,
     columns: pa.Table | None = None,
     vectors: np.ndarray | None = None,
 ) -> pa.RecordBatch:
-    """A record batch of n items.
-
-    Args:
-        ids: (n,).
-        texts: (n,), or None. Lone surrogates are replaced by "?".
-        columns: (n,) rows of the user's columns, or None.
-        vectors: (n, D) float16 or float32, or None.
-    """
+    """A record batch of n items: ids, and texts, rows of the user's columns and vectors (n, D) if there are any."""
     arrays: dict[str, pa.Array] = {"id": pa.array(ids, pa.string())}
     if vectors is not None:
         values = pa.array(np.ascontiguousarray(vectors).reshape(-1))

@@ -47,10 +47,7 @@ def table_of_lines(
     quotes: bool | None = None,
     reshape: Reshape | None = None,
 ) -> Dataset:
-    """Read columns of line-based files of one format, and the file number and line of each row.
-
-    The arguments are those of `dualenc.data.tables.open_table`. A single value in a column of lists is a list of one.
-    """
+    """Columns of line-based files of one format, and the file number and line of each row; as for `open_table`."""
     fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
     schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
     own = BadRows(bad_rows.source, bad_rows.on_error)
@@ -154,6 +151,7 @@ def kinds_of_records(files: Sequence[Path], bad_rows: BadRows, quotes: bool | No
         for _, record in islice(read_records(file, bad_rows, quotes), examined):
             for name, value in record.items():
                 counts.setdefault(name, Counter())[_kind_of_value(value)] += 1
+    bad_rows.require(len(counts), "record")
     return {name: _most_frequent(kinds) for name, kinds in counts.items()}
 
 

@@ -31,13 +31,8 @@ _parse_json = partial(json.loads, parse_constant=lambda name: None)
 def read_records(path: Path, bad_rows: BadRows, quotes: bool | None = None) -> Iterator[Numbered]:
     """Yield (line number from 1, record) for each record of a file of `LINE_FORMATS`, decompressed on the fly.
 
-    A .json file holds a list of records or one record per line; a .txt file one text per line, as {"text": …}.
-
-    Args:
-        path: the file, also with .gz.
-        bad_rows: counts malformed lines.
-        quotes: whether `"` encloses fields. By default it does in csv, and in tsv if the header is in quotes; in other
-            tsv files it encloses only fields in which quotes are doubled, as csv writers do.
+    A .json file holds a list of records or one record per line; a .txt file one text per line, as {"text": …}. By
+    default `"` encloses fields in csv, and in tsv if the header is in quotes or quotes in a field are doubled.
     """
     suffix = file_format(path)
     with _open(path) as stream:

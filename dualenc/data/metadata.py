@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from dualenc.data.line_tables import LINE
 from dualenc.data.tables import DataTable
-from dualenc.errors import DualencError, first_line
+from dualenc.errors import DualencError, explain
 
 RESERVED = ("id", "vector", "text", "snippet", "score")
 """Columns that dualenc or an engine adds itself."""
@@ -47,11 +47,8 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
     columns: dict[str, pa.ChunkedArray] = {}
     for name in names:
         values = table.column(name).combine_chunks().take(pa.array(rows))
-        try:
+        with explain(f"{table.source}: column {name!r} holds {values.type}, which cannot be kept", "leave it out"):
             columns[name] = _plain_values(values, from_lines=table.has(LINE))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            reason = f"column {name!r} holds {values.type}, which cannot be kept ({first_line(error)[:100]})"
-            raise DualencError(f"{table.source}: {reason}; leave it out") from None
     return pa.table(columns)
 
 

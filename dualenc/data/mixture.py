@@ -24,11 +24,7 @@ class Mixture(PairDataset):
         Mixture({"papers": BeirPairs("papers"), "medical": BeirPairs("medquad")}, weights={"medical": 2.0})
 
     Ids of a source begin where those of the sources before it end. Equal texts of different sources are different
-    items. Where a source lacks mined negatives, weights or a teacher's scores, its pairs have no negatives, the weight
-    1 and no score.
-
-    In an epoch each pair of a source of weight w comes w times: of M pairs round(w·M) are drawn, every one ⌊w⌋ or ⌈w⌉
-    times (see `dualenc.batching.mixture.MixtureBatches`). With all weights 1, the default, every pair comes once.
+    items. In an epoch each pair of a source of weight w comes w times (`dualenc.batching.mixture.MixtureBatches`).
 
     Args:
         sources: pairs by a name of letters, digits, "_" and "-".
@@ -92,7 +88,7 @@ class Mixture(PairDataset):
 
     @property
     def is_plain(self) -> bool:
-        """Whether an epoch is one pass over all pairs in arbitrary batches, as without a mixture."""
+        """Whether an epoch is one pass over all pairs in arbitrary batches."""
         return self.batches == "mixed" and all(weight == 1 for weight in self.source_weights.values())
 
     def source_of(self, indices: np.ndarray) -> np.ndarray:
@@ -133,10 +129,6 @@ def _check_sources(sources: Mapping[str, PairDataset]) -> None:
             raise DualencError(f"Mixture: {name!r} is no name of a source; take letters, digits, _ and -")
         if isinstance(pairs, Mixture):
             raise DualencError(f"Mixture: source {name} is a mixture itself; name its sources in this one")
-        if pairs.views != first.views:
-            views, others = (name, first_name) if pairs.views else (first_name, name)
-            reason = f"{views} is images alone, in two views each, and {others} is pairs"
-            raise DualencError(f"Mixture: {reason}; train on one kind")
         for side in ("left", "right"):
             kind = _kind(pairs, side)
             first_kind = _kind(first, side)
@@ -146,6 +138,8 @@ def _check_sources(sources: Mapping[str, PairDataset]) -> None:
 
 
 def _kind(pairs: PairDataset, side: str) -> str:
+    if pairs.views:
+        return "images alone, in two views"
     dim = getattr(pairs, f"{side}_dim")
     return getattr(pairs, f"{side}_modality") if dim is None else f"vectors of {dim} numbers"
 

@@ -15,12 +15,7 @@ from dualenc.types import Items, Modality, Side
 
 
 class Ragged(NamedTuple):
-    """Rows of integers of unequal lengths: row `r` is `values[offsets[r] : offsets[r + 1]]`.
-
-    Attributes:
-        values: every row's integers, one row after the other, int64.
-        offsets: where each row starts, and the end, int64 of shape (rows + 1,).
-    """
+    """Rows of integers of unequal lengths: row `r` is `values[offsets[r] : offsets[r + 1]]`, both int64."""
 
     values: np.ndarray
     offsets: np.ndarray
@@ -226,19 +221,16 @@ class PairDataset:
         # Views share one image, which is decoded once.
         left = self.item("left", left_id)
         right = left if self.views else self.item("right", right_id)
-        pair = Pair(index, left_id, right_id, left, right)
-        if self.weights is not None:
-            pair = pair._replace(weight=float(self.weights[index]))
-        if self.scores is not None:
-            pair = pair._replace(score=float(self.scores[index]))
+        weight = 1.0 if self.weights is None else float(self.weights[index])
+        score = None if self.scores is None else float(self.scores[index])
         if self.negatives is None:
-            return pair
+            return Pair(index, left_id, right_id, left, right, weight=weight, score=score)
         negative_ids = tuple(self.negatives.row(index).tolist())
-        pair = pair._replace(negatives=tuple(self.item("right", i) for i in negative_ids), negative_ids=negative_ids)
+        negatives = tuple(self.item("right", item_id) for item_id in negative_ids)
+        scores: tuple[float, ...] = ()
         if self.negative_scores is not None:
-            start, stop = self.negatives.offsets[index : index + 2].tolist()
-            pair = pair._replace(negative_scores=tuple(self.negative_scores[start:stop].tolist()))
-        return pair
+            scores = tuple(self.negatives._replace(values=self.negative_scores).row(index).tolist())
+        return Pair(index, left_id, right_id, left, right, negatives, negative_ids, weight, score, scores)
 
     def items(self, side: Side) -> Items:
         """The raw items of a side."""
@@ -253,10 +245,7 @@ class PairDataset:
         return rgb_item(self.items(side)[int(item_id)], f"{side} item {int(item_id)}")
 
     def identities(self) -> dict[str, str]:
-        """Checksums, in hexadecimal, of the pairs' ids ("pairs"), "negatives", "left_items" and "right_items".
-
-        Equal for equal data on every process, whatever files it came from.
-        """
+        """Checksums of "pairs" (their ids), "negatives", "left_items" and "right_items"."""
         left = items_identity(self.left_items, self.left_modality)
         right = left
         # Views have one collection: it is read once.

@@ -10,9 +10,9 @@ from typing import Any
 import fsspec
 from fsspec.callbacks import TqdmCallback
 
-from dualenc.data.cache import cache_folder, cache_written
+from dualenc.data.cache import FIX_CACHE, cache_folder
 from dualenc.data.urls import SCHEMES, display_name, split_url
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 from dualenc.files import atomic_path
 
 MAX_FILES = 100_000
@@ -37,7 +37,7 @@ def local_copies(url: str) -> list[Path]:
     if "*" in split_url(url).path:
         urls = _matches(system, scheme, urls)
     folder = cache_folder() / "remote"
-    with cache_written(folder):
+    with explain(f"{folder}: cannot write the data cache", FIX_CACHE):
         folder.mkdir(parents=True, exist_ok=True)
     return [_local_copy(system, name, folder) for name in urls]
 

@@ -112,13 +112,7 @@ def open_corpus(
         others = [name for name in (title_column, label_column, id_column, *columns) if name is not None]
         to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), main: kinds.get(main, "value")}
         table = open_table(
-            path,
-            to_read,
-            bad_rows,
-            split=split,
-            subset=subset,
-            quotes=quotes,
-            allow_outside=allow_outside,
+            path, to_read, bad_rows, split=split, subset=subset, quotes=quotes, allow_outside=allow_outside
         )
         corpus = table_corpus(
             table,

@@ -95,13 +95,7 @@ class TablePairs(ColumnPairs):
         if weight_column is not None:
             columns[weight_column] = "value"
         table = open_table(
-            path,
-            columns,
-            bad_rows,
-            split=split,
-            subset=subset,
-            quotes=quotes,
-            allow_outside=allow_outside,
+            path, columns, bad_rows, split=split, subset=subset, quotes=quotes, allow_outside=allow_outside
         )
         super().__init__(
             table,

@@ -30,27 +30,22 @@ from dualenc.data.line_tables import (
 )
 from dualenc.data.remote import local_copies
 from dualenc.data.urls import display_name, file_format, is_url, url_suffix
-from dualenc.errors import DualencError, first_line
+from dualenc.errors import DualencError, explain, first_line
 from dualenc.reading import glob_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 _FORMATS = ", ".join(TABLE_FORMATS)
+_HUB_ADVICE = "check the name, subset and split, and the network"
 _BATCH_ROWS = 2000
 
 
 @dataclass(frozen=True)
 class DataTable:
-    """Rows of named columns.
+    """Rows of named columns as memory-mapped Arrow, and the local files behind them, none of a hub name.
 
-    Attributes:
-        source: as the user named it.
-        dataset: the rows, memory-mapped Arrow.
-        bad_rows: counts the bad samples of these rows.
-        root: where relative image paths start.
-        files: the local files behind it, empty for a hub name.
-        allow_outside: whether image paths may lead out of `root`.
+    Relative image paths start at `root`, and stay in it unless the table has `allow_outside`.
     """
 
     source: str
@@ -97,14 +92,13 @@ def open_table(
     root: Path | None = None,
     allow_outside: bool = False,
 ) -> DataTable:
-    """Open a table wherever it is.
+    """Open some columns of a table wherever it is; other arguments are those of `dualenc.data.TablePairs`.
 
     Args:
-        source: as for `dualenc.data.TablePairs`, or a URL of files (`dualenc.data.remote`).
-        columns: the columns to read, and whether each may hold a list; others are not read.
+        source: as for `TablePairs`, or a URL of files (`dualenc.data.remote`).
+        columns: how to read each of these columns.
         bad_rows: counts malformed lines.
         optional: columns of these that may be missing.
-        split: as for `TablePairs`, like `subset`, `quotes` and `allow_outside`; of a file the only one is train.
         reshape: applied to each record of a line-based file before its columns are taken.
         root: where relative image paths start; by default the table's folder.
     """
@@ -143,16 +137,13 @@ def peek_columns(
     """The columns of a table, in any of its files, and their kinds; lists of floating-point numbers are vectors."""
     files = find_files(str(source), split)
     if files and not is_parquet(files[0]):
-        bad_rows = BadRows(source)
-        kinds = kinds_of_records(files, bad_rows, quotes)
-        bad_rows.require(len(kinds), "record")
-        return kinds
+        return kinds_of_records(files, BadRows(source), quotes)
     schema = _one_schema(files) if files else _from_datasets(str(source), subset, split).data.schema
     return {column.name: kind_of_type(column.type) for column in schema}
 
 
 def first_of(columns: Iterable[str], names: Iterable[str], but: str | None = None) -> str | None:
-    """The first of some usual names that a column has, except one."""
+    """The first of some usual names that a column has."""
     return next((name for name in names if name in columns and name != but), None)
 
 
@@ -173,19 +164,11 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
 
     # A saved data set is never looked up on the hub, whatever its name.
     if detect(source) in ("saved", "saved_splits"):
-        try:
+        with explain(f"{source}: saved data set cannot be read", "save it again"):
             loaded = datasets.load_from_disk(source)
-        except Exception as error:
-            reason = f"saved data set cannot be read ({first_line(error)})"
-            raise DualencError(f"{source}: {reason}; save it again") from None
         return select_split(loaded if isinstance(loaded, dict) else {ONLY_SPLIT: loaded}, split, source)
-    try:
+    with explain(f"{source}: no such file here, and as a dataset of the hub it does not load", _HUB_ADVICE):
         return datasets.load_dataset(source, subset, split=split)
-    except Exception as error:
-        raise DualencError(
-            f"{source}: no such file here, and as a dataset of the hub it does not load ({first_line(error)}); "
-            "check the name, subset and split, and the network"
-        ) from error
 
 
 def _from_parquet(
@@ -256,14 +239,8 @@ def _with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
 @contextmanager
 def _open_parquet(file: Path) -> Iterator[pq.ParquetFile]:
     """A parquet file; what pyarrow raises of broken files and pages becomes one line."""
-    try:
-        with pq.ParquetFile(file) as parquet:
-            yield parquet
-    except DualencError:
-        raise
-    except Exception as error:  # pyarrow has several kinds
-        reason = f"not a readable parquet file ({first_line(error)[:200]})"
-        raise DualencError(f"{file}: {reason}; fetch it again") from None
+    with explain(f"{file}: not a readable parquet file", "fetch it again"), pq.ParquetFile(file) as parquet:
+        yield parquet
 
 
 def find_files(source: str, split: str) -> list[Path]:

@@ -6,10 +6,9 @@ import hashlib
 import os
 import re
 import tarfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,43 +34,22 @@ Samples = dict[str, dict[str, tuple[int, int]]]
 """Offset and size of each sample's files, by their extensions."""
 
 
-class Tars:
-    """Random reads in several tars; safe to fork and to pickle."""
-
-    _MAX_OPEN = 64
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = list(paths)
-        self._open: dict[int, BinaryIO] = {}
-        self._process = os.getpid()
-
-    def read(self, number: int, offset: int, size: int) -> bytes:
-        """`size` bytes of tar `number` from `offset`; a `BadSample` if the tar cannot be read any more."""
-        # A forked child shares its parent's file positions.
-        if self._process != os.getpid():
-            self._open = {}
-            self._process = os.getpid()
-        try:
-            if number not in self._open:
-                # Thousands of shards would exceed the limit of open files.
-                if len(self._open) >= self._MAX_OPEN:
-                    self._open.pop(next(iter(self._open))).close()
-                self._open[number] = open_regular(self.paths[number])
-            stream = self._open[number]
+def read_member(tar: Path, offset: int, size: int) -> bytes:
+    """`size` bytes of a tar from `offset`; a `BadSample` if they are not there."""
+    try:
+        # Opened for each read: safe to fork, and thousands of shards do not exceed the limit of open files.
+        with open_regular(tar) as stream:
             stream.seek(offset)
-            return stream.read(size)
-        except (OSError, DualencError) as error:
-            raise BadSample(f"{self.paths[number]}: cannot be read ({error}); check the path") from None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}
+            data = stream.read(size)
+    except (OSError, DualencError) as error:
+        raise BadSample(f"{tar}: cannot be read ({error}); check the path") from None
+    if len(data) < size:
+        raise BadSample(f"{tar}: ends inside a sample; fetch it again")
+    return data
 
 
 def index_tar(tar: Path, bad_rows: BadRows) -> pa.Table:
-    """The samples of one tar: a row for each, with its name and lists of its files' extensions, offsets and sizes.
-
-    The tar is scanned once; the index is stored in the cache folder by the tar's path, time and contents.
-    """
+    """The samples of one tar: a row for each, with its name and lists of its files' extensions, offsets and sizes."""
     try:
         changed = tar.stat().st_mtime_ns
     except OSError as error:

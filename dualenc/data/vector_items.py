@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dualenc.data.vector_shards import Array
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 
 _BLOCK = 1 << 14  # rows that are checked together
 
@@ -56,11 +56,8 @@ def load_npy(path: Path) -> np.ndarray:
     """Map a .npy file of shape (N, D) into memory, one vector (D,) as (1, D); pickled objects are never loaded."""
     if not path.is_file():
         raise DualencError(f"{path}: no such file; give a .npy file of shape (N, D)")
-    try:
+    with explain(f"{path}: no readable .npy file", "write it with numpy.save"):
         matrix: np.ndarray = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # numpy's own, and those of the tokenizer behind it
-        reason = " ".join(str(error).split())[:120]
-        raise DualencError(f"{path}: no readable .npy file ({reason})") from None
     if matrix.ndim == 1:
         matrix = matrix[None]
     if matrix.ndim != 2 or not matrix.size or matrix.dtype.kind not in "fiu":

@@ -129,10 +129,7 @@ class Embeddings:
 
 
 class ShardedVectors:
-    """Matrices of equal width, read as the one (N, D) matrix they make when laid on top of each other.
-
-    Rows are taken by a number, a slice or an array of numbers, and `np.asarray` gives the whole matrix.
-    """
+    """Matrices of equal width as one (N, D) matrix, whose rows are taken by number, slice, mask or numbers."""
 
     def __init__(self, shards: Sequence[np.ndarray]) -> None:
         self.shards = list(shards)
@@ -195,14 +192,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def read_head(folder: Path, expected_format: str, version: int, other: str) -> dict[str, Any]:
-    """The meta.json of a folder of embeddings, an index or an engine.
-
-    Args:
-        folder: the folder.
-        expected_format: its format.
-        version: of that format.
-        other: what to say of a folder of another format.
-    """
+    """The meta.json of a folder of a format and version; `other` says what a folder of another format is not."""
     path = folder / "meta.json"
     if read_json_object(path).get("format") != expected_format:
         raise DualencError(f"{folder}: {other}")

@@ -80,16 +80,7 @@ def open_vectors(
     columns: Sequence[str] = (),
     bad_rows: BadRows,
 ) -> Corpus:
-    """Open vectors to train on or to embed, without those that are not finite or zero.
-
-    Args:
-        source: folder of embeddings, .npy file, or table.
-        column: of a table; by default `vector` or another usual name.
-        id_column: of a table; by default rows are numbered.
-        split: as for `TablePairs`, like `subset`.
-        columns: of a table or a folder of embeddings, to keep for filters.
-        bad_rows: counts vectors that cannot be used.
-    """
+    """Open vectors to train on or to embed, without those that are not finite or zero; as for `open_corpus`."""
     if detect(source) == "vectors":
         check_whole(source, split)
         return _open_matrix(source, columns, bad_rows)

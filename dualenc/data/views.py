@@ -24,22 +24,17 @@ CHANGES = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust
 
 
 class Draws(NamedTuple):
-    """All random numbers of one view."""
+    """The random numbers of one view.
+
+    `box` is top, left, height and width of the crop, `changes` kind and factor of each change of colour in the order of
+    application, `sigma` the standard deviation of the blur in pixels, None without blur.
+    """
 
     box: tuple[int, int, int, int]
-    """Top, left, height and width of the crop in pixels."""
-
     flip: bool
-    """Whether left and right are exchanged."""
-
     changes: list[tuple[int, float]]
-    """Kind and factor of each change of colour in the order of application; empty without jitter."""
-
     grey: bool
-    """Whether colours are removed."""
-
     sigma: float | None
-    """Standard deviation of the blur in pixels; None without blur."""
 
 
 class SimCLR:
@@ -53,8 +48,6 @@ class SimCLR:
             0.5 above.
         min_area: smallest share of the image's area that a crop keeps.
 
-    Raises:
-        DualencError: an argument out of its range.
     """
 
     def __init__(
@@ -67,10 +60,9 @@ class SimCLR:
         self.blur = default_blur if blur is None else blur
         self.min_area = min_area
         if size < 8 or not 0 <= self.strength <= 2.5 or not 0 <= self.blur <= 1 or not 0 < min_area <= 1:
-            raise DualencError(
-                f"SimCLR: size={size}, strength={strength}, blur={blur}, min_area={min_area} is out of range; give "
-                "size >= 8, strength in [0, 2.5], blur in [0, 1] and min_area in (0, 1]"
-            )
+            values = f"size={size}, strength={strength}, blur={blur}, min_area={min_area}"
+            fix = "give size >= 8, strength in [0, 2.5], blur in [0, 1] and min_area in (0, 1]"
+            raise DualencError(f"SimCLR: {values} is out of range; {fix}")
 
     def __call__(self, image: Image.Image, seed: int) -> Tensor:
         """A random view of an RGB image: pixels (3, size, size) in [0, 1], float32."""
@@ -124,10 +116,7 @@ def crop_box(height: int, width: int, min_area: float, draw: Callable[[], float]
 
 
 def draw_jitter(strength: float, draw: Callable[[], float]) -> list[tuple[int, float]]:
-    """Changes of brightness, contrast, saturation and hue in random order, by up to 0.8, 0.8, 0.8 and 0.2 × strength.
-
-    Each is an index into `CHANGES` and the factor, or for hue the share of the colour circle.
-    """
+    """Changes of brightness, contrast, saturation and hue in random order: index into `CHANGES`, and the factor."""
     reach = 0.8 * strength
     factors = [max(0.0, 1 - reach) + draw() * (1 + reach - max(0.0, 1 - reach)) for _ in range(3)]
     hue = 0.2 * strength * (2 * draw() - 1)
@@ -142,11 +131,7 @@ def jitter(image: Image.Image, changes: Sequence[tuple[int, float]]) -> Image.Im
 
 
 def gaussian_blur(pixels: Tensor, sigma: float, kernel: int) -> Tensor:
-    """Gaussian blur of (..., H, W) with reflected borders, as one matrix product per axis.
-
-    `sigma` is in pixels, `kernel` the odd length of the kernel, at most 2·min(H, W) − 1. The same numbers as
-    torchvision's `gaussian_blur`, whose two-dimensional convolution is six times slower at 224 pixels.
-    """
+    """torchvision's Gaussian blur of (..., H, W) as one matrix product per axis, six times faster at 224 pixels."""
     rows = blur_matrix(pixels.shape[-2], sigma, kernel)
     columns = blur_matrix(pixels.shape[-1], sigma, kernel)
     return rows @ pixels @ columns.T

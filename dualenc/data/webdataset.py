@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from dualenc.data.images import IMAGE_SUFFIXES
 from dualenc.data.item_lists import Picked, number_distinct
 from dualenc.data.pairs import PairDataset
 from dualenc.data.remote import local_copies
-from dualenc.data.tar_index import Tars, index_tar
+from dualenc.data.tar_index import index_tar, read_member
 from dualenc.data.urls import is_url
 from dualenc.decoding import MAX_BYTES, decode_image
 from dualenc.errors import BadSample, DualencError
@@ -33,7 +32,7 @@ IMAGES = ";".join(_IMAGE_ENDS)
 class WebDatasetPairs(PairDataset):
     """Pairs from tars as webdataset and img2dataset write them: one sample, one pair.
 
-    Each tar is scanned once for an index, stored in the cache folder. Ids are positions in the sorted tars.
+    Each tar is scanned once for an index, stored in the cache folder.
 
     Args:
         path: a tar, a folder of tars, a glob of tars, a URL (`dualenc.data.remote`; `{000..123}` counts up), or a list
@@ -62,47 +61,17 @@ class WebDatasetPairs(PairDataset):
         # A sample without a left file is counted once.
         rows = right_files.usable("right", rows, bad_rows)
         bad_rows.require(len(rows), "pair")
-        left_id = right_id = np.arange(len(rows))
-        if deduplicate:
-            left_id = _numbers(left_files, rows, bad_rows)
-            is_readable = left_id >= 0
-            right_id = np.full(len(rows), -1)
-            right_id[is_readable] = _numbers(right_files, rows[is_readable], bad_rows)
-            is_readable = right_id >= 0
-            rows = rows[is_readable]
-            bad_rows.require(len(rows), "pair")
-            left_id = left_id[is_readable]
-            right_id = right_id[is_readable]
-        # Without gaps, where a pair was left out.
-        _, left_first, left_id = np.unique(left_id, return_index=True, return_inverse=True)
-        _, right_first, right_id = np.unique(right_id, return_index=True, return_inverse=True)
+        left_first, left_id = left_files.number(rows, deduplicate)
+        right_first, right_id = right_files.number(rows, deduplicate)
         super().__init__(
-            Picked(left_files, rows[left_first]),
-            Picked(right_files, rows[right_first]),
+            Picked(left_files, left_first),
+            Picked(right_files, right_first),
             left_id,
             right_id,
             left_modality=left_files.modality,
             right_modality=right_files.modality,
         )
         self.skipped = bad_rows.report()
-        self._files = left_files
-        self._rows = rows
-
-    def samples(self) -> Iterator[tuple[int, str]]:
-        """Of each pair the number of its tar, in the order of `path` and of sorted names, and the name in the tar."""
-        for row in self._rows.tolist():
-            yield int(self._files.tar[row]), self._files.samples[row].as_py()
-
-
-def _numbers(files: _MemberFiles, rows: np.ndarray, bad_rows: BadRows) -> np.ndarray:
-    """Numbers (n,), equal for equal files, of some samples (n,); -1 for unreadable files, which are bad."""
-
-    def skip(row: int) -> None:
-        bad_rows.add(f"unreadable file {files.spec!r}", files.position(row))
-
-    if files.modality == "image":
-        return number_distinct(files.read, rows, sizes=files.size[rows], unreadable=skip)[1]
-    return number_distinct(files.__getitem__, rows, unreadable=skip)[1]
 
 
 def tar_corpus(path: str | Path, member: str = IMAGES, *, on_error: OnError = "skip") -> Corpus:
@@ -117,7 +86,7 @@ def tar_corpus(path: str | Path, member: str = IMAGES, *, on_error: OnError = "s
     names = [files.name(row) for row in rows.tolist()]
     # Samples of different tars may have the same name.
     if len(set(names)) < len(names):
-        names = [f"{files.tars.paths[files.tar[row]].stem}/{name}" for row, name in zip(rows, names)]
+        names = [f"{files.tar_of(row).stem}/{name}" for row, name in zip(rows, names)]
     return Corpus(names, Picked(files, rows), files.modality, skipped=bad_rows.report())
 
 
@@ -128,7 +97,7 @@ class _Shards:
         tars = _find_tars(path)
         if not tars:
             raise DualencError(f"{path}: no such tar; give a .tar file, a folder of them or a glob like 'shards/*.tar'")
-        self.tars = Tars(tars)
+        self.tars = tars
         tables = [index_tar(tar, bad_rows) for tar in tars]
         self.table = pa.concat_tables(tables)
         self.tar = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
@@ -179,13 +148,25 @@ class _MemberFiles:
                 bad_rows.add(f"{reason} {side} file {self.spec!r}", position, fix, int(bad.sum()))
         return rows[size > 0]
 
+    def number(self, rows: np.ndarray, deduplicate: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The samples of the distinct files among some samples' (n,), and the number of each sample's file."""
+        if not deduplicate:
+            return number_distinct(None, rows)
+        if self.modality == "image":
+            return number_distinct(self.read, rows, sizes=self.size[rows])
+        return number_distinct(self.__getitem__, rows)
+
+    def tar_of(self, row: int) -> Path:
+        """The tar of a sample."""
+        return self.tars[self.tar[row]]
+
     def name(self, row: int) -> str:
         """The sample's name in its tar."""
         return self.samples[int(row)].as_py().removeprefix("./")
 
     def position(self, row: int) -> str:
         """Its tar and its name, for messages."""
-        return f"{self.tars.paths[self.tar[row]]}: {self.name(row)}"
+        return f"{self.tar_of(row)}: {self.name(row)}"
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -196,16 +177,13 @@ class _MemberFiles:
         return decode_image(data, position) if self.modality == "image" else self._decode_text(data, position)
 
     def read(self, index: int) -> bytes:
-        """The contents of the file of a sample; a `BadSample` if it is too large or cut off."""
+        """The contents of the file of a sample; a `BadSample` if it is too large."""
         size = int(self.size[index])
         # Checked before the bytes are read.
         if size > MAX_BYTES:
             reason = f"file of {size:,} bytes, where {MAX_BYTES:,} are allowed"
             raise BadSample(f"{self.position(index)}: {reason}; remove the sample")
-        data = self.tars.read(int(self.tar[index]), int(self.offset[index]), size)
-        if len(data) < size:
-            raise BadSample(f"{self.position(index)}: the tar ends inside this sample; fetch it again")
-        return data
+        return read_member(self.tar_of(index), int(self.offset[index]), size)
 
     def _decode_text(self, data: bytes, position: str) -> str:
         try:
@@ -225,4 +203,4 @@ class _MemberFiles:
 
     @cached_property
     def _tar_identities(self) -> list[bytes]:
-        return [tar.name.encode(errors="surrogateescape") + b" " + file_identity(tar) for tar in self.tars.paths]
+        return [tar.name.encode(errors="surrogateescape") + b" " + file_identity(tar) for tar in self.tars]

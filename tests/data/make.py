@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pandas as pd
 from PIL import Image
 
 
@@ -25,6 +27,27 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]], 
     """A table as the csv module writes it."""
     with open(path, "w", newline="", encoding="utf-8") as stream:
         csv.writer(stream, delimiter=delimiter).writerows([header, *rows])
+    return path
+
+
+def write_rows(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
+    """A table of rows: NaN for missing values as `json.dumps`, pandas and `datasets` write them."""
+    path = folder / f"rows.{form}"
+    if form in ("jsonl", "ndjson"):
+        return write_jsonl(path, rows)
+    if form == "json":
+        path.write_text(json.dumps(rows))
+    elif form in ("csv", "tsv"):
+        pd.DataFrame(rows).to_csv(path, index=False, sep="," if form == "csv" else "\t")
+    elif form == "parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    else:
+        # Unlike pandas, `datasets` keeps NaN in columns of numbers.
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        for name, values in columns.items():
+            if any(isinstance(value, str) for value in values):
+                columns[name] = [None if value != value else value for value in values]
+        datasets.Dataset.from_dict(columns).save_to_disk(path)
     return path
 
 

@@ -37,29 +37,20 @@ def test_csv_and_tsv_give_what_the_csv_module_wrote(
     assert [record for _, record in read(path, quotes=True)] == [{"a": a, "b": b} for a, b in rows]
 
 
-@pytest.mark.parametrize("name", ["list.json", "lines.json"])
-def test_json_holds_a_list_or_lines(tmp_path: Path, name: str) -> None:
-    records = [{"a": 1}, {"a": 2}]
-    path = tmp_path / name
-    path.write_text(json.dumps(records, indent=1) if name == "list.json" else "\n".join(map(json.dumps, records)))
-    assert read(path) == [(1, {"a": 1}), (2, {"a": 2})]
-
-
-def test_gzip_byte_order_mark_and_blank_lines(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl.gz"
-    path.write_bytes(gzip.compress('\ufeff{"a": "é"}\n\n{"a": "b"}\n'.encode()))
-    assert read(path) == [(1, {"a": "é"}), (3, {"a": "b"})]
-
-
-def test_text_files_hold_one_text_per_line(tmp_path: Path) -> None:
-    path = tmp_path / "x.txt"
-    path.write_text("one\n\n  two \n")
-    assert read(path) == [(1, {"text": "one"}), (3, {"text": "  two "})]
-
-
-def test_documents_longer_than_the_csv_modules_limit(tmp_path: Path) -> None:
-    path = write_csv(tmp_path / "x.csv", ["a"], [["y" * 300_000]])
-    assert len(read(path)[0][1]["a"]) == 300_000
+@pytest.mark.parametrize(
+    ("name", "content", "records"),
+    [
+        ("list.json", b'[\n {"a": 1},\n {"a": 2}\n]', [(1, {"a": 1}), (2, {"a": 2})]),
+        ("list.json", '\ufeff [{"a": "é"}]'.encode(), [(1, {"a": "é"})]),
+        ("lines.json", b'{"a": 1}\n{"a": 2}', [(1, {"a": 1}), (2, {"a": 2})]),
+        ("x.jsonl.gz", gzip.compress('\ufeff{"a": "é"}\n\n{"a": NaN}\n'.encode()), [(1, {"a": "é"}), (3, {"a": None})]),
+        ("x.txt", b"one\r\n\n  two \n", [(1, {"text": "one"}), (3, {"text": "  two "})]),
+        ("x.csv", b"a\n" + b"y" * 300_000, [(2, {"a": "y" * 300_000})]),
+    ],
+)
+def test_every_format_of_lines(tmp_path: Path, name: str, content: bytes, records: list) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert read(tmp_path / name) == records
 
 
 def test_quotes_can_be_ordinary_characters(tmp_path: Path) -> None:
@@ -90,40 +81,41 @@ def test_quotes_in_tsv(tmp_path: Path, content: str, texts: list[str]) -> None:
 def test_quoted_fields_in_tsv_that_span_lines_name_the_option(tmp_path: Path) -> None:
     path = tmp_path / "x.tsv"
     path.write_text('id\ttext\n1\t"two\nlines"\n2\tone\n')
-    skips = BadRows(path)
-    assert len(list(read_records(path, skips))) == 2
-    assert skips.describe().startswith("1 malformed line with a quote (pass quotes=true if quotes enclose fields)")
+    bad_rows = BadRows(path)
+    assert len(list(read_records(path, bad_rows))) == 2
+    assert bad_rows.describe().startswith("1 malformed line with a quote (pass quotes=true if quotes enclose fields)")
     assert [record["text"] for _, record in read(path, quotes=True)] == ["two\nlines", "one"]
 
 
 def test_lines_swallowed_by_a_stray_quote_are_all_counted(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text('a,b\n1,2\n"3,4\n5,6\n"7,8\n9,10\n')
-    skips = BadRows(path)
-    good = [record["a"] for _, record in read_records(path, skips)]
-    assert len(good) + skips.total == 5
+    bad_rows = BadRows(path)
+    good = [record["a"] for _, record in read_records(path, bad_rows)]
+    assert len(good) + bad_rows.total == 5
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.jsonl", '{"a": 1}\n{"a": \n', "x.jsonl:2: malformed JSON line"),
-        ("x.jsonl", '{"a": 1}\n{"a": "\xff"}\n', "x.jsonl:2: malformed JSON line"),
-        ("x.jsonl", "[1]\n", "x.jsonl:1: not a JSON object"),
-        ("x.csv", "a,b\n1,2\n1,2,3\n", "x.csv:3: malformed line; 3 fields under a header of 2"),
+        ("x.jsonl", b'{"a": 1}\n{"a": \n', "x.jsonl:2: malformed JSON line; Expecting value; fix"),
+        ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "x.jsonl:2: malformed JSON line"),
+        ("x.jsonl", b'{"a": 1}\n' + b"[" * 100_000 + b"\n", "x.jsonl:2: malformed JSON line; nested too deeply"),
+        ("x.jsonl", b'{"a": 1}\n[1]\n', "x.jsonl:2: not a JSON object"),
+        ("x.json", b'[{"a": 1}, 2]', "x.json record 2: not a JSON object"),
+        ("x.txt", b"one\ncaf\xe9\n", "x.txt:2: line that is not UTF-8"),
+        ("x.csv", b"a,b\n1,2\n1,2,3\n", "x.csv:3: malformed line; 3 fields under a header of 2"),
     ],
 )
-def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
-    path.write_bytes(content.encode("latin-1"))
+    path.write_bytes(content)
     with pytest.raises(BadSample) as error:
         read(path)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-    skips = BadRows(path)
-    good = content.count("\n") - (2 if name == "x.csv" else 1)
-    assert len(list(read_records(path, skips))) == good
-    assert skips.total == 1
+    bad_rows = BadRows(path)
+    assert len(list(read_records(path, bad_rows))) == bad_rows.total == 1
 
 
 @pytest.mark.parametrize(
@@ -131,72 +123,38 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content
     [
         ("x.csv", b"", "its first line must name the columns"),
         ("x.csv", b"a\n\xff\xfe\n", "not UTF-8"),
-        ("x.json", b'[{"a": 1},]', "malformed JSON"),
+        ("x.csv", "a,b\n1,2\n".encode("utf-16"), "not UTF-8"),
+        ("x.csv", b"a,b,b\n1,2,3\n", "x.csv:1: two columns are called 'b'; rename one"),
+        ("x.json", b'[{"a": 1},]', "x.json:1: malformed JSON"),
+        ("x.json", b"[" * 100_000, "nested too deeply"),
         ("x.jsonl.gz", b"no gzip", "broken gzip"),
         ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-20], "broken gzip"),
+        ("pipe.jsonl", None, "not a file"),
+        ("device.txt", None, "not a file"),
+        ("nowhere.jsonl", None, "cannot be read"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    elif "pipe" in name:
+        os.mkfifo(path)
+    elif "device" in name:
+        path.symlink_to("/dev/zero")
     with pytest.raises(DualencError) as error:
-        read(tmp_path / name)
-    assert message in str(error.value)
-    assert str(tmp_path / name) in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DualencError, match=r"nowhere\.jsonl: cannot be read"):
-        read(tmp_path / "nowhere.jsonl")
-
-
-def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    (tmp_path / "folder.csv").mkdir()
-    (tmp_path / "device.txt").symlink_to("/dev/zero")
-    for name in ("pipe.jsonl", "folder.csv", "device.txt"):
-        with pytest.raises(DualencError, match=f"{name}: .*not a file"):
-            read(tmp_path / name)
-
-
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' * 100_000, '{"a": ' + "9" * 5000 + "}"])
-def test_deep_json_and_endless_numbers_are_malformed(tmp_path: Path, content: str) -> None:
-    for name in ("x.jsonl", "x.json"):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(DualencError, match=r"malformed JSON.*(nested too deeply|Exceeds the limit)") as error:
-            read(tmp_path / name)
-        assert "\n" not in str(error.value)
-
-
-def test_a_corrupt_middle_of_a_gzip_file_is_told(tmp_path: Path) -> None:
-    data = bytearray(gzip.compress("".join(f'{{"a": "{i * i}"}}\n' for i in range(4000)).encode()))
-    for place in range(200, len(data) - 200, 997):
-        damaged = data.copy()
-        damaged[place : place + 50] = bytes(50)
-        (tmp_path / "x.jsonl.gz").write_bytes(damaged)
-        with pytest.raises(DualencError, match=r"x\.jsonl\.gz"):
-            read(tmp_path / "x.jsonl.gz")
-
-
-def test_a_column_named_twice_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DualencError, match=r"x\.csv:1: two columns are called 'b'; rename one"):
-        read(write_csv(tmp_path / "x.csv", ["a", "b", "b"], [[1, 2, 3]]))
-
-
-def test_lines_that_are_not_utf8_are_named_or_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "x.txt"
-    path.write_bytes(b"one\ncaf\xe9\nthree\r\n")
-    with pytest.raises(BadSample, match=r"x\.txt:2: line that is not UTF-8"):
         read(path)
-    assert [record["text"] for _, record in read(path, "skip")] == ["one", "three"]
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 WHOLE = {
     "x.jsonl": b'{"a": "\xc3\xa9", "b": [1, 2.5, null]}\n' * 9,
-    "x.json": b'[{"a": "b"}, {"a": "c"}]',
+    "x.json": json.dumps([{"a": "b"}, {"a": "c"}]).encode(),
     "x.csv": b'a,b\n1,"2\n3"\n4,5\n',
     "x.txt": b"one\ntwo\n",
-    "x.jsonl.gz": gzip.compress(b'{"a": "b"}\n' * 50, mtime=0),
+    "x.jsonl.gz": gzip.compress("".join(f'{{"a": "{i * i}"}}\n' for i in range(400)).encode(), mtime=0),
 }
 
 
@@ -212,9 +170,9 @@ def test_damaged_files_give_records_or_an_error_in_one_line(
     path = tmp_path_factory.getbasetemp() / name
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     for on_error in ("skip", "raise"):
-        told = ""
+        message = ""
         try:
             assert all(isinstance(record, dict) for _, record in read(path, on_error))
         except DualencError as error:
-            told = str(error)
-        assert "\n" not in told
+            message = str(error)
+        assert "\n" not in message

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dualenc.data import BeirPairs, MinedPairs, TablePairs, VectorPairs, open_corpus, open_pairs, read_beir
+from dualenc.data import BeirPairs, Corpus, MinedPairs, TablePairs, VectorPairs, open_corpus, open_pairs, read_beir
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.embeddings import EmbeddingWriter, shard_ranges
 from tests.data.make import write_jsonl
@@ -51,40 +52,48 @@ def write_source(folder: Path, kind: str) -> tuple[Path, list[str]]:
 def test_every_source_gives_the_same_vectors_and_the_same_identity(tmp_path: Path, kind: str) -> None:
     path, ids = write_source(tmp_path, kind)
     corpus = open_corpus(path, modality="vector")
-    assert corpus.modality == "vector"
-    assert corpus.ids == ids
+    assert (corpus.modality, corpus.ids) == ("vector", ids)
     np.testing.assert_array_equal(np.stack([corpus[row] for row in range(N)]), LEFT)
-    from dualenc.data import Corpus
-
     assert corpus.identity() == Corpus(ids, list(LEFT), "vector").identity()
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_two_columns_make_pairs_by_row(tmp_path: Path, kind: str) -> None:
-    records = [{"q": left.tolist(), "d": right.tolist()} for left, right in zip(LEFT, RIGHT)]
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "saved", "fixed"])
+def test_columns_of_vectors_make_pairs_by_row(tmp_path: Path, kind: str) -> None:
+    records = [{"q": a.tolist(), "d": b.tolist(), "negative": (-b).tolist()} for a, b in zip(LEFT, RIGHT)]
     records[3]["q"] = records[2]["q"]  # two documents of one query
-    path = write_table(tmp_path / f"pairs.{kind}", records)
+    records[4]["negative"] = records[4]["d"]  # a positive
+    path = tmp_path / f"pairs.{kind}"
+    if kind == "saved":
+        datasets.Dataset.from_list(records).save_to_disk(path)
+    elif kind == "fixed":
+        path = path.with_suffix(".parquet")
+        schema = pa.schema([(name, pa.list_(pa.float32(), D)) for name in records[0]])
+        pq.write_table(pa.Table.from_pylist(records, schema), path)
+    else:
+        write_table(path, records)
     for pairs in (TablePairs(path, "q", "d"), open_pairs(path, "q", "d")):
-        assert (len(pairs), pairs.num_left, pairs.num_right) == (N, N - 1, N)
-        assert (pairs.left_dim, pairs.right_dim) == (D, D)
+        assert (len(pairs), pairs.num_left, pairs.left_dim, pairs.right_dim) == (N, N - 1, D, D)
+        assert (pairs.left_modality, pairs.right_modality, pairs.skipped) == ("vector", "vector", 1)
         assert pairs.left_id[2] == pairs.left_id[3]
         np.testing.assert_array_equal(pairs[5].left, LEFT[5])
         np.testing.assert_array_equal(pairs[5].right, RIGHT[5])
+        np.testing.assert_array_equal(pairs[5].negatives[0], -RIGHT[5])
+        assert pairs[4].negatives == ()
     assert open_pairs(path, "q", "d", deduplicate=False).num_left == N
 
 
-def test_negatives_of_another_size_than_the_documents_are_bad(tmp_path: Path) -> None:
-    records = [{"q": [1.0, 0.5], "d": [0.5, 1.0, float(row)], "n": [1.5, 1.0]} for row in range(4)]
-    pairs = TablePairs(write_table(tmp_path / "x.parquet", records), "q", "d", "n")
-    assert (pairs.left_dim, pairs.right_dim, pairs.skipped) == (2, 3, 4)
-    assert all(pair.negatives == () for pair in pairs)
+def test_whole_numbers_are_vectors_where_they_are_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "whole.jsonl", [{"q": [1, 2], "d": [3, row]} for row in range(3)])
+    pairs = TablePairs(path, "q", "d", left_modality="vector", right_modality="vector")
+    assert [pair.right.tolist() for pair in pairs] == [[3, 0], [3, 1], [3, 2]]
+    assert TablePairs(path, "q", "d", left_modality="vector").right_modality == "text"
 
 
-def mined_texts(ids: bool) -> list[dict[str, Any]]:
+def mined(ids: bool) -> list[dict[str, Any]]:
     """Tevatron's lines, or those of FlagEmbedding with ids for texts."""
-    mined = [(f"n{row}", [f"n{row}", f"n{row + 1}"], [f"n{(5 * row + 3) % N}", "n0"]) for row in range(0, N - 1, 2)]
+    rows = [(f"n{row}", [f"n{row}", f"n{row + 1}"], [f"n{(5 * row + 3) % N}", "n0"]) for row in range(0, N - 1, 2)]
     if ids:
-        return [{"query": query, "pos": pos, "neg": neg} for query, pos, neg in mined]
+        return [{"query": query, "pos": pos, "neg": neg} for query, pos, neg in rows]
 
     def passages(names: list[str]) -> list[dict[str, str]]:
         return [{"docid": name, "title": "", "text": f"text of {name}"} for name in names]
@@ -96,29 +105,26 @@ def mined_texts(ids: bool) -> list[dict[str, Any]]:
             "positive_passages": passages(pos),
             "negative_passages": passages(neg),
         }
-        for query, pos, neg in mined
+        for query, pos, neg in rows
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
 @pytest.mark.parametrize("ids", [False, True], ids=["tevatron", "ids"])
 def test_mined_negatives_may_name_vectors(tmp_path: Path, kind: str, ids: bool) -> None:
     """The pairs are those of the texts, item for item."""
     queries, _ = write_source(tmp_path, kind)
     documents = write_embeddings(tmp_path / "documents", NAMES, RIGHT)
-    path = write_jsonl(tmp_path / "mined.jsonl", mined_texts(ids))
-    texts = MinedPairs(write_jsonl(tmp_path / "texts.jsonl", mined_texts(False)))
-    pairs = MinedPairs(path, queries=queries, documents=documents)
-    assert pairs.left_modality == pairs.right_modality == "vector"
-    assert pairs.skipped == texts.skipped
-    assert len(pairs) == len(texts)
-    for found, text in zip(pairs, texts):
-        assert (found.left_id, found.right_id, found.negative_ids) == (text.left_id, text.right_id, text.negative_ids)
-        named = {side: int(getattr(text, side).removeprefix("text of n")) for side in ("left", "right")}
-        np.testing.assert_array_equal(found.left, LEFT[named["left"]])
-        np.testing.assert_array_equal(found.right, RIGHT[named["right"]])
-        for vector, negative in zip(found.negatives, text.negatives, strict=True):
+    texts = MinedPairs(write_jsonl(tmp_path / "texts.jsonl", mined(False)))
+    pairs = MinedPairs(write_jsonl(tmp_path / "mined.jsonl", mined(ids)), queries=queries, documents=documents)
+    assert (pairs.left_modality, pairs.right_modality) == ("vector", "vector")
+    assert (len(pairs), pairs.skipped) == (len(texts), texts.skipped)
+    for pair, text in zip(pairs, texts):
+        assert (pair.left_id, pair.right_id, pair.negative_ids) == (text.left_id, text.right_id, text.negative_ids)
+        row = {side: int(getattr(text, side).removeprefix("text of n")) for side in ("left", "right")}
+        np.testing.assert_array_equal(pair.left, LEFT[row["left"]])
+        np.testing.assert_array_equal(pair.right, RIGHT[row["right"]])
+        for vector, negative in zip(pair.negatives, text.negatives, strict=True):
             np.testing.assert_array_equal(vector, RIGHT[int(negative.removeprefix("text of n"))])
 
 
@@ -132,9 +138,7 @@ def test_ids_without_a_vector_are_counted(tmp_path: Path) -> None:
     pairs = MinedPairs(path, queries=queries, documents=documents)
     assert (len(pairs), pairs.skipped) == (1, 3)
     assert [vector.tobytes() for vector in pairs[0].negatives] == [LEFT[3].tobytes(), LEFT[4].tobytes()]
-    with pytest.raises(
-        BadSample, match=r"mined\.jsonl:2: id without a vector; column 'query' names what is not embedded"
-    ):
+    with pytest.raises(BadSample, match=r"mined\.jsonl:2: id without a vector; column 'query'"):
         MinedPairs(path, queries=queries, documents=documents, on_error="raise")
     with pytest.raises(DualencError, match="queries and documents are given together"):
         MinedPairs(path, queries=queries)
@@ -144,8 +148,7 @@ def test_two_folders_make_pairs_by_id(tmp_path: Path) -> None:
     write_embeddings(tmp_path / "left", NAMES[:15], LEFT[:15])
     write_embeddings(tmp_path / "right", NAMES[:4:-1], RIGHT[:4:-1])
     pairs = VectorPairs(tmp_path / "left", tmp_path / "right")
-    assert len(pairs) == 10
-    assert pairs.skipped == 10
+    assert (len(pairs), pairs.skipped) == (10, 10)
     for number in range(10):
         np.testing.assert_array_equal(pairs[number].left, LEFT[5 + number])
         np.testing.assert_array_equal(pairs[number].right, RIGHT[5 + number])
@@ -159,9 +162,8 @@ def test_a_beir_folder_may_hold_vectors(tmp_path: Path, kind: str) -> None:
         if kind == "folder":
             write_embeddings(tmp_path / part, NAMES, vectors)
         else:
-            write_table(
-                tmp_path / f"{part}.parquet", [{"_id": n, "vector": v.tolist()} for n, v in zip(NAMES, vectors)]
-            )
+            records = [{"_id": name, "vector": row.tolist()} for name, row in zip(NAMES, vectors)]
+            write_table(tmp_path / f"{part}.parquet", records)
     (tmp_path / "qrels").mkdir()
     lines = [f"n{q}\tn{d}\t1" for q, d in ((4, 1), (4, 2), (7, 9))]
     (tmp_path / "qrels" / "train.tsv").write_text("\n".join(lines) + "\n")
@@ -174,42 +176,36 @@ def test_a_beir_folder_may_hold_vectors(tmp_path: Path, kind: str) -> None:
     assert len(open_corpus(tmp_path, part="queries")) == N
 
 
-def test_bad_vectors_are_left_out_and_counted(tmp_path: Path) -> None:
-    records: list[dict[str, Any]] = [{"_id": name, "vector": row.tolist()} for name, row in zip(NAMES, LEFT)]
-    for row, bad in enumerate((None, [], [1.0], [0.0] * D, [float("nan")] * D, [None] * D, "text", [1e999] * D)):
-        records[row]["vector"] = bad
+BAD: list[tuple[Any, str]] = [
+    ([float("nan")] * D, "vector that is not finite"),
+    ([None] * D, "vector that is not finite"),
+    ([1e999] * D, "vector that is not finite"),
+    ([0.0] * D, "vector of zeros"),
+    (None, "no vector in column 'vector'"),
+    ([], "no vector in column 'vector'"),
+    ("a text", "value of a wrong type; a str where a list of numbers"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD)
+def test_a_bad_vector_is_named_or_left_out(tmp_path: Path, bad: Any, message: str) -> None:
+    records = [{"_id": "bad", "vector": bad}, *({"_id": n, "vector": v.tolist()} for n, v in zip(NAMES, LEFT))]
     path = write_jsonl(tmp_path / "v.jsonl", [json.dumps(record) for record in records])
-    corpus = open_corpus(path, modality="vector")
-    assert corpus.ids == NAMES[8:]
-    assert corpus.skipped == 8
-    np.testing.assert_array_equal(corpus[0], LEFT[8])
-
-
-@pytest.mark.parametrize(
-    ("bad", "told"),
-    [
-        ([float("nan")] * D, "v.jsonl:1: vector that is not finite"),
-        ([0.0] * D, "v.jsonl:1: vector of zeros"),
-        ([1.0], f"v.jsonl:1: vector of another size than {D}; embed it as the others"),
-        (None, "v.jsonl:1: no vector in column 'vector'"),
-        ("a text", "v.jsonl:1: value of a wrong type; a str where a list of numbers"),
-    ],
-    ids=["nan", "zero", "size", "missing", "text"],
-)
-def test_or_stop_at_the_first(tmp_path: Path, bad: Any, told: str) -> None:
-    rows = [bad, *LEFT.tolist()]
-    path = write_jsonl(tmp_path / "v.jsonl", [json.dumps({"vector": row}) for row in rows])
-    with pytest.raises(BadSample, match=told) as error:
+    with pytest.raises(BadSample, match=rf"v\.jsonl:1: {message}") as error:
         open_corpus(path, modality="vector", on_error="raise")
     assert "\n" not in str(error.value)
+    corpus = open_corpus(path, modality="vector")
+    assert (corpus.ids, corpus.skipped) == (NAMES, 1)
+    np.testing.assert_array_equal(corpus[0], LEFT[0])
 
 
-def test_what_holds_no_vectors_is_told_in_one_line(tmp_path: Path) -> None:
+def test_what_holds_no_vectors_is_refused_in_one_line(tmp_path: Path) -> None:
     pq.write_table(pa.table({"vector": ["a", "b"]}), tmp_path / "text.parquet")
+    pq.write_table(pa.table({"vector": [[1.0], [1.0, 2.0]]}), tmp_path / "sizes.parquet")
     np.save(tmp_path / "cube.npy", np.zeros((2, 2, 2)))
     np.save(tmp_path / "pickle.npy", np.array([{}], dtype=object), allow_pickle=True)
     (tmp_path / "broken.npy").write_bytes(b"no")
-    for name in ("text.parquet", "cube.npy", "pickle.npy", "broken.npy", "none.npy"):
+    for name in ("text.parquet", "sizes.parquet", "cube.npy", "pickle.npy", "broken.npy", "none.npy"):
         with pytest.raises(DualencError, match=name) as error:
             open_corpus(tmp_path / name, modality="vector")
         assert "\n" not in str(error.value)

@@ -9,7 +9,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -29,31 +28,10 @@ from dualenc.data import (
 from dualenc.data import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
 
-from .make import picture, shade_of, write_beir, write_csv, write_jsonl
+from .make import picture, shade_of, write_beir, write_csv, write_jsonl, write_rows
 
 NAN = float("nan")
 FORMS = ["jsonl", "json", "csv", "tsv", "parquet", "saved"]
-
-
-def write(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
-    """Rows with NaN for missing values, as `json.dumps`, pandas and `datasets` write them."""
-    path = folder / f"rows.{form}"
-    if form == "jsonl":
-        return write_jsonl(path, rows)
-    if form == "json":
-        path.write_text(json.dumps(rows))
-    elif form in ("csv", "tsv"):
-        pd.DataFrame(rows).to_csv(path, index=False, sep="," if form == "csv" else "\t")
-    elif form == "parquet":
-        pd.DataFrame(rows).to_parquet(path)
-    else:
-        # Unlike pandas, `datasets` keeps NaN in columns of numbers.
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        texts = {name: any(isinstance(value, str) for value in values) for name, values in columns.items()}
-        for name in columns:
-            columns[name] = [None if texts[name] and value != value else value for value in columns[name]]
-        datasets.Dataset.from_dict(columns).save_to_disk(path)
-    return path
 
 
 def texts(corpus: Corpus) -> dict[str, str]:
@@ -73,7 +51,7 @@ def test_missing_texts_ids_titles_and_columns(tmp_path: Path, form: str) -> None
         {"id": NAN, "title": "U", "text": "four", "year": 2001, "lang": "de"},
         {"id": NAN, "title": "V", "text": "five", "year": 2002, "lang": "de"},
     ]
-    corpus = open_corpus(write(tmp_path, form, rows), columns=["year", "lang"])
+    corpus = open_corpus(write_rows(tmp_path, form, rows), columns=["year", "lang"])
     assert texts(corpus) == {"a": "T one", "b": "two"}
     assert corpus.skipped == 3
     assert corpus.columns is not None
@@ -85,7 +63,7 @@ def test_missing_texts_ids_titles_and_columns(tmp_path: Path, form: str) -> None
 def test_numbers_as_ids_beside_a_missing_one(tmp_path: Path, form: str) -> None:
     rows = [{"id": 1, "text": "one"}, {"id": NAN, "text": "two"}, {"id": 12, "text": "three"}]
     frame = pd.DataFrame(rows).to_dict("records")  # 1.0, nan, 12.0
-    corpus = open_corpus(write(tmp_path, form, frame))
+    corpus = open_corpus(write_rows(tmp_path, form, frame))
     assert (texts(corpus), corpus.skipped) == ({"1": "one", "12": "three"}, 1)
 
 
@@ -98,7 +76,7 @@ def test_missing_sides_and_weights_of_pairs(tmp_path: Path, form: str) -> None:
         {"query": NAN, "document": "y", "grade": 1.0},
         {"query": "d", "document": "z", "grade": NAN},
     ]
-    path = write(tmp_path, form, rows)
+    path = write_rows(tmp_path, form, rows)
     data = TablePairs(path, "query", "document", weight_column="grade")
     assert pairs_of(data) == [("a", "x")]
     assert data.skipped == 4
@@ -109,7 +87,7 @@ def test_missing_sides_and_weights_of_pairs(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize("form", ["parquet", "saved"])
 def test_columns_of_numbers_with_nan(tmp_path: Path, form: str) -> None:
     rows = [{"query": 1.5, "document": 2.5}, {"query": 3.5, "document": NAN}, {"query": NAN, "document": NAN}]
-    data = TablePairs(write(tmp_path, form, rows), "query", "document")
+    data = TablePairs(write_rows(tmp_path, form, rows), "query", "document")
     assert (pairs_of(data), data.skipped) == ([("1.5", "2.5")], 2)
 
 
@@ -138,7 +116,7 @@ def test_missing_values_in_mined_negatives_and_beir_folders(tmp_path: Path, miss
 def test_rows_without_a_label_have_no_class(tmp_path: Path, form: str, kind: str) -> None:
     labels: list[Any] = [3, NAN, 10, 3] if kind == "numbers" else ["cat", NAN, "dog", "cat"]
     folder = tmp_path / "rows.saved" if form == "saved" else tmp_path
-    path = write(tmp_path, form, [{"image": f"{i}.png", "label": label} for i, label in enumerate(labels)])
+    path = write_rows(tmp_path, form, [{"image": f"{i}.png", "label": label} for i, label in enumerate(labels)])
     for i in range(4):
         picture(i).save(folder / f"{i}.png")
     numbers = [3, -1, 10, 3] if kind == "numbers" else [0, -1, 1, 0]
@@ -274,7 +252,7 @@ QUESTIONS = ["Which of these is photo.jpg", *(f"question {i}" for i in range(20)
 def test_a_column_of_questions_is_no_column_of_images(
     tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write(tmp_path, form, [{"question": text, "answer": f"a{i}"} for i, text in enumerate(QUESTIONS)])
+    path = write_rows(tmp_path, form, [{"question": text, "answer": f"a{i}"} for i, text in enumerate(QUESTIONS)])
     with caplog.at_level(logging.WARNING, logger="dualenc.data"):
         data = open_pairs(path)
     assert [pair.left for pair in data] == QUESTIONS
