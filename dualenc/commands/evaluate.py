@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,9 +22,6 @@ class RetrievalOptions:
         split: which judgements of a BEIR folder, or which split of a folder of tables or a hub name, by default test;
             of one table a slice such as train[90%:], by default all.
         bm25: evaluate BM25 as well as the model; --hybrid does so, too.
-        where: search only documents that meet this: year>=2020, lang=en,de, lang!=en, author="Doe, Jane"; may be
-            repeated. Judgements of others, and queries without a relevant document among them, are left out. The
-            columns are fields of corpus.jsonl or those that embeddings keep (`--columns`).
         depth: documents to retrieve for each query.
         titles: put a document's title in front of its text.
         keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed as its copy.
@@ -34,7 +30,6 @@ class RetrievalOptions:
 
     split: str | None = None
     bm25: bool = False
-    where: Sequence[str] | None = None
     depth: int = 100
     titles: bool = True
     keep_self_matches: bool = False

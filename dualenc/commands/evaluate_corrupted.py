@@ -161,7 +161,7 @@ class Study:
 
     def add_images(self, clean: CleanImages) -> None:
         """Retrieval of the other view among all clean images."""
-        views = self._values(clean, [CLEAN], lambda _, features: features[:, :, 0], "clean images", views=2, bar=False)
+        views = self._values(clean, [CLEAN], lambda _, features: features[:, :, 0], "clean images", views=2)
         nearest = nearest_images(views)
         self._add_retrieval("plain", "among all images, not corrupted", summarise(nearest), len(nearest))
 
@@ -207,7 +207,6 @@ class Study:
         what: str,
         *,
         views: int = 0,
-        bar: bool = True,
     ) -> np.ndarray:
         """A value for each image that can be read, from the features of its versions. The processes share the images.
 
@@ -220,13 +219,12 @@ class Study:
         rows = random_rows(len(source), self.images.limit).tolist()
         own = rows[distributed.rank_slice(len(rows))]
         values: list[np.ndarray] = []
-        hidden = not (bar and own and distributed.is_main())
-        with tqdm(total=len(own), desc=what, unit=" images", disable=hidden) as shown:
+        with tqdm(total=len(own), desc=what, unit=" images", disable=not distributed.is_main()) as bar:
             for block in encode_versions(versions, encode, indices=own, num_workers=self.images.num_workers):
                 if block.indices:
                     values.append(value_of(block.indices, block.features))
-                shown.update(len(block.indices) + len(block.bad))
-                if block.bad and bar:
+                bar.update(len(block.indices) + len(block.bad))
+                if block.bad:
                     tqdm.write(printable(f"{what}: left out {block.bad[0][1]}"))
         everything = [block for part in distributed.gather_objects(values) for block in part]
         if not everything:

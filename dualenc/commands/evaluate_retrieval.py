@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc import distributed
@@ -33,8 +32,6 @@ from dualenc.evaluation.retrieval import (
 from dualenc.evaluation.runs import check_trec_names, ranked
 from dualenc.search.fusion import Fusion, fuse
 from dualenc.search.rerank import Rescore, open_cross_encoder, rerank
-from dualenc.search.where import named_columns, rows_that_meet
-from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.commands.evaluate import RetrievalOptions
@@ -103,8 +100,6 @@ def evaluate_retrieval(
     if distributed.is_main():
         facts: dict[str, object] = {"model": model, "split": split, "depth": options.depth}
         facts["keep_self_matches"] = options.keep_self_matches
-        if options.where:
-            facts["where"] = ",".join(options.where)
         if ranking.hybrid is not None:
             facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
         if ranking.rerank is not None:
@@ -194,16 +189,11 @@ def _write_results(
 def _open_collection(
     source: str, options: RetrievalOptions, columns: ColumnOptions, needs_texts: str
 ) -> tuple[str, RetrievalSet]:
-    """A collection, restricted to the documents that meet --where, and the name of its folder or file."""
-    where = options.where or []
+    """A collection, and the name of its folder or file."""
     split = options.split or default_split(source, "test")
     if detect(source) == "beir":
         name = Path(source).resolve().name
-        collection = read_beir(source, split, titles=options.titles, columns=named_columns(where))
-        if where:
-            collection = _restricted(collection, rows_that_meet(where, collection.corpus.columns), name)
-    elif where:
-        raise DualencError(f"{display_name(source)}: --where is for fields of a BEIR folder; leave it out")
+        collection = read_beir(source, split, titles=options.titles)
     else:
         name = Path(display_name(source)).stem
         collection = _open_pairs(source, split, columns)
@@ -228,20 +218,6 @@ def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet
     if "image" in (pairs.left_modality, pairs.right_modality):
         raise DualencError(f"{shown}: holds images; use `dualenc evaluate image-text`")
     return held_out(pairs)
-
-
-def _restricted(collection: RetrievalSet, rows: np.ndarray, name: str) -> RetrievalSet:
-    """The collection restricted to the documents that meet --where; prints what is left of it."""
-    try:
-        restricted = collection.among(rows)
-    except DualencError as error:
-        raise DualencError(f"--where, {name}: {error}") from None
-    if distributed.is_main():
-        documents = f"{len(restricted.corpus):,} of {len(collection.corpus):,} documents meet --where"
-        before = len(collection.queries)
-        queries = f"{before - len(restricted.queries):,} of {before:,} queries have no relevant one among them"
-        print(printable(f"{name}: {documents}; {queries} and are left out"))
-    return restricted
 
 
 def _query_rows(result: Result, collection: RetrievalSet) -> list[dict[str, object]]:

@@ -66,17 +66,6 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
     return conditions
 
 
-def named_columns(words: Sequence[str]) -> list[str]:
-    """Names of the columns that conditions mention, without duplicates."""
-    return list(dict.fromkeys(name for name, _, _ in _split(words)))
-
-
-def rows_that_meet(words: Sequence[str], columns: pa.Table | None) -> np.ndarray:
-    """Parse conditions and evaluate them on a table: (N,) bool, the rows that meet all of them."""
-    conditions = parse_conditions(words, column_kinds(columns))
-    return np.ones(0, dtype=bool) if columns is None else meets(conditions, columns)
-
-
 def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
     """Conditions as column, operator and values as texts; the columns need not exist."""
     found: list[tuple[str, Operator, list[str]]] = []

@@ -65,7 +65,6 @@ REFUSALS = [
     ("retrieval {text} {beir} {beir}", "two folders are named beir"),
     ("retrieval {text} {beir} --depth 10", "depth=10"),
     ("retrieval {clip} {beir}", "needs kind query-document or vector; use `dualenc evaluate image-text`"),
-    ("retrieval {text} {pairs.csv} --where year>1", "--where is for fields of a BEIR folder"),
     ("retrieval {text} {captioned}", "holds images; use `dualenc evaluate image-text`"),
     ("image-text {clip} {captioned} --split dev", "no split 'dev'"),
     ("image-text {clip} {beir}", "pairs of text and text, not of image and text"),
