@@ -42,8 +42,7 @@ def index(
     """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA; append to one, remove from one, or verify one.
 
     The index is measured: recall@10 against exact search, and the time of a query. An IVF index that half of the memory
-    does not hold is filled in parts and merged on disk: the same command resumes an interrupted build, and several of
-    them at once share the parts.
+    does not hold is filled in parts and merged on disk: the same command resumes an interrupted build.
 
     --bm25 also indexes the words of the texts, for `search --hybrid`, and --texts keeps the texts, for
     `search --rerank`; `dualenc index INDEX [DATA] --bm25 --texts` adds them to an index.
@@ -182,8 +181,8 @@ def _describe(built: Index, out: str) -> None:
 
 def _check_texts_of(index: str, *, bm25: bool, texts: bool) -> bool:
     """Whether an index has BM25 or texts, which appended ones then join; refuse to append to what it does not have."""
-    from dualenc.search.kept import has_texts
     from dualenc.search.lexical import has_lexical
+    from dualenc.search.texts import has_texts
 
     if (bm25 and not has_lexical(index)) or (texts and not has_texts(index)):
         raise DualencError(f"{index}: has no BM25 or no texts to append to; run dualenc index {index} --bm25 --texts")
@@ -203,8 +202,8 @@ def _open_texts(folder: str, data: str | None, items: SourceOptions) -> Corpus:
 
 def _write_texts(folder: str, corpus: Corpus, *, bm25: bool, texts: bool) -> None:
     """Put BM25, the texts or both into the folder of an index."""
-    from dualenc.search.kept import add_texts
     from dualenc.search.lexical import add_lexical
+    from dualenc.search.texts import add_texts
 
     if bm25:
         lexical = add_lexical(folder, corpus)

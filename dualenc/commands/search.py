@@ -97,8 +97,8 @@ def _open(index: str, query: str, k: int, ranking: RankingOptions, options: Sear
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
     device = start_processes(options.device)
-    judge = None if ranking.rerank is None else open_cross_encoder(ranking.rerank, device=str(device))[0]
-    more = {"device": device, "judge": judge, "hybrid": ranking.hybrid is not None}
+    cross_encoder = None if ranking.rerank is None else open_cross_encoder(ranking.rerank, device=str(device))[0]
+    more = {"device": device, "cross_encoder": cross_encoder, "hybrid": ranking.hybrid is not None}
     return Searcher.open(index, **vars(options) | more)
 
 

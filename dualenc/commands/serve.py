@@ -51,8 +51,8 @@ def serve(
     check_options(1, MAX_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
     listening = _bind(host, port)
     device = start_processes(options.device)
-    judge = None if rerank is None else open_cross_encoder(rerank, device=str(device))[0]
-    searcher = Searcher.open(index, **vars(options) | {"device": device, "judge": judge})
+    cross_encoder = None if rerank is None else open_cross_encoder(rerank, device=str(device))[0]
+    searcher = Searcher.open(index, **vars(options) | {"device": device, "cross_encoder": cross_encoder})
     address, port = listening.getsockname()[:2]
     is_local = ipaddress.ip_address(address).is_loopback
     app = create_app(Service(searcher, rerank_top), ["localhost", "127.0.0.1", "[::1]"] if is_local else None)

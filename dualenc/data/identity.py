@@ -8,7 +8,6 @@ them with their times (`cp -p`, `rsync -t`).
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ _IMAGE_BLOCK = 1 << 8  # items whose contents are in memory together
 _MAX_BYTES = 1 << 26  # larger files than that are sampled
 _PIECE = 1 << 16
 _PIECES = 64
-_MODULUS = 1 << 128
 
 
 def items_identity(items: Items, modality: Modality = "text") -> str:
@@ -113,21 +111,6 @@ def digest_of(*parts: str | bytes | np.ndarray | Iterable[str] | None) -> str:
             values = [f"{part.dtype.str}{part.shape}", part]
         _add(digest, [contents(value) for value in values])
     return digest.hexdigest()
-
-
-def texts_checksum(texts: Iterable[tuple[str, str]]) -> str:
-    """Checksum of texts by their ids, in hexadecimal: a sum, so that their order and grouping do not count."""
-    return f"{sum(int(digest_of(name, text), 16) for name, text in texts) % _MODULUS:032x}"
-
-
-def sum_checksums(parts: Iterable[Any]) -> str | None:
-    """The `texts_checksum` of several disjoint sets together; None if that of one is missing or no checksum."""
-    total = 0
-    for part in parts:
-        if not (isinstance(part, str) and re.fullmatch("[0-9a-f]{32}", part)):
-            return None
-        total += int(part, 16)
-    return f"{total % _MODULUS:032x}"
 
 
 def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:

@@ -1,8 +1,7 @@
 """Embed a corpus; build, save, open and search FAISS indexes."""
 
 from dualenc.data.vector_shards import Embeddings
-from dualenc.search.hits import Hit
-from dualenc.search.index import Index, is_index
+from dualenc.search.index import Hit, Index, is_index
 from dualenc.search.kinds import choose_factory
 
 __all__ = ["Embeddings", "Hit", "Index", "choose_factory", "is_index"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -24,13 +23,10 @@ STORED_TOLERANCE = 0.02
 """Allowed difference of the squared length of stored unit vectors from one: float16 rounds each number by 5e-4."""
 SCORE_TOLERANCE = 1e-6
 """Two scores tie if they differ by less than this times both norms, as sums in another order do."""
-
 POINTS_PER_LIST = 64
 MIN_TRAINING_SAMPLE = 65536
-
 PATIENCE = 3
-"""Steps of a search parameter without gain that end its search."""
-
+"""Steps of a search parameter without gain that end its search: the next lists may hold the neighbours."""
 MAX_FACTORY_NUMBER = 2**24
 FACTORY_LIMITS = {
     "links of a vector": (r"(?:HNSW|NSG)(\d+)", 2, 1024),
@@ -91,9 +87,6 @@ def ready(
         metric: "cosine" or "ip".
         name: describes a row in error messages.
         are_unit: the vectors should be of length one, or zero: check that instead of scaling.
-
-    Raises:
-        DualencError: a vector is not finite, or not of length one under `are_unit`.
     """
     # One pass: a square is finite exactly if no number of the row is NaN or infinite (or beyond 1e19).
     with np.errstate(over="ignore", invalid="ignore"):
@@ -120,9 +113,8 @@ def as_queries(queries: np.ndarray, dim: int, metric: Metric, k: int = 1) -> np.
         raise DualencError(f"k is {k}; ask for at least 1 result")
     queries = np.ascontiguousarray(np.atleast_2d(np.asarray(queries)), dtype=np.float32)
     if queries.ndim != 2 or queries.shape[1] != dim:
-        raise DualencError(
-            f"queries of shape {queries.shape} for an index of dimension {dim}; embed them with the model of the index"
-        )
+        remedy = "embed them with the model of the index"
+        raise DualencError(f"queries of shape {queries.shape} for an index of dimension {dim}; {remedy}")
     return ready(queries, metric)
 
 
@@ -144,10 +136,7 @@ def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = 
 
 
 def _disable_polysemous_training(index: Any) -> None:
-    """Disable the reordering of product-quantizer codes for Hamming distances, which are not used here.
-
-    It takes 4 seconds per byte of a code, however few the vectors, and changes no distance.
-    """
+    """Disable the reordering of product-quantizer codes, which takes 4 s per byte of a code and changes no distance."""
     index = faiss.downcast_index(index)
     if hasattr(index, "do_polysemous_training"):
         index.do_polysemous_training = False
@@ -197,8 +186,7 @@ def reason(error: BaseException) -> str:
     """The message of a FAISS error, without the C++ function and file."""
     text = " ".join(str(error).split())
     text = re.sub(r"^Error in .* at \S+:\d+: ", "", text)
-    text = re.sub(r"^Error: '.*' failed: ", "", text)
-    return text if len(text) <= 200 else f"{text[:199]}…"
+    return re.sub(r"^Error: '.*' failed: ", "", text)[:200]
 
 
 class Probe(NamedTuple):
@@ -234,28 +222,23 @@ def exact_probe(database: Database, queries: np.ndarray, rows: np.ndarray, k: in
     if k < 1 or not len(queries):
         return None
     # One more than k, in case the query itself is found.
-    scores, found = knn_ground_truth(
-        queries, database.blocks(), min(k + 1, len(database)), faiss.METRIC_INNER_PRODUCT, ngpu=0
-    )
-    scores = np.where(found == rows[:, None], -np.inf, scores)
+    depth = min(k + 1, len(database))
+    scores, columns = knn_ground_truth(queries, database.blocks(), depth, faiss.METRIC_INNER_PRODUCT, ngpu=0)
+    scores = np.where(columns == rows[:, None], -np.inf, scores)
     return Probe(queries, rows, -np.sort(-scores, axis=1)[:, k - 1], k)
 
 
 def recall(index: Any, database: Database, probe: Probe) -> float:
     """Recall@k: the share of exact neighbours that an index finds; a tie with the k-th neighbour counts as a hit."""
-    return share_found(index.search(probe.queries, probe.k + 1)[1], database, probe)
-
-
-def share_found(found: np.ndarray, database: Database, probe: Probe) -> float:
-    """Recall@k of the rows (Q, k + 1) that a search returned; a tie with the k-th neighbour counts as a hit."""
-    found = np.where(found == probe.rows[:, None], -1, found)
+    columns = index.search(probe.queries, probe.k + 1)[1]
+    columns = np.where(columns == probe.rows[:, None], -1, columns)
     # The query itself moves behind its neighbours, and is cut off.
-    missing_last = np.argsort(found < 0, axis=1, kind="stable")[:, : probe.k]
-    found = np.take_along_axis(found, missing_last, axis=1)
-    vectors = database.rows(np.maximum(found, 0).ravel()).reshape(*found.shape, -1)
+    missing_last = np.argsort(columns < 0, axis=1, kind="stable")[:, : probe.k]
+    columns = np.take_along_axis(columns, missing_last, axis=1)
+    vectors = database.rows(np.maximum(columns, 0).ravel()).reshape(*columns.shape, -1)
     scores = np.einsum("qd,qkd->qk", probe.queries, vectors, dtype=np.float64)
     slack = SCORE_TOLERANCE * np.linalg.norm(probe.queries, axis=1)[:, None] * np.linalg.norm(vectors, axis=2)
-    hits = (found >= 0) & (scores >= probe.threshold[:, None] - slack)
+    hits = (columns >= 0) & (scores >= probe.threshold[:, None] - slack)
     return float(hits.mean())
 
 
@@ -290,22 +273,11 @@ def parameter_values(index: Any) -> dict[str, list[int]]:
     return values
 
 
-class _Trial(NamedTuple):
-    """Search parameters with their recall and work."""
-
-    setting: dict[str, int]
-    recall: float
-    work: float
-
-
 def tune(index: Any, database: Database, probe: Probe, target: float, min_gain: float = 0.002) -> dict[str, int]:
-    """Tune search parameters: set the cheapest values of `faiss.ParameterSpace` that reach a target recall.
+    """Set the smallest search parameters that reach a target recall, or else come within `min_gain` of the best.
 
-    If none do, it sets the cheapest whose recall is within `min_gain` of the best. The cost is counted and not timed
-    (`_work`), so that the same vectors give the same index. `ParameterSpace.explore` would time every value up to the
-    largest, compares row numbers where scores may tie, and cannot ignore a query that is itself in the database; here
-    each parameter grows until the target is reached or three steps, an eightfold value, have gained nothing. A single
-    step without gain says little: the next lists may hold the neighbours.
+    Each parameter grows until the target is reached or three steps have gained nothing, for each factor of refined
+    candidates in turn. Nothing is timed, so that the same vectors give the same index.
 
     Returns:
         The parameters that were set, by name.
@@ -313,49 +285,28 @@ def tune(index: Any, database: Database, probe: Probe, target: float, min_gain: 
     values = parameter_values(index)
     if not values:
         return {}
-    trials: list[_Trial] = []
     factors = values.pop("k_factor_rf", [0])  # 0: not refined
     name, steps = next(iter(values.items()), ("", [0]))
+    best: dict[str, int] = {}
+    best_recall = -1.0
     for factor in factors:
         recalls: list[float] = []
         for step in steps:
             setting = {key: value for key, value in (("k_factor_rf", factor), (name, step)) if value}
-            work = _work(index, setting, probe.k + 1)
-            if any(trial.recall >= target and trial.work <= work for trial in trials):
-                break
             for key, value in setting.items():
                 set_parameter(index, key, value)
             recalls.append(recall(index, database, probe))
-            trials.append(_Trial(setting, recalls[-1], work))
+            if recalls[-1] >= target or recalls[-1] > best_recall + min_gain:
+                best = setting
+                best_recall = recalls[-1]
             is_flat = len(recalls) > PATIENCE and 0 < recalls[-1 - PATIENCE] > recalls[-1] - min_gain
             if recalls[-1] >= target or is_flat:
                 break
-    best = max(trial.recall for trial in trials)
-    required = target if best >= target else best - min_gain
-    chosen = min((trial for trial in trials if trial.recall >= required), key=lambda trial: trial.work)
-    for key, value in chosen.setting.items():
+        if best_recall >= target:
+            break
+    for key, value in best.items():
         set_parameter(index, key, value)
-    return chosen.setting
-
-
-def _work(index: Any, setting: dict[str, int], k: int) -> float:
-    """Bytes of the codes that a query for k results is compared with, lists being of equal length."""
-    base = index
-    work = 0.0
-    if isinstance(index, faiss.IndexRefine):
-        base = faiss.downcast_index(index.base_index)
-        work = float(setting["k_factor_rf"] * k * index.refine_index.sa_code_size())
-    ivf: Any = faiss.try_extract_index_ivf(base)
-    if ivf is not None:
-        return work + setting["nprobe"] * ivf.ntotal / ivf.nlist * ivf.code_size
-    # The links of each vector that a walk through the graph visits.
-    while isinstance(base, faiss.IndexPreTransform):
-        base = faiss.downcast_index(base.index)
-    if isinstance(base, faiss.IndexHNSW):
-        links: Any = base.hnsw
-        code_size = getattr(faiss.downcast_index(base.storage), "code_size", 4 * base.d)
-        work += setting["efSearch"] * links.nb_neighbors(0) * code_size
-    return work
+    return best
 
 
 def latency(index: Any, queries: np.ndarray, k: int = 10) -> dict[str, float]:
@@ -372,16 +323,9 @@ def latency(index: Any, queries: np.ndarray, k: int = 10) -> dict[str, float]:
 def build_faiss(
     database: Database, factory: str, *, train_rows: int | None, seed: int, progress: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Train a new index on a sample and add the database in blocks; returns it with entries for its meta.json.
-
-    The arguments are those of `Index.build`; the default of `train_rows` is `training_rows`.
-
-    Raises:
-        DualencError: FAISS refuses the factory string, or cannot train or fill the index.
-    """
+    """Train a new index on a sample and add the database in blocks; returns it with entries for its meta.json."""
     num_vectors = len(database)
-    dim = database.embeddings.dim
-    index = new_index(dim, factory, database.metric, num_vectors)
+    index = new_index(database.embeddings.dim, factory, database.metric, num_vectors)
     rows = training_rows(index, num_vectors)
     if train_rows is not None and not index.is_trained:
         rows = min(train_rows, num_vectors)
@@ -405,30 +349,9 @@ def build_faiss(
 
 
 def train(index: Any, vectors: np.ndarray, factory: str) -> None:
-    """Train an index so that Ctrl-C interrupts it immediately.
-
-    FAISS checks for signals only between the iterations of a k-means, a minute apart for product quantizers; hence
-    a daemon thread trains, while this one can be interrupted.
-    """
-    errors: list[BaseException] = []
-    threads = faiss.omp_get_max_threads()
-
-    def work() -> None:
-        faiss.omp_set_num_threads(threads)  # OpenMP keeps this number per thread
-        try:
-            index.train(vectors)
-        except BaseException as error:
-            errors.append(error)
-
-    # Not an executor: the interpreter would wait for its threads at exit.
-    thread = threading.Thread(target=work, name="faiss training", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.1)
-    if errors and isinstance(errors[0], (RuntimeError, MemoryError)):
-        raise DualencError(
-            f"factory {factory!r} cannot be trained on {len(vectors)} vectors: {reason(errors[0])}; "
-            "use fewer lists, Flat or auto"
-        ) from None
-    if errors:
-        raise errors[0]
+    """Train an index on vectors (n, D)."""
+    try:
+        index.train(vectors)
+    except (RuntimeError, MemoryError) as error:
+        why = f"cannot be trained on {len(vectors)} vectors: {reason(error)}"
+        raise DualencError(f"factory {factory!r} {why}; use fewer lists, Flat or auto") from None

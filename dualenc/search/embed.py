@@ -1,13 +1,11 @@
 """Embedding: encode a corpus with one side of a model, in memory or on disk, with any number of processes.
 
 Rows are processed in windows. A text window is tokenized at once, split into batches of similar token length (so that
-almost nothing is padding), encoded, and put back in order; an image window is one batch. Windows depend only on the
-number of items: any number of workers and processes computes the same batches.
+almost nothing is padding), encoded, and put back in order; an image window is one batch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -15,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -23,14 +21,15 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.data import Corpus
-from dualenc.data.identity import MAX_IMAGES, digest_of, identities, texts_checksum
+from dualenc.data.identity import MAX_IMAGES, digest_of, identities
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import Prepare, Tower, check_item, chunk_rows, take, unit_norm
 from dualenc.errors import BadSample, DualencError
-from dualenc.files import removed_if_refused
 from dualenc.search.embeddings import EmbeddingWriter, Skipped, shard_ranges, skipped_entries
 from dualenc.types import Inputs, OnError, Output
+
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
 
 TOKENS_PER_WINDOW = 2**21
 """Tokens in a text window, including padding: 50 MB for BERT's three inputs."""
@@ -61,23 +60,20 @@ def embed(
 ) -> Embeddings:
     """Embed every item of a corpus with one tower.
 
-    Any number of workers that see `out` share the work: processes of `accelerate launch`, tasks of a SLURM array, spot
-    machines, actors of Ray. Each locks one shard at a time, may start late or die at any moment, and gets the finished
+    Any number of workers that see `out` share the work, may start late or die at any moment, and get the finished
     embeddings, which equal those of one process. A run with the same tower, options and ids resumes; shards with items
-    whose contents have changed since, including repaired ones, are embedded again.
+    whose contents have changed since are embedded again.
 
     Args:
         tower: the side of a model to encode with, on the device of its weights.
         corpus: N items of the tower's modality.
-        out: folder to write, or to resume if the same run was interrupted; None keeps the vectors in memory.
+        out: folder to write or to resume; None keeps the vectors in memory.
         batch_size: items per forward pass.
         dtype: precision of the stored vectors.
         output: "embedding" for unit vectors (N, D); "features" for those that probes use (N, feature_dim).
-        dim: keep only the first components of unit vectors, normalized again, for models trained at several lengths;
-            None keeps all.
+        dim: keep only the first components of unit vectors, normalized again; None keeps all.
         autocast: precision of the forward passes; None is that of the weights.
-        num_workers: processes that read and prepare items; None chooses 0 for text (its tokenizer has threads of
-            its own) and vectors, and up to 4 for images.
+        num_workers: processes that read and prepare items; by default 0, and up to 4 for images.
         on_error: skip bad samples (counted in `meta["skipped"]`), or raise at the first one.
         identity: further entries of meta.json that must be equal to resume, such as the side.
         notes: further entries of meta.json that may differ, such as the model's name.
@@ -88,8 +84,8 @@ def embed(
 
     Raises:
         BadSample: an unusable item under on_error="raise".
-        DualencError: different modalities, vectors that are not finite, every item skipped,
-            `out` holds something else, or another worker saw other data.
+        DualencError: different modalities, vectors that are not finite, every item skipped, or `out` holds something
+            else.
     """
     if corpus.modality != tower.modality:
         raise DualencError(f"the data is {corpus.modality}, but this side of the model encodes {tower.modality}")
@@ -104,8 +100,7 @@ def embed(
     if out is None:
         return _embed_in_memory(encoder, dtype, {**notes, **identity}, bar)
     identity["model_checksum"] = tower_checksum(tower)
-    with removed_if_refused(out) if distributed.is_main() else contextlib.nullcontext():
-        embeddings = _embed_into(out, encoder, dtype, identity, notes, bar)
+    embeddings = _embed_into(out, encoder, dtype, identity, notes, bar)
     distributed.barrier()
     return embeddings
 
@@ -139,7 +134,6 @@ def _embed_into(
         identity,
         notes,
         contents=functools.partial(_contents, corpus),
-        texts=functools.partial(_texts, corpus) if is_text else None,
         snippet=corpus.text if is_text else None,
         columns=corpus.columns,
     )
@@ -150,11 +144,7 @@ def _embed_into(
             bar.total = bar.n + sum(len(writer.ranges[n]) for n in writer.unwritten())
             return encoder.shard(writer.ranges[number], bar)
 
-        try:
-            return writer.write_all(encode)
-        except Exception:
-            writer.remove_if_unused()
-            raise
+        return writer.write_all(encode)
 
 
 def _embed_in_memory(encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_options: dict[str, Any]) -> Embeddings:
@@ -180,7 +170,7 @@ def _embed_in_memory(encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_op
 
 
 def tower_checksum(tower: Tower) -> str:
-    """Model fingerprint: SHA-256 of a tower's weights and the plain settings of its preprocessing (prompt, lengths)."""
+    """Model fingerprint: SHA-256 of a tower's weights and the plain settings of its preprocessing."""
     digest = hashlib.sha256()
     for name, value in sorted(tower.state_dict().items()):
         digest.update(name.encode())
@@ -275,9 +265,7 @@ class _Encoder:
             bar.update(len(rows))
         vectors = torch.cat(parts).cpu()
         if not torch.isfinite(vectors).all():
-            raise DualencError(
-                "the model gives vectors that are not finite; check its weights, or embed without autocast"
-            )
+            raise DualencError("the model's vectors are not finite; check its weights, or embed without autocast")
         return vectors[torch.argsort(torch.cat(chunks))]
 
 
@@ -318,16 +306,8 @@ class _Windows(torch.utils.data.Dataset):
                 yield window
 
 
-def _texts(corpus: Corpus, rows: Sequence[int]) -> str:
-    return texts_checksum((corpus.ids[row], corpus[row]) for row in rows)
-
-
 def _contents(corpus: Corpus, rows: range) -> str:
-    """Data fingerprint of a shard: a checksum of its items, to detect changed contents under the same ids.
-
-    Texts and vectors are read in full, and so are up to `MAX_IMAGES` images; in larger sets one image in sixteen is
-    read, and the others count with their size and modification time.
-    """
+    """Data fingerprint of a shard: of large image sets one in sixteen is read, the others count with size and time."""
     numbers = np.arange(rows.start, rows.stop)
     if corpus.modality != "image" or len(corpus) <= MAX_IMAGES:
         # Contents are in memory together, so a block is small.

@@ -22,12 +22,11 @@ import pyarrow as pa
 
 from dualenc import distributed
 from dualenc.checksums import checksums, sizes
-from dualenc.data.identity import sum_checksums
 from dualenc.data.items import ORDER, check_ids, item_batch, write_batches, write_order
 from dualenc.data.vector_shards import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
 from dualenc.errors import DualencError
 from dualenc.files import recover_inside, remove, version_of, write_json
-from dualenc.search.locks import claimed
+from dualenc.search.locks import work_lock
 
 MAX_SHARD_ROWS = 16384
 MIN_SHARD_ROWS = 1024
@@ -81,8 +80,6 @@ class EmbeddingWriter:
         notes: further entries of meta.json that may differ (`model`, …).
         contents: fingerprint of the items of a range of rows; a shard whose items have changed is written again,
             including skipped items. Without it only ids identify items.
-        texts: `texts_checksum` of some rows; meta.json keeps that of all rows with a vector, so that texts that are
-            added to an index later (`--bm25`, `--texts`) are known to be those that were embedded.
         snippet: the text to show for a row; None keeps no texts.
         columns: (N,) rows of the user's columns, to filter search results by.
 
@@ -100,7 +97,6 @@ class EmbeddingWriter:
         identity: dict[str, Any],
         notes: dict[str, Any] | None = None,
         contents: Callable[[range], str] | None = None,
-        texts: Callable[[Sequence[int]], str] | None = None,
         snippet: Callable[[int], str] | None = None,
         columns: pa.Table | None = None,
     ) -> None:
@@ -116,50 +112,38 @@ class EmbeddingWriter:
         self.identity = {**identity, "dim": dim, "dtype": dtype, "ids_checksum": digest.hexdigest()}
         self.notes = notes or {}
         self.contents = functools.cache(contents or (lambda _: ""))
-        self.texts = texts
         self.snippet = snippet
         self.columns = columns
-        # Fingerprints of the shards that this worker wrote.
-        self._written: dict[int, str] = {}
-        self._is_new = self._create()
+        self._has_checked = False
+        self._create()
         # Killed workers leave lock files behind.
         if self._is_complete():
             self._remove_locks()
         self._initial_version = version_of(self.folder / "meta.json")
         recover_inside(self.folder)
-        self._initially_unwritten = set(self.unwritten())
 
-    def _create(self) -> bool:
-        """Create the folder unless it exists; returns whether this worker did."""
+    def _create(self) -> None:
+        """Create the folder unless it exists."""
         if check_embeddings_target(self.folder):
-            return False
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._claimed(CREATION, wait=True):
-            if (self.folder / "meta.json").exists():
-                return False
-            try:
-                write_json(self.folder / "meta.json", self._meta(complete=False))
-            except OSError:
-                remove(self.folder)
-                raise
-        return True
+        with self._lock(CREATION, wait=True):
+            if not (self.folder / "meta.json").exists():
+                self._write_meta(complete=False)
 
     def _is_complete(self) -> bool:
         """Whether the folder is finished, according to its meta.json, which must be of the same embeddings."""
         meta = read_meta(self.folder)
         for key, value in self.identity.items():
             if meta.get(key) != value:
-                stored, expected = (f"{t[:12]}…" if len(t) > 40 else t for t in map(str, (meta.get(key), value)))
-                raise DualencError(
-                    f"{self.folder}: holds embeddings with {key} {stored}, not {expected}; "
-                    "choose another folder or remove it"
-                )
+                problem = f"holds embeddings with {key} {str(meta.get(key))[:40]}, not {str(value)[:40]}"
+                raise DualencError(f"{self.folder}: {problem}; choose another folder or remove it")
         return bool(meta["complete"])
 
     @contextmanager
-    def _claimed(self, name: str, wait: bool = False) -> Iterator[bool]:
+    def _lock(self, name: str, wait: bool = False) -> Iterator[bool]:
         try:
-            with claimed(self.folder / f"{name}.lock", wait) as is_mine:
+            with work_lock(self.folder / f"{name}.lock", wait) as is_mine:
                 yield is_mine
         except FileNotFoundError:
             if self.folder.is_dir():
@@ -171,46 +155,29 @@ class EmbeddingWriter:
         for path in self.folder.glob("*.lock"):
             remove(path)
 
-    def remove_if_unused(self) -> None:
-        """Remove a folder that this worker created, if it holds no vector and no other worker is active."""
-        if not self._is_new or not self.folder.is_dir():
-            return
-        for number in range(len(self.ranges)):
-            with self._claimed(f"data-{number:05d}") as is_mine:
-                if not is_mine:
-                    return
-            path = shard_path(self.folder, number)
-            if path.exists() and read_shard(path, self.dim, self.dtype)[0].num_rows:
-                return
-        remove(self.folder)
-
     def write_all(self, encode: Callable[[int], tuple[np.ndarray, Skipped]]) -> Embeddings:
         """Write the shards that no other worker writes, until the folder is finished by this or another worker.
 
-        Shards are claimed one at a time by file locks, so that workers may join and die at any moment. A worker without
-        a shard to write waits for the others, and writes the shards of those that die.
+        Workers may join and die at any moment: a shard is claimed by a file lock, and one without a shard to write
+        waits for the others, and writes the shards of those that die.
 
         Args:
             encode: returns the vectors of a shard and the skipped items, for `write`.
 
         Returns:
             The embeddings, memory-mapped.
-
-        Raises:
-            DualencError: errors of `write` and `finish`, or another worker wrote other contents under the same ids.
         """
         wait = MIN_WAIT
         while True:
             if self._write_next(encode):
                 wait = MIN_WAIT
                 continue
-            with self._claimed("finish") as is_mine:
+            with self._lock("finish") as is_mine:
                 # Finished since this worker began, by another one.
                 if is_mine and self._is_complete() and version_of(self.folder / "meta.json") != self._initial_version:
-                    self._check_own()
                     self._remove_locks()
                     return Embeddings.open(self.folder)
-                if is_mine and not self.unwritten() and not self.missing():
+                if is_mine and not self.unwritten() and not self.outdated():
                     return self.finish()
             time.sleep(wait)
             wait = min(1.5 * wait, MAX_WAIT)
@@ -218,7 +185,7 @@ class EmbeddingWriter:
     def _write_next(self, encode: Callable[[int], tuple[np.ndarray, Skipped]]) -> bool:
         """Write the first missing shard that no other worker writes; returns whether there was one."""
         for number in self.unwritten():
-            with self._claimed(f"data-{number:05d}") as is_mine:
+            with self._lock(f"data-{number:05d}") as is_mine:
                 if is_mine and not shard_path(self.folder, number).exists():
                     vectors, skipped = encode(number)
                     self.write(number, vectors, skipped)
@@ -230,50 +197,31 @@ class EmbeddingWriter:
         names = set(os.listdir(self.folder))
         return [number for number in range(len(self.ranges)) if shard_path(self.folder, number).name not in names]
 
-    def missing(self) -> list[int]:
-        """Shards that are absent, damaged, or of items that have changed since; all shards are read.
+    def outdated(self) -> list[int]:
+        """Remove the shards that are damaged, or of items that have changed since; all are read, once per worker.
 
-        If there are any, they are removed and the folder becomes unfinished. Shards of unchanged items with other texts
-        or columns are written again with their vectors.
-
-        Raises:
-            DualencError: another worker, running at the same time, saw other contents of the items.
+        Shards of unchanged items with other texts or columns are written again with their vectors.
         """
-        missing = []
+        outdated: list[int] = []
+        if self._has_checked:
+            return outdated
+        self._has_checked = True
         for number, rows in enumerate(self.ranges):
             try:
                 batch, vectors = read_shard(shard_path(self.folder, number), self.dim, self.dtype)
                 note = self._note(number, batch)
             except DualencError:
-                missing.append(number)
+                outdated.append(number)
                 continue
-            is_current = note["contents"] == self.contents(rows)
-            # Written since this worker started, but not by it.
-            if not is_current and number in self._initially_unwritten and number not in self._written:
-                raise self._other_contents(number)
-            if not is_current or note["sha256"] != _digest(batch) or len(batch) != len(rows) - len(note["skipped"]):
-                missing.append(number)
-            elif number not in self._written:
-                rows_kept = self._kept(number, note["skipped"])
-                if not batch.equals(self._batch(vectors, rows_kept)):
-                    self.write(number, vectors, note["skipped"])
-        if missing:
+            if note["contents"] != self.contents(rows) or note["sha256"] != _digest(batch):
+                outdated.append(number)
+            elif not batch.equals(self._batch(vectors, self._with_vectors(number, note["skipped"]))):
+                self.write(number, vectors, note["skipped"])
+        if outdated:
             self._write_meta(complete=False)
-            for number in missing:
+            for number in outdated:
                 remove(shard_path(self.folder, number))
-        return missing
-
-    def _check_own(self) -> None:
-        """Check that no other worker has replaced shards of this one by other contents."""
-        for number, contents in self._written.items():
-            if self._note(number)["contents"] != contents:
-                raise self._other_contents(number)
-
-    def _other_contents(self, number: int) -> DualencError:
-        return DualencError(
-            f"{shard_path(self.folder, number)}: another worker saw other data under the same ids; let all of them "
-            "read the same data, and run the same command again"
-        )
+        return outdated
 
     def write(self, number: int, vectors: np.ndarray, skipped: Sequence[tuple[int, str]] = ()) -> None:
         """Write one shard.
@@ -288,20 +236,15 @@ class EmbeddingWriter:
         """
         with np.errstate(over="ignore"):
             stored = vectors.astype(self.dtype, copy=False)
-        rows = self._kept(number, skipped)
+        rows = self._with_vectors(number, skipped)
         finite = np.isfinite(stored).all(axis=1)
         if not finite.all():
             name = self.ids[rows[int(np.argmin(finite))]]
             raise DualencError(f"the vector of {name!r} is not finite as {self.dtype}; check the model, or use float32")
         batch = self._batch(stored, rows)
-        contents = self.contents(self.ranges[number])
-        note = {"contents": contents, "sha256": _digest(batch), "skipped": list(skipped)}
-        if self.texts is not None:
-            note["texts"] = self.texts(rows)
-        write_batches(
-            shard_path(self.folder, number), [batch.replace_schema_metadata({_NOTE: json.dumps(note, sort_keys=True)})]
-        )
-        self._written[number] = contents
+        note = {"contents": self.contents(self.ranges[number]), "sha256": _digest(batch), "skipped": list(skipped)}
+        metadata = {_NOTE: json.dumps(note, sort_keys=True)}
+        write_batches(shard_path(self.folder, number), [batch.replace_schema_metadata(metadata)])
 
     def _batch(self, vectors: np.ndarray, rows: Sequence[int]) -> pa.RecordBatch:
         """The record batch of a shard."""
@@ -322,22 +265,18 @@ class EmbeddingWriter:
         write_order(paths)
         files = checksums(self.folder, [path.name for path in paths] + [ORDER])
         entries = {"shard_rows": shard_rows, **skipped_entries(self.ids, skipped), "sizes": sizes(self.folder, files)}
-        if (texts := sum_checksums(note.get("texts") for note in notes)) is not None:
-            entries["texts_checksum"] = texts
         self._write_meta(complete=True, **entries, files=files)
         self._remove_locks()
         return Embeddings.open(self.folder)
 
-    def _kept(self, number: int, skipped: Sequence[tuple[int, str]]) -> Sequence[int]:
+    def _with_vectors(self, number: int, skipped: Sequence[tuple[int, str]]) -> Sequence[int]:
         """The rows of a shard with a vector."""
         bad = {row for row, _ in skipped}
-        return [row for row in self.ranges[number] if row not in bad] if bad else self.ranges[number]
-
-    def _meta(self, **state: Any) -> dict[str, Any]:
-        return {"format": FORMAT, "version": FORMAT_VERSION, **self.notes, **self.identity, **state}
+        return [row for row in self.ranges[number] if row not in bad]
 
     def _write_meta(self, **state: Any) -> None:
-        write_json(self.folder / "meta.json", self._meta(**state))
+        head = {"format": FORMAT, "version": FORMAT_VERSION}
+        write_json(self.folder / "meta.json", {**head, **self.notes, **self.identity, **state})
 
     def _note(self, number: int, batch: pa.RecordBatch | None = None) -> dict[str, Any]:
         """The provenance of a shard: contents, sha256, skipped."""
@@ -345,14 +284,12 @@ class EmbeddingWriter:
         batch = batch or read_shard(path, self.dim, self.dtype)[0]
         try:
             note = json.loads((batch.schema.metadata or {})[_NOTE])
-            skipped = note["skipped"]
-            is_good = isinstance(note["contents"], str) and isinstance(note["sha256"], str)
-            is_good &= all(row in self.ranges[number] and isinstance(reason, str) for row, reason in skipped)
+            is_valid = all(row in self.ranges[number] and isinstance(reason, str) for row, reason in note["skipped"])
+            if not is_valid or len(batch) != len(self.ranges[number]) - len(note["skipped"]):
+                raise ValueError
+            return {name: note[name] for name in ("contents", "sha256", "skipped")}
         except (KeyError, ValueError, TypeError, RecursionError):
-            is_good = False
-        if not is_good:
-            raise DualencError(f"{path}: corrupt (it does not say what it was made of); {AGAIN}")
-        return note
+            raise DualencError(f"{path}: corrupt (it does not say what it was made of); {AGAIN}") from None
 
 
 def _digest(batch: pa.RecordBatch) -> str:

@@ -26,7 +26,7 @@ MAX_QUERY_BLOCKS = 64
 # Documents found beyond the k-th: a tie across the k-th place is settled among them, a longer one by a second search.
 SPARE = 16
 
-Found = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]
+Results = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]
 """Scores and columns of each block of queries."""
 _LOW = 2**32 - 1
 
@@ -43,18 +43,18 @@ def exact_search(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """The k documents of highest inner product with each query, exactly.
 
-    They are found block by block, so `documents` may be memory-mapped and larger than memory. Equal scores are ordered
-    by descending document id (by descending column without ids), also where they decide who is among the k. Under
-    several processes each searches its share of the queries and all get the whole result.
+    Documents are searched block by block, and may be memory-mapped and larger than memory. Equal scores are ordered by
+    descending document id (column without ids), also where they decide who is among the k. Several processes share
+    the queries, and all get the whole result.
 
     Args:
         queries: (Q, D) embeddings.
         documents: (N, D) embeddings.
-        k: How many documents to find; all N if k is larger.
+        k: number of documents; all N if k is larger.
         document_ids: (N,) ids, for the order of ties.
-        query_block: Queries searched at once.
-        document_block: Documents searched at once.
-        device: A GPU works in float32 without TF32, and takes memory for the scores of one block; elsewhere FAISS.
+        query_block: queries searched at once.
+        document_block: documents searched at once.
+        device: a GPU works in float32 without TF32, and takes memory for the scores of one block; elsewhere FAISS.
 
     Returns:
         Scores (Q, k) in descending order, and columns (Q, k) of the documents.
@@ -65,15 +65,15 @@ def exact_search(
     num_ids = len(documents) if document_ids is None else len(document_ids)
     is_comparable = len(queries.shape) == 2 and queries.shape[1:] == documents.shape[1:]
     if not is_comparable or not num_ids or num_ids != len(documents) or k < 1:
-        found = f"queries {queries.shape}, documents {documents.shape} with {num_ids} ids, k={k}"
-        raise DualencError(f"{found}; give matrices of one dimension, an id for each document, and k of at least 1")
+        problem = f"queries {queries.shape}, documents {documents.shape} with {num_ids} ids, k={k}"
+        raise DualencError(f"{problem}; give matrices of one dimension, an id for each document, and k of at least 1")
     k = min(k, len(documents))
     precedence = _precedence(len(documents), document_ids)
     device = torch.device(device)
     search = search_by_torch if device.type == "cuda" else _search_by_faiss
     starts = range(0, len(queries), query_block)
     own = starts[distributed.rank_slice(len(starts))]
-    result: Found = []
+    result: Results = []
     for first in range(0, len(own), MAX_QUERY_BLOCKS):
         blocks = [queries[start : start + query_block] for start in own[first : first + MAX_QUERY_BLOCKS]]
         result += search(blocks, documents, k, precedence, document_block, device)
@@ -101,10 +101,10 @@ def _search_by_faiss(
     precedence: npt.NDArray[np.int64],
     document_block: int,
     device: torch.device,
-) -> Found:
+) -> Results:
     """Search all documents for blocks of queries, merging the best of each block of documents."""
     rows = [_float32(block, "a query") for block in queries]
-    found: Found = [(np.zeros((len(own), 0), np.float32), np.zeros((len(own), 0), np.int64)) for own in rows]
+    results: Results = [(np.zeros((len(own), 0), np.float32), np.zeros((len(own), 0), np.int64)) for own in rows]
     before = faiss.cvar.distance_compute_blas_threshold
     # FAISS multiplies matrices for small blocks of queries too; its own rule is several times slower for them.
     faiss.cvar.distance_compute_blas_threshold = 20
@@ -113,13 +113,13 @@ def _search_by_faiss(
             block = _float32(documents[start : start + document_block], "a document")
             for number, own in enumerate(rows):
                 block_scores, block_columns = _knn_with_ties(own, block, k)
-                scores = np.concatenate([found[number][0], block_scores], axis=1)
-                columns = np.concatenate([found[number][1], start + block_columns], axis=1)
+                scores = np.concatenate([results[number][0], block_scores], axis=1)
+                columns = np.concatenate([results[number][1], start + block_columns], axis=1)
                 order = np.lexsort((precedence[columns], -scores), axis=1)[:, :k]
-                found[number] = np.take_along_axis(scores, order, 1), np.take_along_axis(columns, order, 1)
+                results[number] = np.take_along_axis(scores, order, 1), np.take_along_axis(columns, order, 1)
     finally:
         faiss.cvar.distance_compute_blas_threshold = before
-    return found
+    return results
 
 
 def _knn_with_ties(
@@ -148,7 +148,7 @@ def search_by_torch(
     precedence: npt.NDArray[np.int64],
     document_block: int,
     device: torch.device,
-) -> Found:
+) -> Results:
     """The same as `_search_by_faiss`, on a device, with about 25 bytes there for each pair of a query and a document.
 
     A score and the precedence among equals are packed into one integer, so that topk orders ties, too, and the host
@@ -172,11 +172,11 @@ def search_by_torch(
         queries_fit, *documents_fit = torch.stack(finite).tolist()
         if not queries_fit or not all(documents_fit):
             raise _not_finite("a document" if queries_fit else "a query")
-        found: Found = []
+        results: Results = []
         for keys in best:
             scores = _flipped((keys >> 32).int()).view(torch.float32)
-            found.append((scores.cpu().numpy(), column_of[_LOW - (keys & _LOW).cpu().numpy()]))
-    return found
+            results.append((scores.cpu().numpy(), column_of[_LOW - (keys & _LOW).cpu().numpy()]))
+    return results
 
 
 def _keys(scores: Tensor, last: Tensor) -> Tensor:

@@ -11,25 +11,24 @@ import numpy as np
 from dualenc.errors import Unsupported
 from dualenc.search.build import reason
 
-_faiss: Any = faiss
-"""Untyped: its stubs lack the signatures that take arrays and parameters."""
+_faiss: Any = faiss  # its stubs lack the signatures that take arrays and parameters
 NPROBE_FACTOR = 2
-"""Kept rows are sparser and farther away than the rows that `nprobe` was tuned for: IVF visits twice as many lists."""
+"""Allowed rows are sparser and farther away than those that `nprobe` was tuned for: IVF visits twice as many lists."""
 SCANNED_BELOW = 0.1
-"""Share of kept rows below which an HNSW index is scanned instead: a walk over its graph would meet mostly others."""
+"""Share of allowed rows below which an HNSW index is scanned: a walk over its graph would meet mostly others."""
 
 
-def search_among(index: Any, queries: np.ndarray, k: int, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Filtered search: the k best of the kept rows, selected during the search and not after it.
+def search_among(index: Any, queries: np.ndarray, k: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Filtered search: the k best of the allowed rows, selected during the search and not after it.
 
     A flat index is exact. IVF visits more lists, and HNSW more vertices, in proportion to the rows that are left out,
-    so that as many kept rows are compared as in a search without a filter, or all of them.
+    so that as many allowed rows are compared as in a search without a filter.
 
     Args:
         index: FAISS index of N vectors.
         queries: (Q, D) float32, as `as_queries` returns them.
         k: number of results.
-        kept: (N,) bool.
+        allowed: (N,) bool.
 
     Returns:
         Scores (Q, k) and rows (Q, k); -1 where fewer are found.
@@ -37,24 +36,22 @@ def search_among(index: Any, queries: np.ndarray, k: int, kept: np.ndarray) -> t
     Raises:
         Unsupported: FAISS cannot filter this type of index.
     """
-    share = float(kept.mean())
+    share = float(allowed.mean())
     if not share:
         return np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1)
     if isinstance(index, faiss.IndexHNSW) and share < SCANNED_BELOW:
         index = index.storage
     index = faiss.downcast_index(index)
-    selector = _faiss.IDSelectorBitmap(np.packbits(kept, bitorder="little"))
+    selector = _faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
     try:
         return index.search(queries, k, params=_parameters(index, selector, share, k))
     except RuntimeError as error:
-        kind = type(index).__name__
-        raise Unsupported(
-            f"FAISS cannot filter an {kind} ({reason(error)}); build the index as Flat, IVF or HNSW"
-        ) from None
+        problem = f"FAISS cannot filter an {type(index).__name__} ({reason(error)})"
+        raise Unsupported(f"{problem}; build the index as Flat, IVF or HNSW") from None
 
 
 def _parameters(index: Any, selector: Any, share: float, k: int) -> Any:
-    """FAISS search parameters for an index of any nesting: its own settings, scaled by the share of kept rows."""
+    """FAISS search parameters for an index of any nesting: its own settings, scaled by the share of allowed rows."""
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexRefine):
         inner = _parameters(index.base_index, selector, share, math.ceil(k * index.k_factor))

@@ -16,39 +16,32 @@ FUSION_DEPTH = 100
 
 def fuse(
     rankings: Sequence[Sequence[tuple[str, float]]],
-    how: Fusion = "rrf",
+    method: Fusion = "rrf",
     *,
     weights: Sequence[float] | None = None,
-    rrf_k: float = RRF_K,
 ) -> list[tuple[str, float]]:
     """Rank fusion: combine rankings of the same query; an id that a ranking lacks scores 0 in it.
 
-    "rrf" adds w / (rrf_k + rank), the first rank being 1, whatever the scores (Cormack, Clarke & Büttcher 2009,
-    "Reciprocal rank fusion outperforms Condorcet and individual rank learning methods", SIGIR). "weighted" adds
-    w · (score − lowest) / (highest − lowest) of each ranking, the convex combination with min-max normalisation of
-    Bruch, Gai & Ingber 2023 (arXiv 2210.11934); a ranking whose scores are all equal gives w to each.
+    "rrf" adds w / (60 + rank), whatever the scores (Cormack, Clarke & Büttcher 2009, SIGIR). "weighted" adds
+    w · (score − lowest) / (highest − lowest) of each ranking (Bruch, Gai & Ingber 2023, arXiv 2210.11934).
 
     Args:
         rankings: (R,) lists of ids and scores, best first.
-        how: "rrf" or "weighted".
+        method: "rrf" or "weighted".
         weights: (R,) w of each ranking; by default 1 / R.
-        rrf_k: the larger, the less the first ranks stand out.
 
     Returns:
         Ids and fused scores, best first; ties by descending id, as trec_eval orders them.
-
-    Raises:
-        DualencError: an unknown method, or weights that are negative, all zero, or not one for each ranking.
     """
     weights = [1 / len(rankings)] * len(rankings) if weights is None else list(weights)
     are_good = len(weights) == len(rankings) and all(w >= 0 for w in weights) and 0 < sum(weights) < float("inf")
-    if how not in get_args(Fusion) or not are_good:
-        found = f"fusion is {how!r} and weights are {weights} for {len(rankings)} rankings"
-        raise DualencError(f"{found}; give {' or '.join(get_args(Fusion))}, and weights of 0 or more, not all 0")
+    if method not in get_args(Fusion) or not are_good:
+        problem = f"fusion is {method!r} and weights are {weights} for {len(rankings)} rankings"
+        raise DualencError(f"{problem}; give {' or '.join(get_args(Fusion))}, and weights of 0 or more, not all 0")
     fused: dict[str, float] = {}
     for ranking, weight in zip(rankings, weights):
-        if how == "rrf":
-            shares = [1 / (rrf_k + rank) for rank in range(1, len(ranking) + 1)]
+        if method == "rrf":
+            shares = [1 / (RRF_K + rank) for rank in range(1, len(ranking) + 1)]
         else:
             shares = _min_max([score for _, score in ranking])
         for (name, _), share in zip(ranking, shares):

@@ -7,15 +7,13 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import faiss
 import numpy as np
 import pyarrow as pa
 
 from dualenc.checksums import checksums, sizes, verify_files
-from dualenc.data import Corpus
-from dualenc.data.identity import texts_checksum
 from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, rows_of, write_items
 from dualenc.data.vector_shards import Embeddings, read_head
 from dualenc.errors import DualencError, UnknownId, Unsupported
@@ -26,6 +24,7 @@ from dualenc.files import (
     is_folder_of,
     locked,
     recover,
+    remove,
     write_json,
 )
 from dualenc.reading import read_json_object
@@ -44,29 +43,52 @@ from dualenc.search.build import (
     tune,
 )
 from dualenc.search.filtered import search_among
-from dualenc.search.hits import Hit, as_hit
 from dualenc.search.kinds import choose_factory
 from dualenc.search.parts import (
     LISTS,
-    built_in_parts,
+    REFINE,
+    build_in_parts,
     bytes_per_vector,
     can_be_merged,
-    lists_of,
+    lists_on_disk,
     open_alone,
     open_merged,
+    split,
 )
 from dualenc.search.where import column_kinds
 from dualenc.types import Metric
 
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
+
 FORMAT = "dualenc index"
 FORMAT_VERSION = 4
-"""Versions before 4 had ids and columns in files of text, JSON lines and Parquet."""
-EMBEDDINGS_META = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped", "texts_checksum")
+EMBEDDINGS_META = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped")
 """Entries of the embeddings' meta.json that the index keeps: model, side and data."""
-WRITE_BYTES = 1 << 22
 REBUILD = "build the index again"
 MIN_QUERIES_TO_SPLIT = 100
 """From this many queries on half of them are for tuning, and the other half for measuring."""
+
+
+class Hit(NamedTuple):
+    """A search result.
+
+    Attributes:
+        id: of the item.
+        score: higher is nearer.
+        snippet: the text to show, or "".
+        columns: the user's columns by name, without missing values.
+    """
+
+    id: str
+    score: float
+    snippet: str
+    columns: dict[str, Any]
+
+
+def as_hit(id: str, score: float, text: str | None, columns: dict[str, Any]) -> Hit:
+    """A hit of a stored item, whose columns may have missing values."""
+    return Hit(id, score, text or "", {name: value for name, value in columns.items() if value is not None})
 
 
 class Index:
@@ -131,8 +153,8 @@ class Index:
     ) -> Index:
         """Train, fill, tune and measure an index; the database is streamed, and never copied as a whole.
 
-        With a `folder`, an IVF index that exceeds half of the memory is built out of core (`dualenc.search.parts`):
-        filled in parts on disk and merged. Several processes that make the same call share the parts.
+        With a `folder`, an IVF index that exceeds half of the memory is filled in parts on disk and merged
+        (`dualenc.search.parts`); the same call resumes a killed build.
 
         Args:
             vectors: (N, D) array, or embeddings, whose ids, snippets, columns and meta the index keeps.
@@ -140,8 +162,7 @@ class Index:
             factory: "auto" (see `choose_factory`) or any FAISS factory string.
             metric: "cosine" (vectors are normalized) or "ip", the inner product.
             queries: (Q, D) to measure recall@10 with; by default a sample of the database.
-            recall_queries: maximum number of queries to measure with; 0 skips tuning and measuring. From 100 queries on
-                half of them are for tuning, and the other half for measuring.
+            recall_queries: maximum number of queries to measure with; 0 skips tuning and measuring.
             target_recall: recall@10 to reach, by the choice of "auto" and, without `nprobe` and `ef_search`, by `tune`.
             nprobe: lists that an IVF index visits.
             ef_search: candidates that an HNSW index keeps.
@@ -161,32 +182,44 @@ class Index:
         chosen = factory
         if factory == "auto":
             chosen = choose_factory(len(database), embeddings.dim, memory, target_recall)
-        described = {"factory": chosen, "requested_factory": factory}
-        tuning = _Tuning(queries, recall_queries, target_recall, nprobe, ef_search, seed)
-        how: dict[str, Any] = {"train_rows": train_rows, "seed": seed, "progress": progress}
-
         empty = new_index(embeddings.dim, chosen, metric, len(database))
         needed = len(database) * bytes_per_vector(empty)
         budget = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if folder is not None and needed > budget // 2 and can_be_merged(empty):
-            check_target(folder)
-            target = Path(os.path.abspath(folder))
-            work = target.with_name(f".{target.name}.building")
-            with built_in_parts(database, chosen, work, target, memory=budget, **how) as merged:
-                # One of the processes merges and saves; to the others None is yielded when it has.
-                if merged is not None:
-                    _finished(merged[0], database, described | merged[1], tuning).save(folder)
-            return cls.open(folder)
-        if memory is not None and needed > memory:
-            raise DualencError(
-                f"factory {chosen!r} takes {needed / 2**20:,.1f} MiB for {len(database):,} vectors, and memory is "
-                f"{memory / 2**20:,.1f} MiB; give more, or auto or an IVF factory with a folder to save to"
+        in_parts = folder is not None and needed > budget // 2 and can_be_merged(empty)
+        if memory is not None and needed > memory and not in_parts:
+            sizes_in_mib = (
+                f"{needed / 2**20:,.1f} MiB for {len(database):,} vectors, and memory is {memory / 2**20:,.1f}"
             )
+            remedy = "give more, or auto or an IVF factory with a folder to save to"
+            raise DualencError(f"factory {chosen!r} takes {sizes_in_mib} MiB; {remedy}")
+        if folder is not None:
+            check_target(folder)
+        options: dict[str, Any] = {"train_rows": train_rows, "seed": seed, "progress": progress}
         with nullcontext() if folder is None else locked(folder, wait=False):
-            filled, built = build_faiss(database, chosen, **how)
-            index = _finished(filled, database, described | built, tuning)
-            if folder is not None:
-                index.save(folder)
+            if folder is not None and in_parts:
+                target = Path(os.path.abspath(folder))
+                work = target.with_name(f".{target.name}.building")
+                filled, built = build_in_parts(database, chosen, work, memory=budget, **options)
+            else:
+                filled, built = build_faiss(database, chosen, **options)
+            meta = {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta}
+            meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric}
+            meta |= {"factory": chosen, "requested_factory": factory, **built}
+            meta["bytes_per_vector"] = bytes_per_vector(filled)
+            parameters = {"nprobe": nprobe, "efSearch": ef_search}
+            given_parameters = {name: value for name, value in parameters.items() if value is not None}
+            for name, value in given_parameters.items():
+                set_parameter(filled, name, value)
+            probe_queries, rows = _measured_queries(database, queries, recall_queries, seed)
+            meta["search_parameters"] = given_parameters
+            meta |= _tune_and_measure(filled, database, probe_queries, rows, target_recall, given_parameters)
+            index = cls(filled, embeddings.ids, meta, embeddings.snippets, embeddings.columns)
+            if folder is None:
+                return index
+            index.save(folder)
+            if in_parts:
+                remove(work)
+                return cls.open(folder)
         return index
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -205,8 +238,8 @@ class Index:
 
         Args:
             folder: written by `save` or `dualenc index`.
-            verify: read every file once and compare its SHA-256 with meta.json (about 1.5 GB a second on each core).
-                Otherwise sizes are compared, and 64 MiB are read at most, the smallest files first.
+            verify: read every file once and compare its SHA-256 with meta.json; otherwise sizes are compared, and the
+                smallest files up to 64 MiB.
 
         Raises:
             DualencError: no such folder, or a file in it that is missing, truncated or was replaced.
@@ -218,26 +251,24 @@ class Index:
     def _open(cls, folder: Path, verify: bool) -> Index:
         recover(folder)
         if not folder.is_dir():
-            raise DualencError(
-                f"{folder}: no such folder; make an index with `dualenc index MODEL DATA --out {folder}`"
-            )
+            remedy = f"make an index with `dualenc index MODEL DATA --out {folder}`"
+            raise DualencError(f"{folder}: no such folder; {remedy}")
         path = folder / "meta.json"
         other = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
         read_head(folder, FORMAT, FORMAT_VERSION, other)
-        meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
+        meta = read_json_object(
+            path, {"dim": int, "count": int, "metric": str, "files": dict, "search_parameters": dict}
+        )
         check_recorded(path, meta, REBUILD)
-
-        path = folder / "index.faiss"
-        on_disk = (folder / LISTS).exists()
-        names = ["index.faiss", ITEMS, ORDER, *([LISTS] if on_disk else [])]
+        names = ["index.faiss", ITEMS, ORDER, *(name for name in (LISTS, REFINE) if (folder / name).exists())]
         verify_files(folder, names, meta, REBUILD, verify)
         try:
-            index = open_merged(path) if on_disk else open_alone(path)
+            index = _open_faiss(folder, meta["search_parameters"].get("k_factor_rf"))
         except (RuntimeError, MemoryError) as error:
-            raise DualencError(f"{path}: corrupt ({reason(error)}); {REBUILD}") from None
+            raise DualencError(f"{folder / 'index.faiss'}: corrupt ({reason(error)}); {REBUILD}") from None
         for name, found in (("dim", index.d), ("count", index.ntotal)):
             if meta[name] != found:
-                raise DualencError(f"{path}: has {name} {found}, but meta.json says {meta[name]}; {REBUILD}")
+                raise DualencError(f"{path}: {name} is {meta[name]}, but index.faiss has {found}; {REBUILD}")
         items = ItemTable([folder / ITEMS], index.ntotal, REBUILD)
         return cls(index, items.ids, meta, items.texts, items.columns)
 
@@ -251,7 +282,7 @@ class Index:
         queries: np.ndarray,
         k: int = 10,
         *,
-        kept: np.ndarray | None = None,
+        allowed_rows: np.ndarray | None = None,
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> list[list[Hit]]:
@@ -260,7 +291,7 @@ class Index:
         Args:
             queries: (Q, D), or one query (D,).
             k: number of results.
-            kept: (N,) bool, the rows to search among; by default all.
+            allowed_rows: (N,) bool, the rows to search among; by default all.
             nprobe: lists that an IVF index visits, from now on; by default as built.
             ef_search: candidates that an HNSW index keeps, from now on; by default as built.
 
@@ -271,11 +302,11 @@ class Index:
             DualencError: queries of another dimension or not finite, k below 1, or a search parameter that the index
                 does not have.
         """
-        scores, rows = self.search_rows(queries, k, kept=kept, nprobe=nprobe, ef_search=ef_search)
-        return [
-            [self.hit(row, score) for row, score in zip(*hits) if row >= 0]
-            for hits in zip(rows.tolist(), scores.tolist())
-        ]
+        scores, rows = self.search_rows(queries, k, allowed_rows=allowed_rows, nprobe=nprobe, ef_search=ef_search)
+        results = []
+        for own_scores, own_rows in zip(scores.tolist(), rows.tolist()):
+            results.append([self.hit(row, score) for row, score in zip(own_rows, own_scores) if row >= 0])
+        return results
 
     def hit(self, row: int, score: float) -> Hit:
         """The hit of a row, with its text and columns."""
@@ -287,20 +318,19 @@ class Index:
         queries: np.ndarray,
         k: int = 10,
         *,
-        kept: np.ndarray | None = None,
+        allowed_rows: np.ndarray | None = None,
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Search as `search` does, for row numbers (Q, k) int64 instead of ids; -1 where fewer than k are found.
-
-        With `kept` (N,) bool, only those rows are searched (`dualenc.search.filtered`).
-        """
+        """Search as `search` does, for scores and row numbers (Q, k); -1 where fewer than k are found."""
         ready = as_queries(queries, self.dim, self.meta["metric"], k)
         if nprobe is not None:
             set_parameter(self.faiss, "nprobe", nprobe)
         if ef_search is not None:
             set_parameter(self.faiss, "efSearch", ef_search)
-        return self.faiss.search(ready, k) if kept is None else search_among(self.faiss, ready, k, kept)
+        if allowed_rows is not None:
+            return search_among(self.faiss, ready, k, allowed_rows)
+        return self.faiss.search(ready, k)
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
         """Reconstruct the vectors of some ids, in the precision of the index: (n, D) float32.
@@ -320,21 +350,8 @@ class Index:
                 ivf.make_direct_map(True)
             return self.faiss.reconstruct_batch(rows)
         except RuntimeError as error:
-            kind = self.meta.get("factory", "?")
-            raise Unsupported(
-                f"an index of kind {kind} gives no vectors back ({reason(error)}); search by text"
-            ) from None
-
-
-class _Tuning(NamedTuple):
-    """How to tune and measure an index: the arguments of `Index.build` with these names."""
-
-    queries: np.ndarray | None
-    recall_queries: int
-    target_recall: float
-    nprobe: int | None
-    ef_search: int | None
-    seed: int
+            why = f"an index of kind {self.meta.get('factory', '?')} gives no vectors back ({reason(error)})"
+            raise Unsupported(f"{why}; search by text") from None
 
 
 def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | None) -> Embeddings:
@@ -342,54 +359,50 @@ def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | N
     if not isinstance(vectors, Embeddings):
         vectors = np.asarray(vectors)
         if vectors.ndim != 2 or not vectors.shape[1] or vectors.dtype.kind not in "fiu":
-            found = f"{vectors.dtype} of shape {vectors.shape}"
-            raise DualencError(f"vectors are {found}; give numbers as a matrix (N, D)")
+            problem = f"{vectors.dtype} of shape {vectors.shape}"
+            raise DualencError(f"vectors are {problem}; give numbers as a matrix (N, D)")
         vectors = Embeddings([str(row) for row in range(len(vectors))] if ids is None else ids, vectors)
     check_ids(vectors.ids)
     return vectors
 
 
-def _finished(index: Any, database: Database, built: dict[str, Any], tuning: _Tuning) -> Index:
-    """Tune and measure a filled FAISS index; returns it with ids, texts, columns and the entries of meta.json."""
-    embeddings = database.embeddings
-    meta = {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta}
-    meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": database.metric, **built}
-    meta["bytes_per_vector"] = bytes_per_vector(index)
-    meta |= _tune_and_measure(index, database, tuning)
-    return Index(index, embeddings.ids, meta, embeddings.snippets, embeddings.columns)
+def _measured_queries(
+    database: Database, queries: np.ndarray | None, count: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Queries (Q, D) to measure recall with, and their rows (Q,) in the database, -1 for the user's."""
+    if queries is None:
+        rows = database.sample(count, seed + 1)  # another seed than that of the training sample
+        return database.rows(rows), rows
+    ready = as_queries(queries, database.embeddings.dim, database.metric)[:count]
+    return ready, np.full(len(ready), -1)
 
 
-def _tune_and_measure(index: Any, database: Database, tuning: _Tuning) -> dict[str, Any]:
-    """Set or tune the search parameters of a filled index, and measure it; returns entries for meta.json."""
-    given = {"nprobe": tuning.nprobe, "efSearch": tuning.ef_search}
-    parameters = {name: value for name, value in given.items() if value is not None}
-    for name, value in parameters.items():
-        set_parameter(index, name, value)
-    if tuning.queries is None:
-        # Another seed than that of the training sample.
-        rows = database.sample(tuning.recall_queries, tuning.seed + 1)
-        queries = database.rows(rows)
-    else:
-        queries = as_queries(tuning.queries, database.embeddings.dim, database.metric)[: tuning.recall_queries]
-        rows = np.full(len(queries), -1)
+def _tune_and_measure(
+    index: Any,
+    database: Database,
+    queries: np.ndarray,
+    rows: np.ndarray,
+    target_recall: float,
+    parameters: dict[str, int],
+) -> dict[str, Any]:
+    """Tune the search parameters of a filled index unless some are set, and measure it; entries for meta.json."""
     probe = exact_probe(database, queries, rows)
     if probe is None:
-        return {"search_parameters": parameters}
+        return {}
     meta: dict[str, Any] = {}
     if not parameters:
-        meta["target_recall"] = tuning.target_recall
+        meta["target_recall"] = target_recall
         tuning_probe = probe
         # Recall on the queries that chose the parameters would be too high.
         if len(queries) >= MIN_QUERIES_TO_SPLIT and parameter_values(index):
             tuning_probe = probe.part(slice(0, None, 2))
             probe = probe.part(slice(1, None, 2))
-        parameters = tune(index, database, tuning_probe, tuning.target_recall)
+        meta["search_parameters"] = tune(index, database, tuning_probe, target_recall)
     return meta | {
         "recall_at_10": round(recall(index, database, probe), 4),
         "recall_queries": len(probe.queries),
-        "recall_queries_from": "database" if tuning.queries is None else "given",
+        "recall_queries_from": "database" if (rows >= 0).any() else "given",
         "latency_ms": latency(index, probe.queries),
-        "search_parameters": parameters,
     }
 
 
@@ -403,15 +416,15 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     check_folder_target(folder, is_index, "index")
 
 
-def check_recorded(path: Path, meta: Mapping[str, Any], mend: str) -> None:
-    """Refuse values that the entries of a meta.json which were kept from its embeddings cannot have."""
+def check_recorded(path: Path, meta: Mapping[str, Any], remedy: str) -> None:
+    """Refuse values that entries of a meta.json on model and embeddings cannot have."""
     allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
     for name, values in allowed.items():
         if name in meta and meta[name] not in values:
-            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {mend}")
+            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {remedy}")
     for name in ("model", "model_checksum"):
         if not isinstance(meta.get(name, ""), str):
-            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {mend}")
+            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {remedy}")
 
 
 def write_contents(
@@ -426,33 +439,46 @@ def write_contents(
     """Write the files of an index of N vectors; returns its `items_checksum`.
 
     Args:
-        part: folder to write to; it may contain lists on disk already.
+        part: folder to write to.
         folder: its final name, where plain FAISS will look for lists on disk.
         index: FAISS index.
         ids, snippets, columns, meta: as `Index` has them.
     """
-    lists = lists_of(index)
+    lists = lists_on_disk(index)
     if lists is None:
-        _write_faiss(index, part / "index.faiss")
+        faiss.write_index(index, str(part / "index.faiss"))
     else:
-        before = Path(lists.filename)
-        if before.with_name("plan.json").exists():
-            _link_or_copy(before, part / LISTS)
-        elif before != part.absolute() / LISTS:
-            # From the map: other lists may have taken the place of those that were opened.
-            faiss.rev_swig_ptr(lists.ptr, lists.totsize).tofile(part / LISTS)
+        work = Path(lists.filename).parent
+        if not (work / "plan.json").exists():
+            raise DualencError(
+                f"{folder}: an opened index with lists on disk is not saved again; copy its folder {work}"
+            )
+        for path in (work / LISTS, work / REFINE):
+            if path.exists():
+                _link_or_copy(path, part / path.name)
         lists.filename = os.path.abspath(folder / LISTS)
-        try:
-            _write_faiss(index, part / "index.faiss")
-        finally:
-            lists.filename = str(before)
+        faiss.write_index(split(index)[0], str(part / "index.faiss"))
+        lists.filename = str(work / LISTS)
     write_items(part, ids, snippets, columns)
+    try:
+        # FAISS only prints that the disk was full at the end of the file.
+        _open_faiss(part)
+    except RuntimeError as error:
+        raise DualencError(f"{folder}: FAISS did not write it whole ({reason(error)}); is the disk full?") from None
     files = checksums(part, sorted(path.name for path in part.iterdir()))
-    head = {"format": FORMAT, "version": FORMAT_VERSION, **meta, "faiss": faiss.__version__}
-    # A meta that was read from a folder has the old version and files, too.
-    head |= {"version": FORMAT_VERSION, "sizes": sizes(part, files), "files": files}
-    write_json(part / "meta.json", head)
+    head = {**meta, "format": FORMAT, "version": FORMAT_VERSION, "faiss": faiss.__version__}
+    write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
     return files[ITEMS]
+
+
+def _open_faiss(folder: Path, refine_factor: int | None = None) -> Any:
+    path = folder / "index.faiss"
+    if not (folder / LISTS).exists():
+        return open_alone(path)
+    index = open_merged(path)
+    if refine_factor is not None:
+        set_parameter(index, "k_factor_rf", refine_factor)
+    return index
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -460,26 +486,6 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # another disk, or one without links
         shutil.copyfile(source, target)
-
-
-def _write_faiss(index: Any, path: Path) -> None:
-    """`faiss.write_index`, but raising when the disk is full at the end of the file, which FAISS only prints."""
-    failed: list[OSError] = []
-    with open(path, "wb") as stream:
-
-        def write(block: bytes) -> None:
-            try:
-                stream.write(block)
-            except OSError as error:
-                failed.append(error)
-                raise
-
-        try:
-            faiss.write_index(index, faiss.PyCallbackIOWriter(write, WRITE_BYTES))  # type: ignore[attr-defined]
-        except RuntimeError:
-            if failed:
-                raise failed[0] from None
-            raise
 
 
 def rows_in(corpus: Corpus, index: Index | Embeddings, folder: str | os.PathLike[str]) -> list[int]:
@@ -492,24 +498,8 @@ def rows_in(corpus: Corpus, index: Index | Embeddings, folder: str | os.PathLike
     if -1 in rows:
         name = index.ids[rows.index(-1)]
         raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what it was made of")
-    # After `--remove` there is no checksum of the texts, only their beginnings.
     for row, snippet in zip(rows, index.snippets or ()):
         if snippet != in_utf8(corpus.text(row)):
-            _refuse_changed(folder, f"of {corpus.ids[row][:80]!r} ")
-    check_unchanged(corpus, rows, index.meta, folder)
+            problem = f"the text of {corpus.ids[row][:80]!r} in the data is not what was embedded"
+            raise DualencError(f"{folder}: {problem}; embed and index the data again")
     return rows
-
-
-def check_unchanged(
-    corpus: Corpus, rows: Sequence[int], meta: Mapping[str, Any], folder: str | os.PathLike[str]
-) -> None:
-    """Check texts against the checksum in a meta.json, if it has one."""
-    recorded = meta.get("texts_checksum")
-    if recorded is not None and recorded != texts_checksum((corpus.ids[row], corpus[row]) for row in rows):
-        _refuse_changed(folder)
-
-
-def _refuse_changed(folder: str | os.PathLike[str], which: str = "") -> NoReturn:
-    raise DualencError(
-        f"{folder}: the text {which}in the data is not what was embedded; embed and index the data again"
-    )

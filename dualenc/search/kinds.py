@@ -72,20 +72,16 @@ KINDS = (
 
 
 def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target_recall: float = 0.95) -> str:
-    """FAISS factory choice for "auto": the first type that fits, or else the one that needs least memory.
-
-    The types are those of `KINDS`; docs/search.md shows them as a table. Without `memory` a type is used up to its
-    `max_values`, Flat and HNSW also with it.
+    """FAISS factory choice for "auto": the first of `KINDS` that fits, or else the one that needs least memory.
 
     HNSW is considered for targets of 0.98 and more, where IVF visits many lists. The half-precision vectors for
-    refinement stay on disk, 2 D bytes each. n is the power of two nearest to 4√N, at most 2¹⁷, fewer where a list would
-    get less than 39 of the training points that fit into a quarter of the memory. RaBitQ: Gao and Long 2024
-    (arXiv:2405.12497).
+    refinement stay on disk. n is the power of two nearest to 4√N, at most 2¹⁷, fewer where a list would get less than
+    39 of the training points that fit into a quarter of the memory. RaBitQ: Gao and Long 2024 (arXiv:2405.12497).
 
     Args:
         num_vectors: N.
         dim: D.
-        memory: bytes that searches may keep in memory.
+        memory: bytes that searches may keep in memory; without them a kind is used up to its `max_values`.
         target_recall: recall@10 to reach.
     """
     lists = number_of_lists(num_vectors, dim, memory)
@@ -117,22 +113,17 @@ def number_of_lists(num_vectors: int, dim: int, memory: int | None = None) -> in
     return min(MAX_LISTS, 2 ** min(round(math.log2(4 * math.sqrt(num_vectors))), by_training))
 
 
-def parse_bytes(text: str, name: str = "memory", least: int = MIN_MEMORY) -> int:
+def parse_bytes(text: str) -> int:
     """Bytes from "2GiB", "500 MB", "1.5G" or a plain number; K, M, G and T are powers of 1024 unless a B alone follows.
 
-    Args:
-        text: the size.
-        name: the option, for error messages.
-        least: smallest allowed size, in bytes.
-
     Raises:
-        DualencError: not a size, or below `least`.
+        DualencError: not a size, or below 16 MiB.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", text, re.IGNORECASE)
     size = 0
-    if found is not None:
-        base = 1000 if found[3].upper() == "B" and found[2] else 1024
-        size = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
-    if size < least:
-        raise DualencError(f"{name} is {text!r}; give a size such as 2GiB or 500MB, at least {least / 2**20:g}MiB")
+    if match is not None:
+        base = 1000 if match[3].upper() == "B" and match[2] else 1024
+        size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if size < MIN_MEMORY:
+        raise DualencError(f"memory is {text!r}; give a size such as 2GiB or 500MB, at least {MIN_MEMORY / 2**20:g}MiB")
     return size

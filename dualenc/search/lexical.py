@@ -17,7 +17,7 @@ import os
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import bm25s
 import numpy as np
@@ -25,11 +25,13 @@ import regex
 from bm25s.stopwords import STOPWORDS_EN
 from bm25s.tokenization import Tokenized
 
-from dualenc.data import Corpus
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, is_folder_of, locked, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.index import Index, rows_in
+
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
 
 FOLDER = "bm25"
 FORMAT = "dualenc bm25"
@@ -57,8 +59,8 @@ def split_terms(text: str, *, is_query: bool = False) -> list[str]:
             terms.append(word)
             continue
         # Every second part is without spaces; its characters include vowel signs and tone marks.
-        for place, part in enumerate(_WITHOUT_SPACES.split(word)):
-            characters = _CHARACTERS.findall(part) if place % 2 else [part]
+        for number, part in enumerate(_WITHOUT_SPACES.split(word)):
+            characters = _CHARACTERS.findall(part) if number % 2 else [part]
             bigrams = [first + second for first, second in itertools.pairwise(characters)]
             terms += bigrams if is_query and bigrams else characters + bigrams
     return [term for term in terms if term and term not in _STOP_WORDS]
@@ -68,10 +70,6 @@ class Lexical:
     """BM25 index over the rows of an index (Lucene's variant).
 
     Create one with `Lexical.build` or `Lexical.open`.
-
-    Args:
-        scorer: `bm25s.BM25` with the rows of the index.
-        count: N, the number of rows.
     """
 
     def __init__(self, scorer: Any, count: int) -> None:
@@ -80,11 +78,7 @@ class Lexical:
 
     @classmethod
     def build(cls, texts: Iterable[str]) -> Lexical:
-        """Split and index N texts.
-
-        Raises:
-            DualencError: no text has a word.
-        """
+        """Split and index N texts."""
         vocabulary: dict[str, int] = {}
         ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in split_terms(text)] for text in texts]
         if not vocabulary:
@@ -117,24 +111,27 @@ class Lexical:
             raise DualencError(f"{folder}: splits texts into other words than this version; {AGAIN}")
         try:
             scorer = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
-            sizes = len(scorer.scores["data"]), len(scorer.scores["indices"]), int(scorer.scores["indptr"][-1])
-            if len(set(sizes)) != 1 or scorer.scores["num_docs"] != meta["count"]:
+            arrays = scorer.scores
+            if not len(arrays["data"]) == len(arrays["indices"]) == arrays["indptr"][-1]:
                 raise ValueError("its arrays do not fit together")
         except Exception as error:  # from numpy, json and bm25s
             why = " ".join(str(error).split())[:100]
             raise DualencError(f"{folder}: corrupt ({type(error).__name__}: {why}); {AGAIN}") from None
         return cls(scorer, meta["count"])
 
-    def search(self, query: str, k: int, kept: np.ndarray | None = None) -> list[tuple[int, float]]:
+    def search(self, query: str, k: int, allowed_rows: np.ndarray | None = None) -> list[tuple[int, float]]:
         """The k rows of the highest scores above 0, best first; ties by ascending row.
 
-        With `kept` (N,) bool only those rows are returned; document frequencies still count all rows.
+        With `allowed_rows` (N,) bool only those are returned; document frequencies still count all rows.
         """
         in_vocabulary = [term for term in split_terms(query, is_query=True) if term in self.scorer.vocab_dict]
         if not in_vocabulary:
             return []
         scores = self.scorer.get_scores(in_vocabulary)
-        rows = np.flatnonzero(scores > 0 if kept is None else (scores > 0) & kept)
+        matches = scores > 0
+        if allowed_rows is not None:
+            matches &= allowed_rows
+        rows = np.flatnonzero(matches)
         # bm25s.retrieve breaks ties arbitrarily; all that tie with the k-th are kept for the stable sort.
         if len(rows) > k:
             rows = rows[scores[rows] >= np.partition(scores[rows], -k)[-k]]
@@ -148,15 +145,7 @@ def has_lexical(index: str | os.PathLike[str]) -> bool:
 
 
 def add_lexical(folder: str | os.PathLike[str], corpus: Corpus) -> Lexical:
-    """Add a BM25 index to the folder of an index.
-
-    Args:
-        folder: the index's folder.
-        corpus: the texts that were indexed, in any order; further texts are ignored.
-
-    Raises:
-        DualencError: not texts, not those of the index, or texts that have changed since they were embedded.
-    """
+    """Add a BM25 index to the folder of an index, of the texts (in any order, more are ignored) that were indexed."""
     if corpus.modality != "text":
         raise DualencError(f"{folder}: BM25 needs texts, and its data holds {corpus.modality}s; leave --bm25 out")
     with locked(folder):

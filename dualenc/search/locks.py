@@ -1,8 +1,7 @@
-"""Work claims: a lock per piece of work, in a folder that all workers share."""
+"""Work claims: a lock file per piece of work, in a folder that all workers share."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ WAIT_SECONDS = 0.05
 
 
 @contextmanager
-def claimed(path: Path, wait: bool = False) -> Iterator[bool]:
+def work_lock(path: Path, wait: bool = False) -> Iterator[bool]:
     """File lock, held until the end of the context or the death of this process; the empty file stays.
 
     Yields whether this worker holds the lock; with `wait` it waits until it does.
@@ -25,25 +24,20 @@ def claimed(path: Path, wait: bool = False) -> Iterator[bool]:
         DualencError: the file system has no locks.
     """
     lock = FileLock(path)
-    while not _acquired(lock, path):
-        if not wait:
-            yield False
-            return
-        time.sleep(WAIT_SECONDS)
+    while True:
+        # FileLock would create the folder again, which another worker may have removed after finishing.
+        if not path.parent.is_dir():
+            raise FileNotFoundError(path)
+        try:
+            lock.acquire(timeout=WAIT_SECONDS if wait else 0)
+            break
+        except Timeout:
+            if not wait:
+                yield False
+                return
+        except NotImplementedError:
+            raise DualencError(f"{path.parent}: its file system has no locks; choose another disk") from None
     try:
         yield True
     finally:
         lock.release()
-
-
-def _acquired(lock: FileLock, path: Path) -> bool:
-    # FileLock would create the folder again, which another worker may have removed after finishing.
-    if not path.parent.is_dir():
-        raise FileNotFoundError(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return False
-    except NotImplementedError:
-        raise DualencError(f"{path.parent}: its file system has no locks; choose a folder on another disk") from None
-    return True

@@ -28,8 +28,7 @@ from dualenc.errors import DualencError, UnknownId
 from dualenc.files import check_folder_target, is_folder_of, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.build import Database, as_queries
-from dualenc.search.hits import Hit, as_hit
-from dualenc.search.index import EMBEDDINGS_META, check_recorded
+from dualenc.search.index import EMBEDDINGS_META, Hit, as_hit, check_recorded
 from dualenc.search.where import column_kinds
 from dualenc.types import Metric
 
@@ -225,7 +224,7 @@ def push(
     meta |= {
         "target": target,
         "collection": collection,
-        "fingerprint": fingerprint_of(embeddings, database.metric),
+        "fingerprint": _fingerprint(embeddings, database.metric),
         "count": len(embeddings),
         "dim": embeddings.dim,
         "metric": database.metric,
@@ -302,7 +301,7 @@ def is_server(target: str) -> bool:
     return target.startswith(("http://", "https://"))
 
 
-def fingerprint_of(embeddings: Embeddings, metric: Metric) -> str:
+def _fingerprint(embeddings: Embeddings, metric: Metric) -> str:
     """Checksum of ids, vectors, texts and columns, by their files if they are in a folder, and of the metric."""
     files = embeddings.meta.get("files")
     if files is None:

@@ -1,8 +1,4 @@
-"""Cross-encoder reranking: a model that reads query and text together orders the best results of a first search.
-
-It is slower than any index by orders of magnitude, so it scores only those (Nogueira & Cho 2019, "Passage re-ranking
-with BERT", arXiv 1901.04085).
-"""
+"""Cross-encoder reranking (Nogueira & Cho 2019, arXiv 1901.04085)."""
 
 from __future__ import annotations
 
@@ -21,13 +17,10 @@ Rescore = Callable[[Sequence[tuple[str, str]]], np.ndarray]
 
 
 def open_cross_encoder(path: str, *, batch_size: int = 32, device: str = "cpu") -> tuple[Rescore, str]:
-    """Open a cross-encoder of sentence-transformers; returns it with a digest of its weights.
-
-    Its own activation is applied: a model may give logits or numbers from 0 to 1, and limits are in their unit.
+    """Open a cross-encoder of sentence-transformers with its own activation; returns it with a digest of its weights.
 
     Args:
-        path: folder or name of a `CrossEncoder` with one output; only safetensors are read, and nothing in the folder
-            runs code.
+        path: folder or name of a `CrossEncoder` with one output; only safetensors are read, and no code of it runs.
         batch_size: pairs per forward pass.
         device: such as cpu or cuda:0.
 
@@ -57,10 +50,9 @@ def open_cross_encoder(path: str, *, batch_size: int = 32, device: str = "cpu") 
     architectures = getattr(model.config, "architectures", None) or ["…ForSequenceClassification"]
     has_head = any("ForSequenceClassification" in name for name in architectures)
     if model[0].transformer_task == "sequence-classification" and not has_head:
-        reason = f"is a {architectures[0]}, whose scores of pairs would be random weights'"
-        raise DualencError(f"{path}: {reason}; give a model that was trained as a cross-encoder")
+        raise DualencError(f"{path}: is a {architectures[0]}; give a model that was trained as a cross-encoder")
     if model.num_labels != 1:
-        raise DualencError(f"{path}: gives {model.num_labels} numbers for a pair; a judge gives one")
+        raise DualencError(f"{path}: gives {model.num_labels} numbers for a pair; give a model with one")
 
     def rescore(texts: Sequence[tuple[str, str]]) -> np.ndarray:
         if not texts:

@@ -1,4 +1,4 @@
-"""Search service: an index or an engine with its model; texts, images, vectors or ids in, results out."""
+"""Searcher: an index or a pushed collection with its model; texts, images, vectors or ids in, results out."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dualenc.encoders.dual import DualEncoder, num_rows, take, unit_norm
+from dualenc.encoders.dual import DualEncoder, unit_norm
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError, Unsupported
 from dualenc.files import consistent_read
 from dualenc.search.embed import tower_checksum
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
-from dualenc.search.hits import Hit
-from dualenc.search.index import Index
-from dualenc.search.kept import KeptTexts, has_texts
+from dualenc.search.index import Hit, Index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
 from dualenc.search.qdrant import QdrantIndex, is_pushed
 from dualenc.search.rerank import Rescore, rerank
+from dualenc.search.texts import TextStore, has_texts
 from dualenc.search.where import Condition, meets, parse_conditions
 from dualenc.types import Inputs, Modality, Side
 
@@ -34,11 +33,10 @@ class Query(NamedTuple):
     Attributes:
         side: the side of the model that encodes the item.
         item: a text, image or vector.
-        inputs: the item as prepared by that side's `prepare`, if it has been already.
         ids: in place of an item; the mean of their vectors is the query, and the results exclude them.
         k: number of results.
         where: conditions on columns of an index, all of which must hold.
-        filter: for an engine, in its own language; "" for none.
+        filter: for Qdrant, its JSON; "" for none.
         hybrid: how to fuse the results of a text's vector with those of BM25; None for the vector alone.
         weight: of the vector's results in the fusion, from 0 to 1; BM25 has the rest.
         rerank: number of best results that the cross-encoder scores for a text; only these are returned. 0 for none.
@@ -46,7 +44,6 @@ class Query(NamedTuple):
 
     side: Side = "left"
     item: Any = None
-    inputs: Inputs | None = None
     ids: tuple[str, ...] = ()
     k: int = 10
     where: tuple[Condition, ...] = ()
@@ -64,10 +61,10 @@ class Searcher:
 
     Attributes:
         folder: of the index.
-        index: a FAISS index or an engine.
+        index: a FAISS index or a collection of Qdrant.
         encoder: the model that made it, in evaluation mode.
         lexical: BM25 index over its texts, if opened with one.
-        judge: the cross-encoder for reranking, if opened with one.
+        cross_encoder: for reranking, if opened with one.
         texts: the whole texts, to show and for the cross-encoder; None if none are kept, or those of other items.
         settings: `nprobe` and `ef_search` of all searches, as the index's `search` takes them.
     """
@@ -76,8 +73,8 @@ class Searcher:
     index: Index | QdrantIndex
     encoder: DualEncoder
     lexical: Lexical | None = None
-    judge: Rescore | None = None
-    texts: KeptTexts | None = None
+    cross_encoder: Rescore | None = None
+    texts: TextStore | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -92,21 +89,19 @@ class Searcher:
         model: str | None = None,
         *,
         device: str | torch.device = "cpu",
-        before: Searcher | None = None,
         hybrid: bool | None = None,
-        judge: Rescore | None = None,
+        cross_encoder: Rescore | None = None,
         qdrant_path: str | None = None,
         **settings: Any,
     ) -> Searcher:
-        """Open an index, or the engine that a folder records, and the model that made it.
+        """Open an index, or the collection that a folder remembers, and the model that made it.
 
         Args:
             folder: written by `dualenc index` or `dualenc push`.
             model: its model folder or name; by default the recorded one, or one of that name beside the index.
             device: for the model.
-            before: an earlier searcher, whose model is shared if the index was made with the same weights.
             hybrid: open the BM25 index, too; None opens it if it exists.
-            judge: a cross-encoder (`open_cross_encoder`) for `Query.rerank`; its texts are opened, too.
+            cross_encoder: (`open_cross_encoder`) for `Query.rerank`; its texts are opened, too.
             qdrant_path: the store of an embedded Qdrant, see `QdrantIndex.open`.
             settings: `nprobe` and `ef_search`, as the index's `search` takes them.
 
@@ -116,22 +111,17 @@ class Searcher:
         """
         folder = Path(folder)
         index, lexical, texts = consistent_read(
-            folder, lambda: _open_files(folder, qdrant_path, hybrid, needs_texts=judge is not None)
+            folder, lambda: _open_files(folder, qdrant_path, hybrid, needs_texts=cross_encoder is not None)
         )
         # A parameter that does not apply is refused now, not at every query.
         if any(value is not None for value in settings.values()):
             index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
         recorded = index.meta.get("model_checksum")
         side = index.meta.get("side", "right")
-        if before is not None and recorded and tower_checksum(before.encoder.tower(side)) == recorded:
-            encoder = before.encoder
-        else:
-            encoder = load_model(model or _recorded_model(index, folder), device=device)
-            if recorded is not None and tower_checksum(encoder.tower(side)) != recorded:
-                raise DualencError(
-                    f"{folder}: was built with other weights than the model has now; build the index again"
-                )
-        return cls(folder, index, encoder, lexical, judge, texts, settings)
+        encoder = load_model(model or _recorded_model(index, folder), device=device)
+        if recorded is not None and tower_checksum(encoder.tower(side)) != recorded:
+            raise DualencError(f"{folder}: was built with other weights than the model has now; build the index again")
+        return cls(folder, index, encoder, lexical, cross_encoder, texts, settings)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -148,27 +138,18 @@ class Searcher:
         return "left" if self.side == "right" else "right"
 
     def query_side(self, modality: Modality) -> Side:
-        """The side that encodes a query: not the index's side, or, for images and texts, that of the modality.
-
-        Raises:
-            DualencError: the model does not encode this modality.
-        """
+        """The side that encodes a query: not the index's side, or, for images and texts, that of the modality."""
         if modality not in self.takes:
             names = {"text": "a text", "image": "an image", "vector": "a vector"}
             accepted = " or ".join(names[name] for name in self.takes)
-            raise DualencError(
-                f"the query is {modality}, and the model of this index takes {accepted}; search with that"
-            )
+            problem = f"the query is {modality}, and the model of this index takes {accepted}"
+            raise DualencError(f"{problem}; search with that")
         if self.encoder.kind in ("query-document", "vector"):
             return self._other_side
         return "left" if self.encoder.left.modality == modality else "right"
 
     def conditions(self, words: Sequence[str]) -> tuple[Condition, ...]:
-        """Parse conditions such as year>=2020.
-
-        Raises:
-            DualencError: a condition that cannot be parsed, an index without columns, or an engine.
-        """
+        """Parse conditions such as year>=2020."""
         if words and self.filter_language:
             raise Unsupported(f"this engine filters in its own language ({self.filter_language}); give a filter")
         if words and not self.index.column_kinds:
@@ -189,17 +170,14 @@ class Searcher:
         is_text = isinstance(query.item, str)
         if query.hybrid is not None and not (is_text and self.lexical):
             raise Unsupported("hybrid search needs a text, and an index that was built with --bm25; leave it out")
-        if query.rerank and not (is_text and self.judge):
+        if query.rerank and not (is_text and self.cross_encoder):
             raise Unsupported("reranking needs a text, and a cross-encoder named by --rerank; leave it out")
         if query.rerank and query.rerank < query.k:
             raise Unsupported(f"k is {query.k}, and {query.rerank} are reranked; ask for fewer, or do not rerank")
-        if query.filter and not self.filter_language:
+        if query.filter and not isinstance(self.index, QdrantIndex):
             raise Unsupported("only an engine takes a filter; give conditions (where)")
-
-    def check_filter(self, filter: str) -> None:
-        """Refuse an untrusted filter that could harm the engine; error messages contain no path."""
-        if filter and isinstance(self.index, QdrantIndex):
-            self.index.check_filter(filter)
+        if query.filter and isinstance(self.index, QdrantIndex):
+            self.index.check_filter(query.filter)
 
     @torch.inference_mode()
     def encode(self, side: Side, inputs: Inputs) -> np.ndarray:
@@ -211,15 +189,11 @@ class Searcher:
         tower = self.encoder.tower(side)
         forward = tower.features if self.index.meta.get("output", "embedding") == "features" else tower
         device = next((tensor.device for tensor in tower.state_dict().values()), torch.device("cpu"))
-        chunks = _even_chunks(inputs)
-        parts = [
-            forward({name: tensor.to(device) for name, tensor in take(inputs, rows).items()}).float() for rows in chunks
-        ]
-        encoded = torch.cat(parts)
+        encoded = forward({name: tensor.to(device) for name, tensor in inputs.items()}).float()
         # The index may contain the first components only.
         if self.index.dim < encoded.shape[1]:
             encoded = unit_norm(encoded[:, : self.index.dim])
-        vectors = encoded.cpu()[torch.argsort(torch.cat(chunks))].numpy()
+        vectors = encoded.cpu().numpy()
         if not np.isfinite(vectors).all():
             raise DualencError("the model gives vectors that are not finite; check its weights")
         return vectors
@@ -246,11 +220,11 @@ class Searcher:
                 depth = max(depth, FUSION_DEPTH)
             groups.setdefault((min(depth, len(self)), query.where, query.filter), []).append(number)
         for (depth, where, filter), numbers in groups.items():
-            kept = self._kept(where)
-            for number, hits in zip(numbers, self._nearest(vectors[numbers], depth, filter, kept)):
+            allowed_rows = self._allowed_rows(where)
+            for number, hits in zip(numbers, self._nearest(vectors[numbers], depth, filter, allowed_rows)):
                 query = queries[number]
                 if query.hybrid is not None:
-                    hits = self._fused(query, hits, depth, kept)
+                    hits = self._fused(query, hits, depth, allowed_rows)
                 results[number] = [hit for hit in hits if hit.id not in query.ids][: query.rerank or query.k]
         # One call of the cross-encoder for all queries.
         to_rerank = [number for number, query in enumerate(queries) if query.rerank]
@@ -262,28 +236,30 @@ class Searcher:
 
     def _reranked(self, queries: list[Query], results: list[list[Hit]]) -> list[list[Hit]]:
         """The results of each query in the order and with the scores of the cross-encoder."""
-        assert self.judge is not None
+        assert self.cross_encoder is not None
         assert self.texts is not None
-        pairs = [
-            [(query.item, text) for text in self.texts.of([hit.id for hit in hits])]
-            for query, hits in zip(queries, results)
-        ]
-        return [
-            [hits[place]._replace(score=score) for place, score in zip(order.tolist(), scores.tolist())]
-            for hits, (order, scores) in zip(results, rerank(self.judge, pairs))
-        ]
+        pairs = []
+        for query, hits in zip(queries, results):
+            texts = self.texts.of_ids([hit.id for hit in hits])
+            pairs.append([(query.item, text) for text in texts])
+        reranked = []
+        for hits, (order, scores) in zip(results, rerank(self.cross_encoder, pairs)):
+            ranked = zip(order.tolist(), scores.tolist())
+            reranked.append([hits[position]._replace(score=score) for position, score in ranked])
+        return reranked
 
-    def _kept(self, where: Sequence[Condition]) -> np.ndarray | None:
+    def _allowed_rows(self, where: Sequence[Condition]) -> np.ndarray | None:
         """The rows of a FAISS index that meet conditions, (N,) bool; None without conditions."""
         if not where or isinstance(self.index, QdrantIndex) or self.index.columns is None:
             return None
         return meets(where, self.index.columns)
 
-    def _fused(self, query: Query, hits: list[Hit], depth: int, kept: np.ndarray | None) -> list[Hit]:
+    def _fused(self, query: Query, hits: list[Hit], depth: int, allowed_rows: np.ndarray | None) -> list[Hit]:
         """Hybrid search: the fusion of a vector's results with those of BM25."""
         assert self.lexical is not None
         assert isinstance(self.index, Index)
-        lexical_hits = [self.index.hit(row, score) for row, score in self.lexical.search(query.item, depth, kept)]
+        ranked_rows = self.lexical.search(query.item, depth, allowed_rows)
+        lexical_hits = [self.index.hit(row, score) for row, score in ranked_rows]
         hit_of = {hit.id: hit for hit in (*lexical_hits, *hits)}
         rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, lexical_hits)]
         fused = fuse(rankings, query.hybrid or "rrf", weights=[query.weight, 1 - query.weight])
@@ -294,28 +270,25 @@ class Searcher:
         vectors = np.zeros((len(queries), self.index.dim), np.float32)
         sides: tuple[Side, Side] = ("left", "right")
         for side in sides:
-            raw = [n for n, query in enumerate(queries) if query.item is not None and query.side == side]
-            prepared = [n for n, query in enumerate(queries) if query.inputs is not None and query.side == side]
-            if raw:
-                vectors[raw] = self.encode(side, self.encoder.tower(side).prepare([queries[n].item for n in raw]))
-            if prepared:
-                parts = [queries[n].inputs or {} for n in prepared]
-                vectors[prepared] = self.encode(side, {name: torch.cat([p[name] for p in parts]) for name in parts[0]})
+            numbers = [n for n, query in enumerate(queries) if query.item is not None and query.side == side]
+            if numbers:
+                inputs = self.encoder.tower(side).prepare([queries[number].item for number in numbers])
+                vectors[numbers] = self.encode(side, inputs)
         for number, query in enumerate(queries):
             if query.ids:
                 vectors[number] = self.index.vectors(query.ids).mean(axis=0)
         return vectors
 
-    def _nearest(self, vectors: np.ndarray, k: int, filter: str, kept: np.ndarray | None) -> list[list[Hit]]:
+    def _nearest(self, vectors: np.ndarray, k: int, filter: str, allowed_rows: np.ndarray | None) -> list[list[Hit]]:
         """The k nearest items of each query vector."""
         if isinstance(self.index, QdrantIndex):
             return self.index.search(vectors, k, filter, **self.settings)
-        return self.index.search(vectors, k, kept=kept, **self.settings)
+        return self.index.search(vectors, k, allowed_rows=allowed_rows, **self.settings)
 
 
 def _open_files(
     folder: Path, qdrant_path: str | None, hybrid: bool | None, *, needs_texts: bool
-) -> tuple[Index | QdrantIndex, Lexical | None, KeptTexts | None]:
+) -> tuple[Index | QdrantIndex, Lexical | None, TextStore | None]:
     """Open the index, its BM25 and its texts, for `Searcher.open`."""
     index: Index | QdrantIndex
     if is_pushed(folder):
@@ -329,28 +302,13 @@ def _open_files(
     texts = None
     if needs_texts or has_texts(folder):
         with nullcontext() if needs_texts else suppress(DualencError):
-            texts = KeptTexts(folder, index.items_checksum)
+            texts = TextStore(folder, index.items_checksum)
     lexical = None
     if hybrid and isinstance(index, QdrantIndex):
         raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
     if isinstance(index, Index) and (hybrid or (hybrid is None and has_lexical(folder))):
         lexical = consistent_read(folder / BM25_FOLDER, lambda: Lexical.open(folder, index.items_checksum))
     return index, lexical, texts
-
-
-def _even_chunks(inputs: Inputs) -> list[torch.Tensor]:
-    """Chunks of rows of similar length: no text is padded to more than twice its tokens plus sixteen."""
-    mask = inputs.get("attention_mask")
-    if mask is None:
-        return [torch.arange(num_rows(inputs))]
-    lengths = mask.sum(dim=1)
-    order = torch.argsort(lengths, descending=True, stable=True)
-    chunks: list[list[int]] = [[]]
-    for row in order.tolist():
-        if chunks[-1] and lengths[chunks[-1][0]] > 2 * lengths[row] + 16:
-            chunks.append([])
-        chunks[-1].append(row)
-    return [torch.tensor(chunk) for chunk in chunks]
 
 
 def _recorded_model(index: Index | QdrantIndex, folder: Path) -> str:

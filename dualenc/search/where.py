@@ -45,7 +45,7 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
 
     Args:
         words: `year>=2020`, `lang=en`, `lang!=en`; `lang=en,de` is either of the two, and may come as two words. A
-            value with commas is quoted, as in `author="Doe, Jane","Roe, Max"`, or the whole word is, as in csv:
+            value with commas is quoted, as in `author="Doe, Jane","Roe, Max"`, or the whole word is:
             `"author=Doe, Jane"`. A doubled quote stands for one.
         kinds: types of the columns, by name.
 
@@ -59,28 +59,26 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
             raise DualencError(f"condition: no column {name!r}; {remedy}")
         if sign in _ORDERS and kinds[name] not in ("integer", "number"):
             word = f"{name}{sign}{texts[0]}"
-            raise DualencError(
-                f"condition: {word!r} orders a column of {kinds[name]} values; only = and != apply to it"
-            )
+            raise DualencError(f"condition: {word!r} orders a column of {kinds[name]} values; give = or !=")
         conditions.append(Condition(name, sign, tuple(_value(name, kinds[name], text) for text in texts)))
     return conditions
 
 
 def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
     """Conditions as column, operator and values as texts; the columns need not exist."""
-    found: list[tuple[str, Operator, list[str]]] = []
+    conditions: list[tuple[str, Operator, list[str]]] = []
     for word in words:
         whole = _CONDITION.fullmatch(_without_quotes(word)) if re.fullmatch(_QUOTED, word) else None
         for part in [whole] if whole else _PART.finditer(f"{word},"):
             value = _without_quotes(part["value"])
             if part["column"]:
-                found.append((part["column"], cast(Operator, part["operator"].replace("==", "=")), [value]))
-            elif found and found[-1][1] in ("=", "!="):
-                found[-1][2].append(value)
+                conditions.append((part["column"], cast(Operator, part["operator"].replace("==", "=")), [value]))
+            elif conditions and conditions[-1][1] in ("=", "!="):
+                conditions[-1][2].append(value)
             else:
                 example = 'year>=2020, lang=en,de or author="Doe, Jane"'
                 raise DualencError(f"{part['value'][:200]!r} is no condition; write for example {example}")
-    return found
+    return conditions
 
 
 def _without_quotes(text: str) -> str:
@@ -89,9 +87,7 @@ def _without_quotes(text: str) -> str:
     if re.fullmatch(_QUOTED, text):
         return text[1:-1].replace(2 * quote, quote)
     if quote == '"':
-        raise DualencError(
-            f"condition: {text[:200]!r} does not end with the quote it begins with; double quotes inside it"
-        )
+        raise DualencError(f"condition: {text[:200]!r} does not end with the quote it begins with")
     return text
 
 

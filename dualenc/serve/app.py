@@ -122,7 +122,7 @@ class Service:
             query = searching.Query(ids=tuple(dict.fromkeys(request.ids)))
         else:
             query = searching.Query(searcher.query_side("text"), request.text)
-        can_rerank = request.text is not None and searcher.judge is not None
+        can_rerank = request.text is not None and searcher.cross_encoder is not None
         wants_rerank = can_rerank if request.rerank is None else request.rerank
         query = query._replace(
             k=request.k,
@@ -133,7 +133,6 @@ class Service:
             rerank=self.rerank_top if wants_rerank else 0,
         )
         searcher.check(query)
-        searcher.check_filter(request.filter)
         return query
 
 
@@ -151,7 +150,7 @@ def health(request: Request) -> dict[str, Any]:
         "filter": searcher.filter_language,
         "texts": searcher.texts is not None,
         "hybrid": searcher.lexical is not None,
-        "rerank": service.rerank_top if searcher.judge is not None else 0,
+        "rerank": service.rerank_top if searcher.cross_encoder is not None else 0,
     }
 
 
@@ -181,7 +180,7 @@ def whole_text(request: Request, id: Name) -> dict[str, str]:
         raise HTTPException(404, "the index was built without --texts")
     with service.lock:
         try:
-            return {"id": id, "text": service.searcher.texts.of([id])[0]}
+            return {"id": id, "text": service.searcher.texts.of_ids([id])[0]}
         except DualencError:
             raise HTTPException(404, "no text of that id") from None
 

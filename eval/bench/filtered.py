@@ -54,7 +54,7 @@ def main(
         for share, kept in masks.items():
             begin, found = time.process_time(), []
             for query in query_vectors:
-                found.append(index.search_rows(query, 10, kept=None if share == 1 else kept)[1][0])
+                found.append(index.search_rows(query, 10, allowed_rows=None if share == 1 else kept)[1][0])
             milliseconds = 1000 * (time.process_time() - begin) / queries
             recall = np.mean(
                 [len(set(a) & set(b)) / 10 for a, b in zip(np.array(found).tolist(), exact[share].tolist())]

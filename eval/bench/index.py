@@ -46,7 +46,7 @@ def write(folder: Path, vectors: np.ndarray) -> Embeddings:
     """The vectors as `dualenc embed` writes them."""
     ids = [f"d{i}" for i in range(len(vectors))]
     writer = EmbeddingWriter(folder, ids, vectors.shape[1], "float32", {"normalized": True})
-    for number in writer.missing():
+    for number in writer.unwritten():
         rows = writer.ranges[number]
         writer.write(number, vectors[rows.start : rows.stop])
     return writer.finish()

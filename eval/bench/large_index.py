@@ -95,7 +95,7 @@ def main(
 
     def write() -> None:
         writer = EmbeddingWriter(place / "emb", Numbered(vectors), dim, "float16", {"normalized": True})
-        for number in writer.missing():
+        for number in writer.unwritten():
             writer.write(number, block(writer.ranges[number], dim, around, 1))
         writer.finish()
 

@@ -20,9 +20,9 @@ from dualenc.errors import DualencError
 from dualenc.files import locked
 from dualenc.search import Embeddings, Index, parts
 from dualenc.search.change import append, remove
-from dualenc.search.kept import KeptTexts
 from dualenc.search.lexical import Lexical
 from dualenc.search.searcher import Query, Searcher
+from dualenc.search.texts import TextStore
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 from tests.search.clusters import clustered
@@ -81,22 +81,14 @@ def read_often(folder: Path, changes: int, opens: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("merged", [False, True])
-def test_readers_get_one_generation_while_the_index_changes(tmp_path: Path, merged: bool) -> None:
-    read_often(small(tmp_path, merged), changes=50, opens=1000)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("merged", [False, True])
-def test_readers_get_one_generation_for_long(tmp_path: Path, merged: bool) -> None:
-    read_often(small(tmp_path, merged), changes=250, opens=10**6)
+def test_readers_get_one_generation_while_the_index_changes(tmp_path: Path) -> None:
+    read_often(small(tmp_path), changes=50, opens=1000)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("merged", [False, True])
-def test_whoever_opened_a_generation_keeps_it(tmp_path: Path, merged: bool) -> None:
+def test_whoever_opened_a_generation_keeps_it(tmp_path: Path) -> None:
     """Nothing is read by its name later: not after an index of the same size took the place, nor after none did."""
-    folder = small(tmp_path, merged)
+    folder = small(tmp_path)
     opened = Index.open(folder)
     remove(folder, ["doc 3"])
     append(folder, Embeddings(["doc 300"], VECTORS[COUNT : COUNT + 1]))
@@ -153,8 +145,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def same_as_built_anew(folder: Path, texts: dict[str, str]) -> None:
     """BM25 and the texts of an index are those of these items, as a new index would have them."""
     index = Index.open(folder)
-    kept = KeptTexts(folder, index.items_checksum)
-    assert dict(zip(index.ids, kept.of(list(index.ids)))) == texts
+    kept = TextStore(folder, index.items_checksum)
+    assert dict(zip(index.ids, kept.of_ids(list(index.ids)))) == texts
     expected = Lexical.build(texts[name] for name in index.ids)
     for word in toy.ANIMALS:
         assert Lexical.open(folder, index.items_checksum).search(word, 40) == expected.search(word, 40)
@@ -205,7 +197,7 @@ def test_an_open_searcher_keeps_words_and_texts(made: Path, tmp_path: Path) -> N
     run("index", made / "model", made / "more.jsonl", "--out", tmp_path / "index", "--append")
     assert searcher.search([query]) == before
     assert searcher.texts is not None
-    assert searcher.texts.of(["d7"]) == [toy.texts(30)[7]]
+    assert searcher.texts.of_ids(["d7"]) == [toy.texts(30)[7]]
     assert "d29" not in searcher.texts.ids
 
 
@@ -313,14 +305,6 @@ def test_a_build_in_parts_that_is_killed_at_its_end_blocks_no_later_one(tmp_path
         if not killed:
             break
     assert 5 < step < 99
-
-
-def test_files_of_a_build_without_a_plan_do_not_count(tmp_path: Path) -> None:
-    (tmp_path / ".index.building").mkdir()
-    for name in ("trained.faiss", "part-00000.faiss", "merged.faiss"):
-        (tmp_path / ".index.building" / name).write_text("of another build")
-    check_generation(Index.open(small(tmp_path, merged=True)))
-    assert sorted(os.listdir(tmp_path)) == ["emb", "index"]
 
 
 def test_a_lock_is_taken_by_one_and_again_by_its_holder(tmp_path: Path) -> None:

@@ -280,13 +280,3 @@ def test_minilm_agrees_with_sentence_transformers(tmp_path: Path) -> None:
     embeddings = embed(load_model(folder).tower("right"), Corpus(list("abcde"), inputs), batch_size=2, progress=False)
     expected = SentenceTransformer(folder, device="cpu").encode(inputs, batch_size=1)
     np.testing.assert_allclose(embeddings.vectors, expected, atol=1e-5)
-
-
-def test_a_refusal_before_the_first_shard_leaves_no_folder(tmp_path: Path) -> None:
-    tower = LetterTower()
-    torch.nn.init.constant_(tower.letters.weight, torch.nan)
-    with pytest.raises(DualencError, match="not finite"):
-        embed(tower, corpus(), tmp_path / "new" / "emb", progress=False)
-    with pytest.raises(DualencError, match="none of 3 items could be used"):
-        embed(PixelTower(), images(3, broken=(0, 1, 2)), tmp_path / "new" / "emb", progress=False)
-    assert list(tmp_path.iterdir()) == []

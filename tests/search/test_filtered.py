@@ -42,7 +42,7 @@ def test_few_rows_are_searched_exactly(factory: str, count: int, k: int, seed: i
     assert count / len(VECTORS) < SCANNED_BELOW
     kept_rows = np.sort(np.random.default_rng(seed).choice(len(VECTORS), count, replace=False))
     kept = np.isin(np.arange(len(VECTORS)), kept_rows)
-    scores, rows = index_of(factory).search_rows(QUERIES, k, kept=kept)
+    scores, rows = index_of(factory).search_rows(QUERIES, k, allowed_rows=kept)
     expected = kept_rows[exact_rows(VECTORS[kept_rows], QUERIES, k)]
     found = min(k, count)
     np.testing.assert_array_equal(np.sort(rows[:, :found]), np.sort(expected))
@@ -62,16 +62,16 @@ def test_many_rows_are_found_as_well_as_without_a_filter(factory: str, settings:
         return float(np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found.tolist(), expected.tolist())]))
 
     whole = recall(index.search_rows(QUERIES, 10, **settings)[1], exact_rows(VECTORS, QUERIES, 10))
-    rows = index.search_rows(QUERIES, 10, kept=kept, **settings)[1]
+    rows = index.search_rows(QUERIES, 10, allowed_rows=kept, **settings)[1]
     assert kept[rows].all()
     assert recall(rows, kept_rows[exact_rows(VECTORS[kept_rows], QUERIES, 10)]) >= whole - 0.05
 
 
 def test_nothing_kept_and_kinds_that_cannot_be_filtered() -> None:
     nothing = np.zeros(len(VECTORS), bool)
-    assert (index_of("HNSW16").search_rows(QUERIES, 5, kept=nothing)[1] == -1).all()
+    assert (index_of("HNSW16").search_rows(QUERIES, 5, allowed_rows=nothing)[1] == -1).all()
     with pytest.raises(DualencError, match="FAISS cannot filter an IndexPQ"):
-        Index.build(VECTORS, factory="PQ4x4", recall_queries=0).search_rows(QUERIES, 5, kept=~nothing)
+        Index.build(VECTORS, factory="PQ4x4", recall_queries=0).search_rows(QUERIES, 5, allowed_rows=~nothing)
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ RANKING = st.dictionaries(IDS, SCORES, max_size=12).map(
 )
 
 
-@given(st.lists(RANKING, min_size=1, max_size=3), st.integers(1, 100))
-def test_reciprocal_ranks(rankings: list[list[tuple[str, float]]], k: int) -> None:
+@given(st.lists(RANKING, min_size=1, max_size=3))
+def test_reciprocal_ranks(rankings: list[list[tuple[str, float]]]) -> None:
     slow = {}
     for name in {name for ranking in rankings for name, _ in ranking}:
         ranks = [[other for other, _ in ranking].index(name) + 1 for ranking in rankings if name in dict(ranking)]
-        slow[name] = sum(1 / (k + rank) for rank in ranks)
-    found = fuse(rankings, weights=[1.0] * len(rankings), rrf_k=k)
+        slow[name] = sum(1 / (60 + rank) for rank in ranks)
+    found = fuse(rankings, weights=[1.0] * len(rankings))
     assert dict(found) == pytest.approx(slow)
     assert found == sorted(found, key=lambda pair: (pair[1], pair[0]), reverse=True)
 

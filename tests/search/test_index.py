@@ -34,7 +34,7 @@ def on_disk(folder: Path, vectors: np.ndarray, **identity: Any) -> Embeddings:
     writer = EmbeddingWriter(
         folder, names, vectors.shape[1], "float32", identity, {"model": "models/m"}, snippet="text {}".format
     )
-    for number in writer.missing():
+    for number in writer.unwritten():
         rows = writer.ranges[number]
         writer.write(number, vectors[rows.start : rows.stop])
     return writer.finish()
@@ -415,5 +415,5 @@ def test_hits_have_id_score_text_and_columns() -> None:
     best = hits[1][0]
     assert (best.id, best.snippet, best.columns) == ("d1", "text 1", {"year": 2001}), "missing values are left out"
     kept = np.arange(20) % 2 == 0
-    assert {hit.columns["lang"] for hit in index.search(clustered(20)[:1], 20, kept=kept)[0]} == {"en"}
+    assert {hit.columns["lang"] for hit in index.search(clustered(20)[:1], 20, allowed_rows=kept)[0]} == {"en"}
     assert len(index.search(clustered(20)[0], 50)[0]) == 20

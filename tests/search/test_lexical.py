@@ -136,37 +136,6 @@ def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.C
         Searcher.open(folder, made / "model")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("beside", ["--bm25", "--texts"])
-@pytest.mark.parametrize("kind", ["index", "appended", "removed"])
-def test_texts_that_have_changed_since_they_were_embedded_are_refused(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], beside: str, kind: str
-) -> None:
-    folder, data = tmp_path / "index", tmp_path / "docs.jsonl"
-    rows = [
-        {"_id": f"d{i}", "text": f"{text} {'so it goes on ' * 20} to the end"} for i, text in enumerate(toy.texts(9))
-    ]
-
-    def write(documents: list[dict[str, str]]) -> Path:
-        data.write_text("".join(json.dumps(row) + "\n" for row in documents))
-        return data
-
-    run("embed", made / "model", write(rows), "--out", tmp_path / "emb")
-    if kind == "appended":
-        run("index", made / "model", write(rows[:5]), "--out", folder, "--factory", "Flat")
-        run("index", made / "model", write(rows[5:]), "--out", folder, "--append")
-    else:
-        run("index", tmp_path / "emb", "--out", folder, "--factory", "Flat")
-    if kind == "removed":
-        (tmp_path / "gone.txt").write_text("d0\n")
-        run("index", folder, "--remove", tmp_path / "gone.txt")
-    run("index", folder, write(rows[::-1]), beside)
-    where = "fox" if kind == "removed" else rows[3]["text"]  # only its beginning is known then
-    changed = [*rows[:3], {"_id": "d3", "text": where + " and another end"}, *rows[4:]]
-    message = failure(capsys, "index", folder, write(changed), beside)
-    assert "in the data is not what was embedded; embed and index the data again" in message
-
-
 def test_mistakes(made: Path) -> None:
     with pytest.raises(DualencError, match="no text holds a word"):
         Lexical.build(["", "the of"])

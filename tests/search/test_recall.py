@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import time
-from typing import Any
 
 import faiss
 import numpy as np
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
-from dualenc.search import Index, build
+from dualenc.search import build
 from dualenc.search.build import Database, exact_probe, latency, parameter_values, recall, set_parameter, tune
 from tests.search.clusters import clustered, exact_rows
 
@@ -148,9 +145,8 @@ def test_tuning_stops_where_quantization_is_the_limit() -> None:
 
 
 def test_a_parameter_that_does_not_apply() -> None:
-    with pytest.raises(DualencError, match="nprobe=4 does not apply to this index") as error:
+    with pytest.raises(DualencError, match="nprobe=4 does not apply to this index"):
         set_parameter(faiss.IndexFlatIP(4), "nprobe", 4)
-    assert "\n" not in str(error.value)
 
 
 def test_tuning_goes_on_where_a_step_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,45 +156,7 @@ def test_tuning_goes_on_where_a_step_gains_nothing(monkeypatch: pytest.MonkeyPat
     probe = exact_probe(database(vectors), vectors[rows], rows)
     assert probe is not None
     at = {1: 0.5, 2: 0.501, 4: 0.501, 8: 0.6, 16: 0.97, 32: 1.0}
-    monkeypatch.setattr(build, "share_found", lambda *_: at[faiss.extract_index_ivf(index).nprobe])
+    monkeypatch.setattr(build, "recall", lambda *_: at[faiss.extract_index_ivf(index).nprobe])
     assert tune(index, database(vectors), probe, target=0.95) == {"nprobe": 16}
     at.update({8: 0.501, 16: 0.501})
     assert tune(index, database(vectors), probe, target=0.95)["nprobe"] <= 2, "an eightfold value gains nothing"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "factory", ["IVF16,RaBitQ,Refine(Flat)", "IVF16,SQ4,Refine(SQfp16)", "HNSW8,SQ4,Refine(Flat)", "PQ8x4,Refine(Flat)"]
-)
-def test_what_is_chosen_does_not_depend_on_the_time_that_searches_take(
-    monkeypatch: pytest.MonkeyPatch, factory: str
-) -> None:
-    """A machine on which early searches seem slow, and one on which late ones do."""
-    vectors = clustered(3000, 32)
-    settings = []
-    for sign in (1, -1):
-        clock = (sign * number**2 for number in range(10**6))
-        monkeypatch.setattr("dualenc.search.build.time.perf_counter", functools.partial(next, clock))
-        index = Index.build(vectors, None, factory, target_recall=0.9)
-        settings.append((index.meta["search_parameters"], index.meta["recall_at_10"]))
-    assert settings[0] == settings[1]
-    assert settings[0][0]
-    assert settings[0][1] > 0.85
-
-
-def test_the_setting_that_compares_fewest_bytes_is_chosen() -> None:
-    """Of all that reach the target, by trying every one."""
-    vectors, rows = clustered(4000, 32), np.arange(200)
-    index: Any = filled(vectors, "IVF16,RaBitQ,Refine(Flat)")
-    probe = exact_probe(database(vectors), vectors[rows], rows)
-    assert probe is not None
-    chosen = tune(index, database(vectors), probe, target=0.9)
-    code_size = faiss.extract_index_ivf(faiss.downcast_index(index.base_index)).code_size
-    costs = {}
-    values = parameter_values(index)
-    for factor, lists in itertools.product(values["k_factor_rf"], values["nprobe"]):
-        set_parameter(index, "nprobe", lists)
-        index.k_factor = factor
-        if recall(index, database(vectors), probe) >= 0.9:
-            costs[factor, lists] = lists * 4000 / 16 * code_size + factor * (probe.k + 1) * 32 * 4
-    assert costs[chosen["k_factor_rf"], chosen["nprobe"]] == min(costs.values())

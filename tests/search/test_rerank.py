@@ -17,9 +17,9 @@ from sentence_transformers import CrossEncoder
 from dualenc.data import Corpus
 from dualenc.errors import DualencError
 from dualenc.search import Index
-from dualenc.search.kept import KeptTexts, add_texts
 from dualenc.search.rerank import open_cross_encoder, rerank
 from dualenc.search.searcher import Query, Searcher
+from dualenc.search.texts import TextStore, add_texts
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
@@ -61,7 +61,7 @@ def test_scores_that_are_not_finite_are_refused() -> None:
 @pytest.mark.parametrize("hybrid", [None, "rrf"])
 def test_the_best_of_a_search_in_the_order_of_the_library(made: Path, hybrid: str | None) -> None:
     judge = open_cross_encoder(str(made / "judge"))[0]
-    searcher = Searcher.open(made / "index", judge=judge)
+    searcher = Searcher.open(made / "index", cross_encoder=judge)
     texts = dict(zip([f"d{i}" for i in range(60)], toy.texts(60)))
     asked = ["fox dog", "hen hen cat"]
     how = {"hybrid": hybrid}
@@ -86,7 +86,7 @@ def test_the_command_shows_the_scores_of_the_cross_encoder(made: Path, capsys: p
     assert dict(expected) == pytest.approx({row["id"]: row["score"] for row in shown}, abs=1e-5)
     assert "k is 10, and 9 are reranked" in failure(capsys, *words, "--rerank-top", 9)
     message = failure(capsys, *words[:-1], made / "model")
-    assert "model: is a BertModel, whose scores of pairs would be random weights'" in message
+    assert "model: is a BertModel; give a model that was trained" in message
 
 
 def test_the_whole_text_is_read_and_not_its_snippet(made: Path, tmp_path: Path) -> None:
@@ -94,14 +94,14 @@ def test_the_whole_text_is_read_and_not_its_snippet(made: Path, tmp_path: Path) 
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run("index", made / "model", tmp_path / "docs.jsonl", "--out", tmp_path / "index", "--texts")
     index = Index.open(tmp_path / "index")
-    assert KeptTexts(tmp_path / "index", index.items_checksum).of(["fox", "long"]) == ["fox", LONG]
+    assert TextStore(tmp_path / "index", index.items_checksum).of_ids(["fox", "long"]) == ["fox", LONG]
     read: list[tuple[str, str]] = []
 
     def judge(pairs: list[tuple[str, str]]) -> np.ndarray:
         read.extend(pairs)
         return np.zeros(len(pairs))
 
-    Searcher.open(tmp_path / "index", judge=judge).search([Query("left", "hen", k=2, rerank=2)])  # type: ignore[arg-type]
+    Searcher.open(tmp_path / "index", cross_encoder=judge).search([Query("left", "hen", k=2, rerank=2)])  # type: ignore[arg-type]
     assert sorted(read) == [("hen", "fox"), ("hen", LONG)]
 
 
@@ -139,18 +139,21 @@ def test_texts_are_never_those_of_another_index(made: Path, tmp_path: Path) -> N
         shutil.rmtree(folder / name)
     run("index", folder, "--remove", tmp_path / "gone.txt")
     with pytest.raises(DualencError, match=r"keeps no texts .*; run dualenc index INDEX --texts"):
-        Searcher.open(folder, made / "model", judge=judge)
+        Searcher.open(folder, made / "model", cross_encoder=judge)
     shutil.copytree(made / "index" / "texts", folder / "texts")
     with pytest.raises(DualencError, match="is of other texts than the index"):
-        Searcher.open(folder, made / "model", judge=judge)
+        Searcher.open(folder, made / "model", cross_encoder=judge)
     run("index", folder, made / "docs.jsonl", "--texts")
     assert (
-        len(Searcher.open(folder, made / "model", judge=judge).search([Query("left", "fox", k=5, rerank=59)])[0]) == 5
+        len(
+            Searcher.open(folder, made / "model", cross_encoder=judge).search([Query("left", "fox", k=5, rerank=59)])[0]
+        )
+        == 5
     )
     content = (folder / "texts" / "items.arrow").read_bytes()
     (folder / "texts" / "items.arrow").write_bytes(content[:-9])
     with pytest.raises(DualencError, match=r"items\.arrow: truncated or corrupt"):
-        Searcher.open(folder, made / "model", judge=judge)
+        Searcher.open(folder, made / "model", cross_encoder=judge)
 
 
 def test_mistakes(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,12 +163,12 @@ def test_mistakes(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         add_texts(made / "index", Corpus(["d0"], [np.zeros(3)], "vector"))
     with pytest.raises(DualencError, match="reranking needs a text, and a cross-encoder"):
         Searcher.open(made / "index").search([Query("left", "fox", rerank=10)])
-    searcher = Searcher.open(made / "index", judge=lambda texts: np.zeros(len(texts)))
+    searcher = Searcher.open(made / "index", cross_encoder=lambda texts: np.zeros(len(texts)))
     with pytest.raises(DualencError, match="reranking needs a text"):
         searcher.search([Query(ids=("d1",), rerank=10)])
     assert searcher.texts is not None
     with pytest.raises(DualencError, match="has no text of 'nobody'"):
-        searcher.texts.of(["d1", "nobody"])
+        searcher.texts.of_ids(["d1", "nobody"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(DualencError, match="empty: no cross-encoder that sentence-transformers reads"):
         open_cross_encoder(str(tmp_path / "empty"))

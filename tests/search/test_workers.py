@@ -20,8 +20,8 @@ from dualenc.data import Corpus
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search.embed import embed
-from dualenc.search.locks import claimed
-from tests.fake_towers import LetterTower, corpus, texts
+from dualenc.search.locks import work_lock
+from tests.fake_towers import LetterTower, corpus
 
 FORK = multiprocessing.get_context("fork")
 ROWS, SHARDS = 800, 8
@@ -75,7 +75,7 @@ class TestLocks:
         def compete() -> None:
             start.wait()
             with ExitStack() as held:
-                got.extend(name for name in range(50) if held.enter_context(claimed(tmp_path / f"{name}.lock")))
+                got.extend(name for name in range(50) if held.enter_context(work_lock(tmp_path / f"{name}.lock")))
                 done.wait()
 
         threads = [threading.Thread(target=compete) for _ in range(8)]
@@ -84,15 +84,15 @@ class TestLocks:
         assert sorted(got) == list(range(50))
 
     def test_it_is_released_at_the_end_and_on_an_error(self, tmp_path: Path) -> None:
-        with pytest.raises(ZeroDivisionError), claimed(tmp_path / "a.lock") as mine:
+        with pytest.raises(ZeroDivisionError), work_lock(tmp_path / "a.lock") as mine:
             assert mine
             raise ZeroDivisionError
-        with claimed(tmp_path / "a.lock") as mine:
+        with work_lock(tmp_path / "a.lock") as mine:
             assert mine
 
     @pytest.mark.slow
     def test_whoever_waits_has_it_in_the_end(self, tmp_path: Path) -> None:
-        with claimed(tmp_path / "a.lock"):
+        with work_lock(tmp_path / "a.lock"):
             waiting = FORK.Process(target=_wait_for_lock, args=(tmp_path / "a.lock",))
             waiting.start()
             waiting.join(0.5)
@@ -101,7 +101,7 @@ class TestLocks:
         assert waiting.exitcode == 0
 
     def test_a_folder_that_is_gone_is_not_made_again(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError), claimed(tmp_path / "nowhere" / "a.lock"):
+        with pytest.raises(FileNotFoundError), work_lock(tmp_path / "nowhere" / "a.lock"):
             pass
         assert not (tmp_path / "nowhere").exists()
 
@@ -111,14 +111,14 @@ class TestLocks:
 
         monkeypatch.setattr(FileLock, "acquire", no_locks)
         with (
-            pytest.raises(DualencError, match="its file system has no locks; choose a folder on another disk"),
-            claimed(tmp_path / "a.lock"),
+            pytest.raises(DualencError, match="its file system has no locks; choose another disk"),
+            work_lock(tmp_path / "a.lock"),
         ):
             pass
 
 
 def _wait_for_lock(path: Path) -> None:
-    with claimed(path, wait=True) as mine:
+    with work_lock(path, wait=True) as mine:
         assert mine
 
 
@@ -229,24 +229,6 @@ def test_a_worker_with_another_model_or_data_is_refused(
         assert tower.widths == []
         first.join(60)
     assert contents(folder) == alone
-
-
-@pytest.mark.slow
-def test_workers_that_see_other_texts_under_the_same_ids_do_not_finish(tmp_path: Path) -> None:
-    folder = tmp_path / "emb"
-    changed = Corpus(corpus(ROWS).ids, [f"{text}!" for text in texts(ROWS)])
-    with worker(folder, 0.05) as first:
-        wait_for(lambda: (folder / "data-00000.arrow").exists())
-        with pytest.raises(DualencError, match="another worker saw other data under the same ids") as error:
-            # Whichever of the two ends the work finds shards of the other; it need not be this one.
-            work(folder, 0.05, changed)
-        assert "\n" not in str(error.value)
-        first.join(60)
-        assert first.exitcode != 0
-    with pytest.raises(DualencError, match="not finished"):
-        Embeddings.open(folder)
-    again = work(folder, data=changed)
-    np.testing.assert_array_equal(np.asarray(again.vectors), embed(LetterTower(), changed, progress=False).vectors)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def text_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(text_index: Path) -> Service:
     """Over `text_index`; five results are reranked."""
     rescore = open_cross_encoder(str(text_index.parent / "judge"))[0]
-    return Service(Searcher.open(text_index, judge=rescore), rerank_top=5)
+    return Service(Searcher.open(text_index, cross_encoder=rescore), rerank_top=5)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Text store: the full texts of an index or an engine by id, for cross-encoder reranking.
+"""Text store: the full texts of an index or a pushed collection by id, for cross-encoder reranking.
 
     texts/    items.arrow (id, text), order.npy and meta.json, inside the folder of the index
 
@@ -11,15 +11,18 @@ import functools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dualenc.checksums import checksums, sizes, verify_files
-from dualenc.data import Corpus
 from dualenc.data.items import ITEMS, ORDER, ItemTable, check_ids, write_items
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, consistent_read, is_folder_of, locked, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.index import Index, check_unchanged, rows_in
+from dualenc.search.index import Index, rows_in
 from dualenc.search.qdrant import is_pushed, read_pushed
+
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
 
 FOLDER = "texts"
 FORMAT = "dualenc texts"
@@ -27,15 +30,15 @@ FORMAT_VERSION = 2
 AGAIN = "run dualenc index INDEX --texts"
 
 
-class KeptTexts:
-    """Text store: N texts on disk by their ids.
+class TextStore:
+    """N texts on disk by their ids.
 
     Args:
         folder: the index's folder.
         checksum: `items_checksum` of the index.
 
     Raises:
-        DualencError: the folder has no texts, or they are of another index or version, or damaged.
+        DualencError: the folder has no texts, or they are of another index, or damaged.
     """
 
     def __init__(self, folder: str | os.PathLike[str], checksum: str) -> None:
@@ -58,7 +61,7 @@ class KeptTexts:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def of(self, ids: Sequence[str]) -> list[str]:
+    def of_ids(self, ids: Sequence[str]) -> list[str]:
         """The texts of n ids, all of which must have one."""
         rows = self.ids.rows(ids).tolist()
         if -1 in rows:
@@ -72,27 +75,27 @@ def has_texts(folder: str | os.PathLike[str]) -> bool:
 
 
 def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
-    """Add a text store to the folder of an index or of a pushed collection.
+    """Add a text store to the folder of an index or of a pushed collection; returns the number of texts.
 
     Args:
         folder: written by `dualenc index` or `dualenc push`.
         corpus: the texts that were indexed, in any order; for an index only its own are kept.
 
-    Returns:
-        The number of texts.
-
     Raises:
-        DualencError: not texts, not those of the index, or texts that have changed since they were embedded.
+        DualencError: not texts, or not those of the index.
     """
     if corpus.modality != "text":
-        raise DualencError(
-            f"{folder}: its data holds {corpus.modality}s, and a cross-encoder reads texts; leave it out"
-        )
+        problem = f"its data holds {corpus.modality}s, and a cross-encoder reads texts"
+        raise DualencError(f"{folder}: {problem}; leave it out")
     with locked(folder):
+        ids: Sequence[str] = corpus.ids
+        rows: Sequence[int] = range(len(corpus))
         if is_pushed(folder):
-            checksum = _check_engine(folder, corpus)
-            ids: Sequence[str] = corpus.ids
-            rows: Sequence[int] = range(len(corpus))
+            meta = read_pushed(folder)
+            checksum = meta["fingerprint"]
+            if len(corpus) < meta["count"]:
+                problem = f"the data has {len(corpus):,} texts for {meta['count']:,} vectors"
+                raise DualencError(f"{folder}: {problem}; name what the embeddings were made of")
         else:
             index = Index.open(folder)
             checksum = index.items_checksum
@@ -111,14 +114,3 @@ def write_texts(folder: str | os.PathLike[str], ids: Sequence[str], texts: Itera
         files = checksums(part, [ITEMS, ORDER])
         head = {"format": FORMAT, "version": FORMAT_VERSION, "count": len(ids), "of": checksum}
         write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
-
-
-def _check_engine(folder: str | os.PathLike[str], corpus: Corpus) -> str:
-    """Check data against a pushed collection, whose ids are not listed; returns its checksum."""
-    meta = read_pushed(folder)
-    if len(corpus) < meta["count"]:
-        reason = f"the data has {len(corpus):,} texts for {meta['count']:,} vectors"
-        raise DualencError(f"{folder}: {reason}; name what the embeddings were made of")
-    if len(corpus) == meta["count"]:
-        check_unchanged(corpus, range(len(corpus)), meta, folder)
-    return meta["fingerprint"]
