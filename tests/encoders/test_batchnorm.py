@@ -41,17 +41,6 @@ def test_items_of_the_batch_get_their_embeddings_again_alone_or_together(network
         torch.testing.assert_close(network(batch[2:3]), embeddings[2:3])
 
 
-def test_the_latest_batch_counts(network: nn.Sequential) -> None:
-    network.train()
-    network[2].eval()
-    statistics = BatchStatistics()
-    with statistics.recorded(network):
-        network(images())
-        embeddings = network(batch := images())
-    with statistics.applied(network):
-        torch.testing.assert_close(network(batch), embeddings)
-
-
 @pytest.mark.parametrize("arguments", [{"track_running_stats": False}, {"affine": False}, {"eps": 0.1}])
 def test_every_kind_of_layer_is_recorded(arguments: dict[str, Any]) -> None:
     norm, statistics = nn.BatchNorm1d(3, **arguments).double().train(), BatchStatistics()
@@ -142,17 +131,6 @@ def test_without_a_batch_running_statistics_are_used_and_stay(network: nn.Sequen
         layer.eval()
     torch.manual_seed(1)
     torch.testing.assert_close(twin(batch), found)
-
-
-def test_gradients_flow_through_both_forwards(network: nn.Sequential) -> None:
-    network.train()
-    statistics = BatchStatistics()
-    with statistics.recorded(network):
-        first, second = network(images()), network(images())
-    with statistics.applied(network):
-        outside = network(images(2))
-    (first.square().sum() + second.square().sum() + outside.square().sum()).backward()
-    assert network[1].weight.grad is not None
 
 
 def test_modes_and_statistics_return_after_an_error(network: nn.Sequential) -> None:

@@ -70,18 +70,6 @@ def test_shared_weights_count_once_and_survive_copies_and_moves() -> None:
     assert model.num_trainable_parameters == 6
 
 
-def test_partly_shared_weights_are_two_towers() -> None:
-    class Two(Linear):
-        def __init__(self, layer: nn.Linear) -> None:
-            super().__init__(layer)
-            self.own = nn.Linear(2, 2)
-
-    layer = nn.Linear(3, 2)
-    model = DualEncoder(Two(layer), Two(layer), "query-document")
-    assert not model.shares_weights
-    assert model.num_parameters == 8 + 2 * 6
-
-
 def test_saving_replaces_a_model_and_nothing_else(model: TextEncoder, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model.save(folder)
@@ -97,24 +85,6 @@ def test_saving_replaces_a_model_and_nothing_else(model: TextEncoder, tmp_path: 
     assert (tmp_path / "notes" / "precious.txt").exists()
     (tmp_path / "empty").mkdir()
     model.save(tmp_path / "empty")
-
-
-def test_interrupted_saving_keeps_the_old_model(
-    model: TextEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "model"
-    model.save(folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-    def fail(self: TextEncoder, into: Path) -> None:
-        (into / "model.safetensors").touch()
-        raise OSError("disk full")
-
-    monkeypatch.setattr(TextEncoder, "write", fail)
-    with pytest.raises(OSError, match="disk full"):
-        model.save(folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -13,11 +13,11 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from torchvision.transforms import v2
 
 from dualenc.encoders import ImageEncoder, load_model
-from dualenc.encoders.image import ImagePrepare, Normalized, Seeded, is_plain_resnet, replace_stem, seeded
+from dualenc.encoders.image import ImagePrepare, Seeded, seeded
 from dualenc.errors import DualencError
 
 SMALL: dict[str, Any] = {"backbone": "resnet10t", "image_size": 16, "backbone_args": {"stem_type": ""}}
@@ -74,12 +74,6 @@ def test_timm_loads_the_weights_as_the_documentation_says(call: str, images: lis
     torch.testing.assert_close(loaded(inputs["image"]), model.left.features(inputs))
 
 
-def test_timm_does_not_take_the_small_image_stem_for_its_own(tmp_path: Path) -> None:
-    ImageEncoder(**SMALL).save(tmp_path / "model")
-    with pytest.raises(RuntimeError, match=r"size mismatch for conv1\.weight"):
-        timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True)
-
-
 @pytest.mark.slow
 def test_reloaded_model_is_the_same_with_its_projector(
     model: ImageEncoder, images: list[Image.Image], tmp_path: Path
@@ -128,22 +122,6 @@ def test_without_projector_the_features_are_compared(images: list[Image.Image], 
     assert torch.equal(load_model(tmp_path / "model")("left", inputs), model("left", inputs))
 
 
-def test_weights_follow_the_seed() -> None:
-    states = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        states.append(ImageEncoder(**SMALL).state_dict())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-def test_training_views_are_functions_of_image_and_seed(images: list[Image.Image]) -> None:
-    prepare = ImageEncoder("test_resnet", image_size=32).left.prepare
-    views = prepare(images, seeds=[1, 2, 3])["image"]
-    assert views.shape == (3, 3, 32, 32)
-    assert torch.equal(pickle.loads(pickle.dumps(prepare))(images[1:2], seeds=[2])["image"], views[1:2])
-    assert not torch.equal(prepare(images[1:2], seeds=[4])["image"], views[1:2])
-
-
 def test_an_augmentation_of_ones_own_is_normalised(images: list[Image.Image]) -> None:
     def white(image: Image.Image, seed: int) -> torch.Tensor:
         return torch.full((3, 8, 8), float(seed))
@@ -168,16 +146,8 @@ def test_checkpointed_activations_give_the_same_gradient(images: list[Image.Imag
 def test_small_images_get_the_stem_for_them(size: int, small: bool) -> None:
     model = ImageEncoder("resnet10t", image_size=size, backbone_args={"stem_type": ""})
     assert model.small_image_stem is small
+    assert model.left.backbone.conv1.kernel_size == ((3, 3) if small else (7, 7))
     assert (model.data_config["crop_pct"] == 1.0) is small
-
-
-def test_a_saved_backbone_begins_a_new_model(tmp_path: Path, images: list[Image.Image]) -> None:
-    base = ImageEncoder("test_resnet", image_size=32)
-    base.save(tmp_path / "base")
-    model = ImageEncoder(f"local-dir:{tmp_path / 'base'}", projector_dim=5)
-    assert model.dim == 5
-    inputs = model.left.prepare(images)
-    torch.testing.assert_close(model.left.features(inputs), base.left.features(base.left.prepare(images)))
 
 
 @pytest.mark.parametrize(
@@ -195,31 +165,6 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> N
     with pytest.raises(DualencError, match=message) as caught:
         ImageEncoder(**{"backbone": "test_resnet", **arguments})
     assert "\n" not in str(caught.value)
-
-
-def test_the_stem_of_a_folder_is_settled(tmp_path: Path) -> None:
-    ImageEncoder("test_resnet", image_size=80).save(tmp_path / "model")
-    with pytest.raises(DualencError, match="small_image_stem is False in this folder"):
-        ImageEncoder(str(tmp_path / "model"), small_image_stem=True)
-
-
-def test_small_images_keep_their_resolution_up_to_the_first_block() -> None:
-    backbone: Any = ImageEncoder(**SMALL).left.backbone
-    seen: list[torch.Size] = []
-    backbone.layer1.register_forward_hook(lambda _module, given, _out: seen.append(given[0].shape))
-    backbone(torch.randn(2, 3, 16, 16))
-    assert seen == [torch.Size([2, 64, 16, 16])]
-    assert backbone.conv1.kernel_size == (3, 3)
-
-
-@pytest.mark.slow
-def test_other_backbones_have_no_such_stem() -> None:
-    assert is_plain_resnet(timm.create_model("resnet18"))
-    for name in ("resnet18d", "convnext_atto"):
-        model = timm.create_model(name)
-        assert not is_plain_resnet(model)
-        with pytest.raises(DualencError, match="small_image_stem"):
-            replace_stem(model)
 
 
 TO_PIXELS = v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)])
@@ -260,22 +205,3 @@ def test_views_do_not_depend_on_company_or_worker(prepare: ImagePrepare, images:
     elsewhere = pickle.loads(pickle.dumps(prepare))
     assert torch.equal(elsewhere(images[1:2], seeds=[6])["image"], together[1:2])
     assert not torch.equal(prepare(images, seeds=[5, 8, 7])["image"][1], together[1])
-
-
-def test_evaluation_takes_no_seed(prepare: ImagePrepare, images: list[Image.Image]) -> None:
-    assert torch.equal(prepare(images)["image"], prepare(images)["image"])
-    with pytest.raises(ValueError, match="shorter"):
-        prepare(images, seeds=[1])
-
-
-class Plain:
-    """An augmentation that changes nothing."""
-
-    def __call__(self, image: Image.Image, seed: int) -> Tensor:
-        return TO_PIXELS(image)
-
-
-def test_normalisation_follows_the_augmentation() -> None:
-    image = Image.new("RGB", (2, 2), (255, 51, 0))
-    pixels = Normalized(Plain(), mean=(0.5, 0.0, 0.0), std=(0.5, 0.2, 1.0))(image, 0)
-    torch.testing.assert_close(pixels[:, 0, 0], torch.tensor([1.0, 1.0, 0.0]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -131,27 +129,6 @@ def test_towers_hold_every_weight_once(clip: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_weights_follow_the_seed_and_copies_are_independent(clip: dict[str, Any]) -> None:
-    torch.manual_seed(3)
-    first = ImageTextEncoder(config=clip)
-    torch.manual_seed(3)
-    second = ImageTextEncoder(config=clip)
-    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
-    other = copy.deepcopy(first)
-    with torch.no_grad():
-        other.right.clip.token_embedding.weight.add_(1)
-    tokens = first.right.prepare(["a dog"])
-    assert not torch.allclose(first("right", tokens), other("right", tokens))
-
-
-def test_prepare_travels_to_workers(model: ImageTextEncoder, images: list[Image.Image], texts: list[str]) -> None:
-    left, right = pickle.loads(pickle.dumps((model.left.prepare, model.right.prepare)))
-    expected = model.left.prepare(images, seeds=[1, 2, 3])["image"]
-    assert torch.equal(left(images[2:], seeds=[3])["image"], expected[2:])
-    assert torch.equal(right(texts)["text"], model.right.prepare(texts)["text"])
-
-
-@pytest.mark.slow
 def test_image_size_and_context_length_can_be_set(clip: dict[str, Any], tmp_path: Path) -> None:
     model = ImageTextEncoder(config=clip, image_size=48, context_length=9)
     assert model.left.prepare([Image.new("RGB", (60, 50))])["image"].shape == (1, 3, 48, 48)
@@ -174,13 +151,6 @@ def test_checkpointed_activations_give_the_same_gradient(clip: dict[str, Any], i
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, recomputed)
-
-
-@pytest.mark.slow
-def test_registered_architecture_from_scratch() -> None:
-    model = ImageTextEncoder("ViT-S-32-alt", image_size=32, context_length=8)
-    assert model.dim == 256
-    assert model.config["vision_cfg"]["image_size"] == 32
 
 
 @pytest.mark.parametrize(
@@ -214,17 +184,6 @@ def test_unfit_configurations(clip: dict[str, Any], section: str, change: dict[s
     with pytest.raises(DualencError, match=message) as caught:
         ImageTextEncoder(config=clip)
     assert "\n" not in str(caught.value)
-
-
-def test_tokenizer_larger_than_the_configuration(clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    clip["text_cfg"]["vocab_size"] = 20
-    with pytest.raises(DualencError, match="vocab_size is 20, the tokenizer has"):
-        ImageTextEncoder(config=clip, tokenizer=tokenizer)
-
-
-def test_crop_scale_is_checked(clip: dict[str, Any]) -> None:
-    with pytest.raises(DualencError, match="crop_scale"):
-        ImageTextEncoder(config=clip, crop_scale=(0.9, 0.1))
 
 
 def test_missing_tokenizer(clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, load_model
-from dualenc.encoders.hub import looks_like_path, model_folder
 from dualenc.encoders.load import folder_kind
-from dualenc.errors import DualencError, first_line
+from dualenc.errors import DualencError
 
 WEIGHTS = {
     "query-document": "model.safetensors",
@@ -52,24 +50,14 @@ def test_kind_is_found_and_the_model_ready(build: Callable[[str], Path], kind: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(WEIGHTS))
-def test_corrupt_weights(build: Callable[[str], Path], kind: str) -> None:
-    path = build(kind) / WEIGHTS[kind]
+@pytest.mark.parametrize(("kind", "file"), [*WEIGHTS.items(), ("image", "projector.safetensors")])
+def test_corrupt_weights(build: Callable[[str], Path], kind: str, file: str) -> None:
+    path = build(kind) / file
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DualencError) as caught:
         load_model(path.parent)
     assert str(path.parent) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_corrupt_or_missing_projector(build: Callable[[str], Path]) -> None:
-    path = build("image") / "projector.safetensors"
-    path.write_bytes(b"nothing")
-    with pytest.raises(DualencError, match=r"projector\.safetensors"):
-        load_model(path.parent)
-    path.unlink()
-    with pytest.raises(DualencError, match=r"projector\.safetensors"):
-        load_model(path.parent)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +78,6 @@ def test_broken_descriptions(build: Callable[[str], Path], file: str, text: str,
 
 
 @pytest.mark.slow
-def test_open_clip_configuration_without_model(build: Callable[[str], Path]) -> None:
-    folder = build("image-text")
-    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": 3}))
-    with pytest.raises(DualencError, match="no model_cfg"):
-        load_model(folder)
-
-
-@pytest.mark.slow
 def test_wrong_kind_of_folder(build: Callable[[str], Path]) -> None:
     with pytest.raises(DualencError, match=r"no config\.json, so no transformers model"):
         TextEncoder(str(build("image-text")))
@@ -114,6 +94,8 @@ def test_wrong_kind_of_folder(build: Callable[[str], Path]) -> None:
         ("ViT-B-32", "say which, as in ViT-B-32/openai"),
         ("ViT-B-32/no-such-tag", "no-such-tag"),
         ("owner/name", "neither a folder here nor a model that the hub gives"),
+        (".", "holds no model"),
+        (__file__, "is a file; give the folder"),
     ],
 )
 def test_names_of_nothing(name: str, message: str) -> None:
@@ -122,18 +104,9 @@ def test_names_of_nothing(name: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_or_file_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(DualencError, match="holds no model"):
-        load_model(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(DualencError, match="is a file; give the folder"):
-        load_model(tmp_path / "file")
-
-
 def test_unknown_device(build: Callable[[str], Path]) -> None:
-    with pytest.raises(DualencError, match="device warp: not usable") as caught:
+    with pytest.raises(DualencError, match="device warp"):
         load_model(build("image"), device="warp")
-    assert "\n" not in str(caught.value)
 
 
 def test_hub_names_are_fetched_without_code(build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,60 +130,3 @@ def test_a_model_comes_back_whose_replacement_was_killed(build: Callable[[str], 
     folder.rename(work / f"old-{folder.name}")
     assert load_model(folder).kind == "image"
     assert folder.is_dir()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("content", ["null", "[1, 2]", "3", '"text"', '{"a": [1]}'])
-@pytest.mark.parametrize("kind", list(WEIGHTS))
-def test_json_of_the_wrong_shape_is_told_by_file(kind: str, content: str, build: Callable[[str], Path]) -> None:
-    """Whatever a settings file holds, the model loads or one line says what is wrong."""
-    folder = build(kind)
-    refusals = []
-    for file in sorted(folder.rglob("*.json")):
-        sound = file.read_bytes()
-        file.write_text(content)
-        try:
-            load_model(folder)
-        except DualencError as error:
-            refusals.append(str(error))
-        file.write_bytes(sound)
-    assert refusals
-    assert not any("\n" in line for line in refusals)
-    load_model(folder)
-
-
-def test_existing_folders_need_no_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "owner" / "name").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert model_folder("owner/name") == Path("owner/name")
-    assert model_folder(tmp_path) == model_folder(f"local-dir:{tmp_path}") == tmp_path
-
-
-def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "model").mkdir()
-    assert model_folder("~/model") == tmp_path / "model"
-
-
-@pytest.mark.parametrize("name", ["./a", "../a", "/a", "~/a", "runs/papers/model"])
-def test_paths_are_not_asked_of_the_hub(name: str) -> None:
-    assert looks_like_path(name)
-    with pytest.raises(DualencError, match="no such folder"):
-        model_folder(name)
-
-
-@pytest.mark.parametrize("name", ["bert-base-uncased", "owner/name"])
-def test_hub_names_are_not_paths(name: str) -> None:
-    assert not looks_like_path(name)
-
-
-@pytest.mark.parametrize(
-    ("message", "line"),
-    [
-        ("One sentence.\nAnother.", "One sentence"),
-        ("\n  Bad weights:\n  size mismatch.\n  more", "Bad weights: size mismatch"),
-        ("", "ValueError"),
-    ],
-)
-def test_one_line_is_quoted(message: str, line: str) -> None:
-    assert first_line(ValueError(message)) == line

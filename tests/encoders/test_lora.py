@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,21 @@ def test_only_adapters_train(model: TextEncoder) -> None:
     assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
 
 
-def test_all_linear_leaves_the_unused_pooler_out(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    model = TextEncoder(config=bert, tokenizer=tokenizer, lora_rank=2)
-    adapted = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert len(adapted) == 2 * 6 * 2  # layers × linear maps × (A, B)
-    assert not any("pooler" in name for name in adapted)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lora_rank": 2, "lora_targets": ["no_such_layer"]}, "LoRA"),
+        ({"lora_rank": -1}, "LoRA"),
+        ({"dtype": "bfloat16"}, "bfloat16 with lora_rank"),
+    ],
+)
+def test_unfit_arguments(
+    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, arguments: Any, message: str
+) -> None:
+    with pytest.raises(DualencError, match=message):
+        TextEncoder(config=bert, tokenizer=tokenizer, **arguments)
+    with pytest.raises(DualencError, match="no layer's name ends in"):
+        adapt(torch.nn.Sequential(torch.nn.Linear(2, 2)), 2, targets=["nothing"])
 
 
 def test_a_step_moves_adapters_alone_and_the_saved_model_has_them_merged(
@@ -63,21 +72,6 @@ def test_a_step_moves_adapters_alone_and_the_saved_model_has_them_merged(
     assert (reloaded("left", inputs) - trained).abs().max() < 1e-5
     other = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode(texts)
     assert (torch.tensor(other) - trained).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("arguments", [{"lora_targets": ["no_such_layer"]}, {"lora_rank": -1}])
-def test_unfit_arguments(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, arguments: Any) -> None:
-    with pytest.raises(DualencError, match="LoRA") as caught:
-        TextEncoder(config=bert, tokenizer=tokenizer, **{"lora_rank": 2, **arguments})
-    assert "\n" not in str(caught.value)
-
-
-def test_without_peft(
-    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(DualencError, match=r"pip install 'dualenc\[lora\]'"):
-        TextEncoder(config=bert, tokenizer=tokenizer, lora_rank=2)
 
 
 @pytest.mark.slow
@@ -107,11 +101,6 @@ def test_what_adapters_leave_alone_may_be_in_bfloat16(
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
     assert (load_model(tmp_path / "model")("left", inputs) - embedded).abs().max() < 0.02
-
-
-def test_bfloat16_without_adapters_is_refused(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DualencError, match="bfloat16 with lora_rank"):
-        TextEncoder(config=bert, tokenizer=tokenizer, dtype="bfloat16")
 
 
 def trained_a_little(model: DualEncoder, images: list[Any], texts: list[str]) -> list[torch.Tensor]:
@@ -195,11 +184,3 @@ def test_adapters_are_those_of_peft() -> None:
     whole = copy.deepcopy(plain_copy)
     whole.load_state_dict(merged_state(ours))
     assert torch.equal(whole(inputs), ours(inputs))
-
-
-def test_layers_are_chosen_by_the_ends_of_their_names(clip: dict[str, Any]) -> None:
-    model = ImageTextEncoder(config=clip, lora_rank=2, lora_targets=["mlp.c_fc"])
-    assert all(".mlp.c_fc." in name for name, p in model.named_parameters() if p.requires_grad)
-    with pytest.raises(DualencError, match="no layer's name ends in") as caught:
-        ImageTextEncoder(config=clip, lora_rank=2, lora_targets=["nothing"])
-    assert "\n" not in str(caught.value)

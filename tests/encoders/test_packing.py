@@ -20,9 +20,10 @@ from dualenc.encoders.packing import (
     COUNT_FROM_ZERO,
     attend,
     fill_rows,
+    first_position,
     pack,
 )
-from dualenc.encoders.text import POOLINGS, enable_checkpointing
+from dualenc.encoders.text import enable_checkpointing
 from dualenc.types import Inputs, Pooling
 
 SMALL: dict[str, Any] = {
@@ -88,13 +89,6 @@ def test_texts_that_hold_the_padding_token_have_the_vectors_of_the_library(
         torch.testing.assert_close(model("left", form), theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_every_pooling_finds_its_tokens(pooling: Pooling, tokenizer: PreTrainedTokenizerBase) -> None:
-    model = small_model("bert", tokenizer, pooling).eval()
-    padded = model.left.prepare(TEXTS)
-    torch.testing.assert_close(model("left", model.left.pack(padded)), model("left", padded))
-
-
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40), left=st.booleans())
 def test_every_token_stands_in_one_place(lengths: list[int], left: bool) -> None:
@@ -130,14 +124,14 @@ def test_only_with_an_attention_that_takes_such_a_mask(tokenizer: PreTrainedToke
     """Eager attention would add it to the scores; a decoder looks back only; others number positions themselves."""
     model = small_model("bert", tokenizer)
     padded = model.left.prepare(TEXTS)
-    assert model.left.packs
+    assert first_position(model.left.backbone.config) == 0
     model.left.backbone.config._attn_implementation = "eager"
-    assert not model.left.packs
+    assert first_position(model.left.backbone.config) is None
     assert model.left.pack(padded) is padded
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     other = TextEncoder(config={**sizes, "model_type": "modernbert"}, tokenizer=tokenizer)
-    assert not other.left.packs
+    assert first_position(other.left.backbone.config) is None
 
 
 def test_long_texts_go_through_attention_one_by_one_unless_layers_are_repeated(
@@ -159,9 +153,3 @@ def test_attention_drops_weights_and_only_in_training(tokenizer: PreTrainedToken
     torch.testing.assert_close(attend(query, key, value, 0.0, None), weights @ value)
     mean = torch.stack([attend(query, key, value, 0.5, None) for _ in range(2000)]).mean(dim=0)
     torch.testing.assert_close(mean, weights @ value, rtol=0, atol=0.05)
-
-
-def test_texts_of_one_length_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
-    model = small_model("bert", tokenizer)
-    padded = model.left.prepare(["words words"] * 5)
-    assert model.left.pack(padded) is padded

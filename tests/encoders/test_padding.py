@@ -19,9 +19,7 @@ from tests.encoders.test_vision_text import make
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 STORED: dict[str, dict[str, Any]] = {
-    "tokenizer.json": {"tokenizer.json": "Left"},
     "tokenizer_config.json": {"tokenizer_config.json": "left"},
-    "one against the other": {"tokenizer.json": "Right", "tokenizer_config.json": "left"},
     "on the right": {"tokenizer.json": "Right", "tokenizer_config.json": "right"},
 }
 
@@ -75,7 +73,6 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], bool]] = {
     "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}, True),
     "distilbert": ({"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}, True),
     "roberta": (SMALL, False),
-    "modernbert": (SMALL, False),
     "llama": (SMALL, False),
 }
 """Sizes, and whether padding on the left moves positions."""
@@ -189,5 +186,4 @@ def test_a_given_tokenizer_is_copied_and_pads_behind(
     model = TextEncoder(config=bert, tokenizer=given)
     mask = model.right.prepare(texts)["attention_mask"]
     assert mask[:, 0].all()
-    assert model.right.packs
     assert given.padding_side == "left"

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import TextEncoder, load_model
 from dualenc.encoders.text import (
@@ -45,19 +45,9 @@ def test_vectors_are_unit_norm_float32_also_in_bfloat16(model: TextEncoder, text
     assert 0 < (exact - rough).abs().max() < 0.05
 
 
-def test_weights_follow_the_seed(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    def build(seed: int) -> dict[str, torch.Tensor]:
-        torch.manual_seed(seed)
-        return TextEncoder(config=bert, tokenizer=tokenizer, shared=False, lora_rank=2).state_dict()
-
-    first, again, other = build(1), build(1), build(2)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert any(not torch.equal(first[name], other[name]) for name in first)
-
-
-def test_prompt_is_put_before_each_text(model: TextEncoder, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompt_is_put_before_each_text_in_workers_too(model: TextEncoder, tokenizer: PreTrainedTokenizerBase) -> None:
     for side, prompt in (("left", "ask: "), ("right", "say: ")):
-        ids = model.tower(side).prepare(["a dog"])["input_ids"]  # type: ignore[arg-type]
+        ids = pickle.loads(pickle.dumps(model.tower(side).prepare))(["a dog"])["input_ids"]  # type: ignore[arg-type]
         assert ids.tolist() == tokenizer([prompt + "a dog"]).input_ids
 
 
@@ -65,57 +55,6 @@ def test_a_text_alone_gives_what_it_gives_among_longer_ones(model: TextEncoder, 
     together = model("left", model.left.prepare(texts))
     alone = torch.cat([model("left", model.left.prepare([text])) for text in texts])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
-
-
-def test_truncates_to_max_length(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    model = TextEncoder(config=bert, tokenizer=tokenizer, max_length=6)
-    assert model.left.prepare(["a dog " * 50, "a"])["input_ids"].shape == (2, 6)
-
-
-def test_last_token_is_found_on_either_side(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
-    llama = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    vectors = []
-    for padding_side in ("left", "right"):
-        padded = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.backend_tokenizer, pad_token="[PAD]", padding_side=padding_side
-        )
-        torch.manual_seed(0)
-        model = TextEncoder(config=llama, tokenizer=padded, pooling="last")
-        vectors.append(model("left", model.left.prepare(texts)))
-    torch.testing.assert_close(vectors[0], vectors[1], atol=1e-5, rtol=0)
-
-
-def test_shared_weights_are_named_once_and_switch_together(model: TextEncoder) -> None:
-    assert model.shares_weights
-    assert model.left.backbone is model.right.backbone
-    assert all(name.startswith("left.") for name in model.state_dict())
-    model.train()
-    assert model.left.training
-    assert model.right.training
-    assert not model.eval().right.training
-
-
-def test_separate_towers_are_independent(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    model = TextEncoder(config=bert, tokenizer=tokenizer, shared=False)
-    weights = model.state_dict()
-    assert {name.split(".")[0] for name in weights} == {"left", "right"}
-    name = "backbone.embeddings.word_embeddings.weight"
-    assert not torch.equal(weights[f"left.{name}"], weights[f"right.{name}"])
-
-
-def test_prepare_travels_to_workers_without_weights(model: TextEncoder, texts: list[str]) -> None:
-    sent = pickle.dumps(model.left.prepare)
-    assert len(sent) < 100_000
-    received = pickle.loads(sent)(texts, seeds=[1, 2, 3, 4])  # text ignores seeds
-    assert all(torch.equal(received[name], value) for name, value in model.left.prepare(texts).items())
 
 
 def test_checkpointed_activations_give_the_same_gradient(
@@ -137,6 +76,8 @@ def test_everything_but_the_pooler_gets_a_gradient(model: TextEncoder, texts: li
     (model("left", model.left.prepare(texts))[:, 0]).sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
     assert model.num_parameters - model.num_trainable_parameters == 32 * 32 + 32
+    assert all(name.startswith("left.") for name in model.state_dict())
+    assert model.train().right.training
 
 
 @pytest.mark.parametrize(
@@ -181,29 +122,10 @@ def test_pooling_equals_the_definition(lengths: list[int], left_padded: bool, po
     np.testing.assert_allclose(pooled.numpy(), slow_pool(hidden, mask, pooling), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_pooling_sums_half_precision_in_float32(pooling: str) -> None:
-    hidden = torch.full((1, 4000, 1), 1.0, dtype=torch.bfloat16)
-    pooled = pool(hidden, torch.ones(1, 4000, dtype=torch.int64), pooling)  # type: ignore[arg-type]
-    assert pooled.dtype == torch.float32
-    assert pooled.item() == 1.0
-
-
 @pytest.fixture
 def folder(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
     save_transformer(new_transformer(bert, tokenizer), tmp_path)
     return tmp_path
-
-
-def test_vocabulary_and_padding_follow_the_tokenizer(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    model = new_transformer(bert, tokenizer)
-    assert model.config.vocab_size == len(tokenizer)
-    assert model.config.pad_token_id == tokenizer.pad_token_id
-
-
-def test_unused_pooler_is_not_trained(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    frozen = {name for name, p in new_transformer(bert, tokenizer).named_parameters() if not p.requires_grad}
-    assert frozen == {"pooler.dense.weight", "pooler.dense.bias"}
 
 
 @pytest.mark.parametrize(
@@ -272,22 +194,9 @@ def test_weights_return_exactly_and_in_float32(folder: Path) -> None:
         torch.testing.assert_close(value, first.state_dict()[name], atol=1e-3, rtol=1e-3)
 
 
-def test_truncated_weights(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DualencError, match="does not load") as caught:
-        load_transformer(folder)
-    assert "\n" not in str(caught.value)
-
-
 def test_missing_weights_are_not_made_up(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["embeddings.word_embeddings.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(DualencError, match=r"1 weights are missing, embeddings\.word_embeddings\.weight first"):
         load_transformer(folder)
-
-
-def test_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(DualencError, match=r"no config\.json"):
-        load_transformer(tmp_path)

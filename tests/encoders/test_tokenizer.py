@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dualenc.encoders import TextEncoder, load_model, load_tokenizer, train_tokenizer
+from dualenc.encoders import load_tokenizer, train_tokenizer
 from dualenc.encoders.text import TextPrepare
 from dualenc.encoders.tokenizer import TokenCache, Tokens, lower_casing, save_tokenizer
 from dualenc.errors import DualencError
@@ -30,11 +26,7 @@ def test_trained_tokenizer_reloads_in_transformers(
     assert reloaded(texts).input_ids == tokenizer(texts).input_ids
     assert reloaded.pad_token_id == tokenizer.pad_token_id
     assert reloaded.model_max_length == 512
-
-
-def test_texts_begin_with_cls_end_with_sep_and_lose_their_case(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokens = tokenizer.convert_ids_to_tokens(tokenizer("A Dog").input_ids)
-    assert (tokens[0], tokens[-1]) == ("[CLS]", "[SEP]")
+    assert tokenizer.convert_ids_to_tokens(tokenizer("A").input_ids)[::2] == ["[CLS]", "[SEP]"]
     assert tokenizer("A DOG").input_ids == tokenizer("a dog").input_ids
 
 
@@ -85,44 +77,6 @@ def test_a_folder_with_a_sentencepiece_model_alone_gives_its_pieces(
         assert reloaded(text).input_ids == read(text).input_ids
 
 
-def test_a_model_with_a_sentencepiece_vocabulary_embeds_as_in_sentence_transformers(
-    pieces: Path, corpus: list[str], bert: dict[str, Any], tmp_path: Path
-) -> None:
-    from sentence_transformers import SentenceTransformer
-
-    (tmp_path / "vocabulary").mkdir()
-    shutil.copy(pieces, tmp_path / "vocabulary" / "sentencepiece.bpe.model")
-    settings = json.dumps({"tokenizer_class": "XLMRobertaTokenizer"})
-    (tmp_path / "vocabulary" / "tokenizer_config.json").write_text(settings)
-    torch.manual_seed(0)
-    config = bert | {"model_type": "xlm-roberta", "max_position_embeddings": 66}
-    model = TextEncoder(config=config, tokenizer=str(tmp_path / "vocabulary"), query_prompt="ba: ", max_length=64)
-    model.save(tmp_path / "model")
-    again = load_model(tmp_path / "model")
-    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode_query(corpus[:8])
-    for each in (model, again):
-        with torch.no_grad():
-            found = each("left", each.left.prepare(corpus[:8])).numpy()
-        assert abs(found - theirs).max() < 1e-5
-
-
-@pytest.mark.nightly
-def test_another_process_with_other_threads_trains_the_same_tokenizer(corpus: list[str]) -> None:
-    code = (
-        "import json, sys; from dualenc.encoders import train_tokenizer\n"
-        "sys.stdout.write(train_tokenizer(json.load(sys.stdin), vocab_size=300).backend_tokenizer.to_str())"
-    )
-    other = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(corpus),
-        env={**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-    )
-    assert other.stdout == train_tokenizer(corpus, vocab_size=300).backend_tokenizer.to_str()
-
-
 def test_a_word_has_the_same_tokens_wherever_it_stands_and_none_is_unknown(tokenizer: PreTrainedTokenizerBase) -> None:
     def tokens(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -138,13 +92,6 @@ def test_a_word_has_the_same_tokens_wherever_it_stands_and_none_is_unknown(token
 def test_mistakes_are_one_line(given: list[str], size: int, message: str) -> None:
     with pytest.raises(DualencError, match=message) as caught:
         train_tokenizer(given, vocab_size=size)
-    assert "\n" not in str(caught.value)
-
-
-def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DualencError, match=r"no tokenizer loads from there.*tokenizer\.json") as caught:
-        load_tokenizer(tmp_path)
-    assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
