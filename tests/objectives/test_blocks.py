@@ -13,12 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dualenc.objectives import anchors
-from tests.objectives.every import FIRST, SETTINGS, Run, Setting, assert_same_state, momentum_keys
+from tests.objectives.every import EVERY, FIRST, Run, Setting, assert_same_state, momentum_keys
+
+pytestmark = pytest.mark.slow
 
 
-def assert_blocks_equal_whole(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", EVERY, ids=lambda s: s.name)
+def test_blocks_give_what_the_whole_gives(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for num_entries in (anchors.BLOCK_ENTRIES, 40):  # of which a block gets a few anchors
+    for num_entries in (anchors.BLOCK_ENTRIES, 40):  # a block gets a few anchors
         monkeypatch.setattr(anchors, "BLOCK_ENTRIES", num_entries)
         training = Run(setting)
         gradients = [training.step(step) for step in range(3)]
@@ -28,24 +31,10 @@ def assert_blocks_equal_whole(setting: Setting, monkeypatch: pytest.MonkeyPatch)
     assert_same_state(block_state, whole_state, tolerance=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", FIRST, ids=lambda s: s.name)
-def test_blocks_give_what_the_whole_gives(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_blocks_equal_whole(setting, monkeypatch)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("setting", [s for s in SETTINGS if s not in FIRST], ids=lambda s: s.name)
-def test_blocks_give_what_the_whole_gives_in_every_variant(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_blocks_equal_whole(setting, monkeypatch)
-
-
 class LargestTensor(TorchDispatchMode):
-    """Watches every operation, forward and backward; `entries` of the largest tensor that one of them made."""
+    """`entries` of the largest tensor that an operation made, forward and backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = 0
+    entries = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -60,7 +49,6 @@ class LargestTensor(TorchDispatchMode):
 IN_BLOCKS = [s for s in FIRST if not s.objective.needs_encode or s.objective.__name__ == "ISIR"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setting", IN_BLOCKS, ids=lambda s: s.name)
 def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     batch_size, block = 96, 1024
@@ -68,10 +56,7 @@ def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monke
     arguments = setting.arguments | ({"recent": 0} if setting.objective.__name__ == "ISIR" else {})
     criterion = replace(setting, arguments=arguments).build(num_left=batch_size, num_right=batch_size)
     left, right = (normalize(torch.randn(batch_size, 5), dim=1).requires_grad_() for _ in range(2))
-
-    def encode(side: str, ids: Tensor) -> Tensor:
-        return normalize(torch.ones(len(ids), 5).requires_grad_(), dim=1)
-
+    encode = lambda side, ids: normalize(torch.ones(len(ids), 5).requires_grad_(), dim=1)  # noqa: E731
     with LargestTensor() as largest:
         keys = momentum_keys(criterion, left, right)
         criterion(left, right, torch.arange(batch_size), encode=encode, **keys).loss.backward()

@@ -23,27 +23,19 @@ NUM = 20
 NO_PAIR = NUM + 1  # keys per item of two towers: item·21 + partner + 1
 
 
-def one_chain(
-    start: float, scores: list[float], is_negative: list[bool], uniform: list[float], burn_in: float
-) -> tuple[list[float], int]:
+def one_chain(start: float, scores: Any, is_negative: Any, uniform: Any, burn_in: float) -> tuple[list[float], int]:
     """Algorithm 1 of Yau et al. 2024: shares of the visits of each proposal and of the start, and the last state."""
-    num_steps = sum(is_negative)
-    skipped = int(num_steps * burn_in + 1e-9)
+    proposals = np.flatnonzero(is_negative)
     state, score = len(scores), start
-    visits = [0] * (len(scores) + 1)
-    step = 0
-    for proposal in range(len(scores)):
-        if not is_negative[proposal]:
-            continue
-        ratio = np.exp(min(scores[proposal] - score, 0.0))
-        if uniform[proposal] < ratio:
-            state, score = proposal, scores[proposal]
-        step += 1
-        if step > skipped:
-            visits[state] += 1
-    if num_steps == 0 and start > -np.inf:
-        visits[state] = 1
-    return [count / max(sum(visits), 1) for count in visits], state
+    visited = []
+    for proposal in proposals:
+        if uniform[proposal] < np.exp(min(scores[proposal] - score, 0.0)):
+            state, score = int(proposal), scores[proposal]
+        visited.append(state)
+    counted = visited[int(len(proposals) * burn_in + 1e-9) :]
+    if not len(proposals) and start > -np.inf:
+        counted = [state]
+    return [counted.count(place) / max(len(counted), 1) for place in range(len(scores) + 1)], state
 
 
 @settings(max_examples=60)
@@ -62,8 +54,8 @@ def test_the_walk_is_algorithm_1(seed: int, num_chains: int, num_proposals: int,
     uniform = draw.random(scores.shape)
     visits, state = metropolis_hastings(start, scores, is_negative, np.log(uniform), burn_in)
     for chain in range(num_chains):
-        given_ = scores[:, chain], is_negative[:, chain], uniform[:, chain]
-        expected, last = one_chain(float(start[chain]), *(values.tolist() for values in given_), burn_in)
+        own = scores[:, chain], is_negative[:, chain], uniform[:, chain]
+        expected, last = one_chain(float(start[chain]), *own, burn_in)
         np.testing.assert_allclose(visits[:, chain], expected)
         assert state[chain] == last
 
@@ -84,18 +76,25 @@ def test_the_softmax_is_invariant_under_the_walk() -> None:
     np.testing.assert_allclose(weights / num_chains, law, atol=0.01)
 
 
-def transition(frozen: Frozen) -> tuple[torch.Tensor, torch.Tensor]:
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights of left anchor 0 in every step of ISIR."""
+    weights: list[torch.Tensor] = []
+
+    def recorded(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = isir_step(*arguments)
+        weights.append(result[0][0, 0].clone())
+        return result
+
+    monkeypatch.setattr("dualenc.objectives.isir.isir_step", recorded)
+    return weights
+
+
+def transition(frozen: Frozen, moves: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Of left anchor 0: the law (P,) of its negative pairs, and (P, N) the mean law of the next item from each of them.
 
     Every batch of three of the four pairs that holds the anchor's own is tried; nothing is drawn.
     """
-    moves = []
-
-    def watched(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, column = isir_step(*arguments)
-        moves.append(weights[0, 0].clone())
-        return weights, column
-
     right_id, pairs = [0, 1, 1, 2], [1, 2, 3]
     similarities = (frozen.left[0] @ frozen.right.T).detach()
     law = torch.softmax(torch.stack([similarities[right_id[pair]] / frozen.tau for pair in pairs]), dim=0)
@@ -104,9 +103,7 @@ def transition(frozen: Frozen) -> tuple[torch.Tensor, torch.Tensor]:
         criterion = frozen.build(ISIR, recent=0).double()
         criterion.state[0] = right_id[start] * 5 + start + 1
         moves.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dualenc.objectives.isir.isir_step", watched)
-            frozen.loss(criterion, torch.tensor([0, *others]))
+        frozen.loss(criterion, torch.tensor([0, *others]))
         # Three proposals, and the state.
         items = torch.tensor([right_id[pair] for pair in (0, *others, start)])
         following[pairs.index(start)].index_add_(0, items, moves[0] / 3)
@@ -114,7 +111,7 @@ def transition(frozen: Frozen) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal similarities", "unequal similarities"])
-def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(equal: bool) -> None:
+def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(equal: bool, moves: Any) -> None:
     """Queries 1 and 2 share document 1: over all batches it comes twice as often, and weighs twice."""
     draw = torch.Generator().manual_seed(3)
     left, right = (
@@ -123,7 +120,7 @@ def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(equal: boo
     if equal:
         right = right[:1].repeat(3, 1)
     frozen = Frozen(left.requires_grad_(), right.requires_grad_(), right_id=torch.tensor([0, 1, 1, 2]), tau=0.2)
-    law, following = transition(frozen)
+    law, following = transition(frozen, moves)
     # Copies of an item are alike, so the law of items says all about the law of pairs.
     expected = torch.stack([law[:0].sum(), law[:2].sum(), law[2]])
     torch.testing.assert_close(law @ following, expected, rtol=0, atol=1e-6)
@@ -132,16 +129,9 @@ def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(equal: boo
 
 
 @pytest.mark.slow
-def test_isir_with_draws_leaves_the_softmax_over_items_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isir_with_draws_leaves_the_softmax_over_items_invariant(monkeypatch: Any, moves: Any) -> None:
     """Over all draws of three items with replacement, from each state."""
-    corpus, moves = Corpus.make(4, num_items=4), []
-
-    def watched(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, column = isir_step(*arguments)
-        moves.append(weights[0, 0])
-        return weights, column
-
-    monkeypatch.setattr("dualenc.objectives.isir.isir_step", watched)
+    corpus = Corpus.make(4, num_items=4)
     criterion = ISIR(num_left=4, temperature=0.5, proposals=3, recent=0).double()
     law = torch.softmax((corpus.left[0] @ corpus.right[1:].T / 0.5).detach(), dim=0)
     following = torch.zeros(3, 4, dtype=torch.float64)

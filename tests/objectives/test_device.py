@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.objectives.every import FIRST, SETTINGS, Setting, Towers, batch, momentum_keys
+from tests.objectives.every import EVERY, FIRST, WRAPPED, Setting, Towers, batch, momentum_keys
 from tests.pretended_device import DEVICE, pretended_device
-
-NUM_STEPS = 3
 
 
 def train(setting: Setting, device: torch.device | str) -> list[float]:
@@ -19,7 +17,7 @@ def train(setting: Setting, device: torch.device | str) -> list[float]:
     towers.left_features, towers.right_features = towers.left_features.to(device), towers.right_features.to(device)
     parameters = [*towers.parameters(), *criterion.parameters()]
     losses = []
-    for step in range(NUM_STEPS):
+    for step in range(3):
         given = {name: ids.to(device) for name, ids in batch(step, setting.views).items()}
         for side in ("left", "right"):
             given[side] = towers.encode(side, given[f"{side}_id"])
@@ -36,23 +34,12 @@ def train(setting: Setting, device: torch.device | str) -> list[float]:
     return losses
 
 
-def assert_as_on_the_cpu(setting: Setting) -> None:
-    expected = train(setting, "cpu")
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [s for s in EVERY if s not in WRAPPED], ids=lambda s: s.name)
+def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
     with pretended_device():
         found = train(setting, DEVICE)
-    assert found == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", [s for s in FIRST if not s.views], ids=lambda s: s.name)
-def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
-    assert_as_on_the_cpu(setting)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
-def test_losses_of_every_variant_are_those_of_the_cpu(setting: Setting) -> None:
-    assert_as_on_the_cpu(setting)
+    assert found == pytest.approx(train(setting, "cpu"), rel=1e-9)
 
 
 STATELESS = ("InfoNCE", "DCL", "HCL", "SigLIP", "SogCLR", "ISogCLR", "SACLR", "MomentumQueue")

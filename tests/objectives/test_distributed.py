@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.objectives.every import FIRST, SETTINGS, STEPS, THREE, WRAPPED, Run, assert_same_state
+from tests.objectives.every import EVERY, FIRST, SETTINGS, STEPS, THREE, WRAPPED, Run, assert_same_state
 
 pytestmark = pytest.mark.slow
-FEW = FIRST + WRAPPED
-FURTHER = [s for s in SETTINGS if s not in FEW]
+ALL = {s.name: s for s in (*FIRST, *WRAPPED, *SETTINGS)}
 RESUMED_AT = 3
 TOLERANCE = 1e-9
 Results = dict[str, dict[str, Any]]
@@ -39,8 +38,7 @@ def work(rank: int, world_size: int, folder: Path, names: list[str], one: Result
     """Run the settings on one of several ranks, continue those of one process, and write the results to the folder."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
-    settings = [s for s in FEW + FURTHER if s.name in names]
-    results = {s.name: run(Run(s)) for s in settings}
+    results = {name: run(Run(ALL[name])) for name in names}
     continued = {s.name: resumed(Run(s), one[s.name]) for s in THREE}
     torch.save((results, continued), folder / f"{rank}.pt")
     dist.barrier()
@@ -49,14 +47,14 @@ def work(rank: int, world_size: int, folder: Path, names: list[str], one: Result
 
 @pytest.fixture(scope="module")
 def one() -> Results:
-    return {setting.name: run(Run(setting)) for setting in FEW + FURTHER}
+    return {name: run(Run(setting)) for name, setting in ALL.items()}
 
 
 @pytest.fixture(scope="module")
 def many(request: pytest.FixtureRequest, one: Results, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`many(world_size)`: results of every rank. Processes are started once for all objectives."""
-    wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    names = [s.name for s in FEW + FURTHER if s.name in wanted or s in THREE]
+    settings = [item.callspec.params.get("setting") for item in request.session.items if hasattr(item, "callspec")]
+    names = [name for name, setting in ALL.items() if setting in settings or setting in THREE]
     results: dict[int, list[Any]] = {}
 
     def at(world_size: int) -> list[Any]:
@@ -69,36 +67,25 @@ def many(request: pytest.FixtureRequest, one: Results, tmp_path_factory: pytest.
     return at
 
 
-def assert_equals_one_process(name: str, one: Results, ranks: list[Any]) -> None:
+@pytest.mark.parametrize("setting", EVERY, ids=lambda s: s.name)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_equal_one_process(setting: Any, world_size: int, one: Results, many: Any) -> None:
+    expected = one[setting.name]
+    ranks = [results[setting.name] for results, _ in many(world_size)]
     for step in range(STEPS):
-        expected = one[name]["states"][step]
-        first = ranks[0][0][name]["states"][step]["criterion"]
-        assert_same_state(first, expected["criterion"], TOLERANCE)
-        for results, _ in ranks:
-            found = results[name]
-            torch.testing.assert_close(
-                found["gradients"][step], one[name]["gradients"][step], rtol=TOLERANCE, atol=TOLERANCE
-            )
+        first = ranks[0]["states"][step]["criterion"]
+        assert_same_state(first, expected["states"][step]["criterion"], TOLERANCE)
+        for found in ranks:
+            gradients = found["gradients"][step], expected["gradients"][step]
+            torch.testing.assert_close(*gradients, rtol=TOLERANCE, atol=TOLERANCE)
             assert_same_state(found["states"][step]["criterion"], first)
 
 
-@pytest.mark.parametrize("name", [s.name for s in FEW])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_equal_one_process(name: str, world_size: int, one: Results, many: Any) -> None:
-    assert_equals_one_process(name, one, many(world_size))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [s.name for s in FURTHER])
-def test_ranks_equal_one_process_in_every_variant(name: str, one: Results, many: Any) -> None:
-    assert_equals_one_process(name, one, many(3))
-
-
-@pytest.mark.parametrize("name", [s.name for s in THREE])
-def test_another_number_of_processes_continues_the_run(name: str, one: Results, many: Any) -> None:
-    expected = one[name]["gradients"][RESUMED_AT]
-    for _, continued in many(3):
-        torch.testing.assert_close(continued[name], expected, rtol=TOLERANCE, atol=TOLERANCE)
-    training = Run(next(s for s in THREE if s.name == name))
-    found = resumed(training, many(3)[2][0][name])
-    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+@pytest.mark.parametrize("setting", THREE, ids=lambda s: s.name)
+def test_another_number_of_processes_continues_the_run(setting: Any, one: Results, many: Any) -> None:
+    """One run by three, and theirs by one."""
+    found = [continued[setting.name] for _, continued in many(3)]
+    found.append(resumed(Run(setting), many(3)[2][0][setting.name]))
+    for gradient in found:
+        expected = one[setting.name]["gradients"][RESUMED_AT]
+        torch.testing.assert_close(gradient, expected, rtol=TOLERANCE, atol=TOLERANCE)

@@ -139,7 +139,6 @@ def test_forward_names_the_class_and_the_argument(criterion: Objective, message:
         *((ISogCLR, "min_temperature", value) for value in (0.0, 2.0)),
         (ISogCLR, "learnable_temperature", True),
         (ExactGlobal, "corpus_chunk_size", 0),
-        (ISIR, "positive_in_softmax", True),
     ],
 )
 def test_constructor_names_the_class_and_the_argument(kind: type[Objective], argument: str, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,32 +20,34 @@ from dualenc.objectives.matryoshka import EncodedOnce, prefix
 
 NUM, DIM = 12, 6
 DIMS = [2, 3, 6]
+ALL = torch.arange(NUM)
 
 
-def features() -> dict[str, Tensor]:
+def features() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    return {side: torch.randn(NUM, DIM, generator=draw, dtype=torch.float64) for side in ("left", "right")}
+    return torch.randn(NUM, DIM, generator=draw).double(), torch.randn(NUM, DIM, generator=draw).double()
 
 
-def batches() -> list[Tensor]:
-    return [torch.randperm(NUM, generator=torch.Generator().manual_seed(step))[:5] for step in range(6)]
+def unit() -> tuple[Tensor, Tensor]:
+    left, right = features()
+    return normalize(left, dim=1), normalize(right, dim=1)
 
 
 def losses_and_gradients(criteria: list[tuple[int, Objective]]) -> list[tuple[Tensor, Tensor]]:
     """Of each step the mean over (length, objective), written out, and the gradient of the features."""
     found = []
-    for ids in batches():
-        leaves = {side: values.clone().requires_grad_() for side, values in features().items()}
+    for step in range(6):
+        ids = torch.randperm(NUM, generator=torch.Generator().manual_seed(step))[:5]
+        left, right = (values.requires_grad_() for values in features())
         losses = []
         for dim, criterion in criteria:
 
-            def encode(side: str, wanted: Tensor, dim: int = dim, leaves: dict[str, Tensor] = leaves) -> Tensor:
-                return normalize(leaves[side][wanted][:, :dim], dim=1)
+            def encode(side: str, ids: Tensor, dim: int = dim, left: Tensor = left, right: Tensor = right) -> Tensor:
+                return normalize((left if side == "left" else right)[ids][:, :dim], dim=1)
 
             losses.append(criterion(encode("left", ids), encode("right", ids), ids, ids, encode).loss)
         loss = torch.stack(losses).mean()
-        loss.backward()
-        found.append((loss.detach(), torch.cat([leaf.grad for leaf in leaves.values() if leaf.grad is not None])))
+        found.append((loss.detach(), torch.cat(torch.autograd.grad(loss, [left, right]))))
     return found
 
 
@@ -68,14 +71,12 @@ def test_it_is_the_mean_of_independent_objectives_of_prefixes(name: str) -> None
 
 
 def test_copies_and_pickles_have_a_memory_of_their_own_for_each_length() -> None:
-    together = Matryoshka(SogCLR(num_left=NUM), DIMS).double()
-    ids = batches()[0]
-    left, right = (normalize(values[ids], dim=1) for values in features().values())
-    together(left, right, ids)
-    tables = [criterion.log_u[ids] for criterion in together]
+    together, (left, right) = Matryoshka(SogCLR(num_left=NUM), DIMS).double(), unit()
+    together(left, right, ALL)
+    tables = [criterion.log_u for criterion in together]
     assert not torch.equal(tables[0], tables[2])
     for other in (copy.deepcopy(together), pickle.loads(pickle.dumps(together))):
-        torch.testing.assert_close(other(left, right, ids).loss, copy.deepcopy(together)(left, right, ids).loss)
+        torch.testing.assert_close(other(left, right, ALL).loss, copy.deepcopy(together)(left, right, ALL).loss)
 
 
 @settings(max_examples=25)
@@ -96,36 +97,38 @@ def test_items_are_encoded_once(asked: list[list[int]]) -> None:
 
 
 def test_shared_proposals_are_encoded_once_for_all_lengths() -> None:
-    counts, table, ids = [], {side: normalize(values, dim=1) for side, values in features().items()}, batches()[0]
+    counts, (left, right), ids = [], unit(), ALL[:5]
     for lengths in ([DIM], DIMS):
         asked: list[int] = []
 
         def encode(side: str, wanted: Tensor, asked: list[int] = asked) -> Tensor:
             asked.extend(wanted.tolist())
-            return table[side][wanted]
+            return (left if side == "left" else right)[wanted]
 
-        criterion = Matryoshka(ISIR(num_left=NUM, proposals=4), lengths).double()
-        criterion(table["left"][ids], table["right"][ids], ids, ids, encode)
+        Matryoshka(ISIR(num_left=NUM, proposals=4), lengths).double()(left[ids], right[ids], ids, ids, encode)
         counts.append(len(asked))
     assert counts[0] <= counts[1] < 2 * counts[0], "the proposals are shared, the states need not be"
 
 
 def test_metrics_of_every_length() -> None:
-    left, right = (normalize(values, dim=1) for values in features().values())
-    output = Matryoshka(InfoNCE(), [3, 6])(left, right, torch.arange(NUM))
-    alone = InfoNCE()(prefix(left, 3), prefix(right, 3), torch.arange(NUM))
-    assert float(output.metrics["accuracy@3"]) == float(alone.metrics["accuracy"])
-    assert set(output.metrics) == {*alone.metrics, *(f"{name}@3" for name in alone.metrics)}
-    whole = InfoNCE()(left, right, torch.arange(NUM))
+    left, right = unit()
+    output = Matryoshka(InfoNCE(), [3, 6])(left, right, ALL)
+    alone = InfoNCE()(prefix(left, 3), prefix(right, 3), ALL)
+    whole = InfoNCE()(left, right, ALL)
+    assert {name: float(value) for name, value in output.metrics.items()} == {
+        **{name: float(value) for name, value in whole.metrics.items()},
+        **{f"{name}@3": float(value) for name, value in alone.metrics.items()},
+    }
+    torch.testing.assert_close(output.metrics.per_anchor, whole.metrics.per_anchor)
     torch.testing.assert_close(output.per_anchor, (alone.per_anchor + whole.per_anchor) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_prefixes_of_half_precision_are_scaled_in_full(dtype: torch.dtype) -> None:
     left, right = (normalize(torch.randn(2, NUM, 40), dim=2)).to(dtype)
-    found = Matryoshka(InfoNCE(), [16])(left, right, torch.arange(NUM)).loss
+    found = Matryoshka(InfoNCE(), [16])(left, right, ALL).loss
     scaled = (normalize(vectors.double()[:, :16], dim=1) for vectors in (left, right))
-    torch.testing.assert_close(found.double(), InfoNCE()(*scaled, torch.arange(NUM)).loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.double(), InfoNCE()(*scaled, ALL).loss, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_set_reaches_every_length() -> None:
@@ -140,23 +143,19 @@ def test_what_is_set_reaches_every_length() -> None:
 
 
 def test_wrappers_go_around_wrappers() -> None:
-    left, right = (normalize(values, dim=1) for values in features().values())
-    taught = {
-        "teacher_scores": torch.rand(NUM, 2),
-        "teacher_rows": torch.arange(NUM)[:, None] % 4,
-        "negatives": left[:4],
-        "negative_id": torch.arange(4),
-    }
-    parts = [
-        Distilled(InfoNCE(), "kl")(
-            prefix(left, d), prefix(right, d), torch.arange(NUM), **taught | {"negatives": n}
-        ).loss
-        for d, n in ((3, prefix(left[:4], 3)), (6, left[:4]))
-    ]
-    found = Matryoshka(Distilled(InfoNCE(), "kl"), [3, 6])(left, right, torch.arange(NUM), **taught).loss
-    torch.testing.assert_close(found, torch.stack(parts).mean())
-    own = Matryoshka(InfoNCE(), [3, 6])
-    plain = own(left, right, torch.arange(NUM), negatives=left[:4], negative_id=torch.arange(4)).loss
-    teacher = Distilled(InfoNCE(), "kl", own_weight=0.0)(left, right, torch.arange(NUM), **taught).loss
-    outer = Distilled(own, "kl")(left, right, torch.arange(NUM), **taught).loss
-    torch.testing.assert_close(outer, plain + teacher)
+    left, right = unit()
+    mined = {"negatives": left[:4], "negative_id": ALL[:4]}
+    teacher: dict[str, Any] = {"teacher_scores": torch.rand(NUM, 2), "teacher_rows": ALL[:, None] % 4}
+    parts = []
+    for dim in (3, 6):
+        own = mined | {"negatives": prefix(left[:4], dim)}
+        parts.append(Distilled(InfoNCE(), "kl")(prefix(left, dim), prefix(right, dim), ALL, **own, **teacher).loss)
+    inner = Matryoshka(Distilled(InfoNCE(), "kl"), [3, 6])
+    assert (inner.needs_teacher, inner.dims) == (True, [3, 6])
+    torch.testing.assert_close(inner(left, right, ALL, **mined, **teacher).loss, torch.stack(parts).mean())
+    plain = Matryoshka(InfoNCE(), [3, 6])
+    taught = Distilled(InfoNCE(), "kl", own_weight=0.0)(left, right, ALL, **mined, **teacher).loss
+    outer = Distilled(plain, "kl")
+    assert (outer.needs_teacher, outer.dims) == (True, [3, 6])
+    expected = plain(left, right, ALL, **mined).loss + taught
+    torch.testing.assert_close(outer(left, right, ALL, **mined, **teacher).loss, expected)

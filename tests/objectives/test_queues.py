@@ -16,10 +16,6 @@ TAU, SIZE, STEPS = 0.3, 14, 5
 Queue = deque[tuple[Item, Tensor]]
 
 
-def sides_of(views: bool) -> list[str]:
-    return ["views"] if views else ["left", "right"]
-
-
 def make_keys(case: Case, seed: int) -> Case:
     """The same batch as another encoder sees it."""
     other = make_case(1000 + seed, len(case.left_id), case.views)
@@ -36,7 +32,7 @@ def partner_key(keys: Case, side: str, place: int) -> Tensor:
 def loop_loss(case: Case, keys: Case, queues: dict[str, Queue]) -> Tensor:
     """He et al. 2020, Algorithm 1, in the first step against the batch's own keys. Appends to the queues, in place."""
     losses = []
-    for side in sides_of(case.views):
+    for side in case.sides:
         of_side = []
         for place, anchor in enumerate(item_anchors(case, side)):
             positive = anchor.vector @ partner_key(keys, side, place)
@@ -58,7 +54,7 @@ def keys_given(keys: Case) -> dict[str, Tensor]:
 def test_momentum_queue_equals_a_loop(seed: int, views: bool) -> None:
     """The queue's end is within a batch, batches have several sizes, and with views one is larger than the queue."""
     criterion = MomentumQueue(queue_size=SIZE, temperature=TAU, views=views).double()
-    queues: dict[str, Queue] = {side: deque(maxlen=SIZE) for side in sides_of(views)}
+    queues: dict[str, Queue] = {side: deque(maxlen=SIZE) for side in ("views", "left", "right")}
     for step in range(STEPS):
         case = make_case(seed * STEPS + step, [5, 3, 8, 1, 4][step], views)
         keys = make_keys(case, step)

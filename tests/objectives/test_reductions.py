@@ -81,12 +81,10 @@ def test_exact_global_counts_an_item_as_often_as_it_is_in_pairs() -> None:
     whole_batch = DCL(temperature=0.2)(queries, documents[right_id], torch.arange(6), right_id).loss
     torch.testing.assert_close(found, whole_batch)
     # The estimators count the same corpus: with the whole of it in the batch, they agree on the value.
-    counts, batch = (torch.ones(6), torch.tensor([2.0, 2.0, 1.0, 1.0])), (queries, documents[right_id], torch.arange(6))
-    sizes = {"num_left": 6, "num_right": 4, "temperature": 0.2}
     for given in (known, {}):
-        local = SogCLR(gamma=1.0, **sizes).double()
-        local.set_counts(*counts)
-        out = local(*batch, right_id, **given)
+        local = SogCLR(gamma=1.0, num_left=6, num_right=4, temperature=0.2).double()
+        local.set_counts(torch.ones(6), torch.tensor([2.0, 2.0, 1.0, 1.0]))
+        out = local(queries, documents[right_id], torch.arange(6), right_id, **given)
         torch.testing.assert_close(out.loss, whole_batch)
         torch.testing.assert_close(out.metrics["batch_estimate"], whole_batch)
 
@@ -96,9 +94,6 @@ def test_negative_cache_counts_each_item_once() -> None:
     for counts in (torch.ones(4), torch.tensor([1.0, 5.0, 1.0, 1.0])):
         criterion = NegativeCache(num_left=4, refresh=0.0).double()
         criterion.set_counts(counts, counts)
-        values.append(
-            float(
-                criterion(torch.eye(4), torch.eye(4), torch.arange(4), encode=lambda side, ids: torch.eye(4)[ids]).loss
-            )
-        )
+        encode = lambda side, ids: torch.eye(4)[ids]  # noqa: E731
+        values.append(float(criterion(torch.eye(4), torch.eye(4), torch.arange(4), encode=encode).loss))
     assert values[0] == values[1]
