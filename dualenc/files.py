@@ -65,16 +65,12 @@ class _Work:
                 yield
             finally:
                 if is_outermost:
-                    self._remove()
+                    self._clean_up()
                 self.lock.release()
 
     def is_swapping(self) -> bool:
         """Whether the target is missing, between the two renames."""
         return os.path.lexists(self.old) and not os.path.lexists(self.target)
-
-    def complete(self) -> Path:
-        """The folder that is to take the place of a missing target."""
-        return self.new if self.new.exists() else self.old
 
     def _acquire(self, timeout: float) -> None:
         for _ in range(_MAX_ATTEMPTS):
@@ -87,15 +83,14 @@ class _Work:
 
     def _settle(self) -> None:
         if self.is_swapping():
-            os.replace(self.complete(), self.target)
+            os.replace(self.new if self.new.exists() else self.old, self.target)
         remove(self.new)
         remove(self.old)
 
-    def _remove(self) -> None:
-        if not self.is_swapping():
-            with suppress(OSError):
-                remove(self.new)
-                remove(self.old)
+    def _clean_up(self) -> None:
+        # What cannot be settled now is left to `recover`.
+        with suppress(OSError):
+            self._settle()
         # Removed while it is held: whoever waits for a removed lock file notices, and tries again.
         Path(self.lock.lock_file).unlink(missing_ok=True)
         with suppress(OSError):
@@ -129,13 +124,9 @@ def atomic_folder(target: str | os.PathLike[str], is_ours: Callable[[Path], bool
         for file in work.new.rglob("*"):
             if file.is_file():
                 _sync(file)
-        try:
-            if work.target.is_dir():
-                os.replace(work.target, work.old)
-            os.replace(work.new, work.target)
-        finally:
-            if work.is_swapping():
-                os.replace(work.old, work.target)
+        if work.target.is_dir():
+            os.replace(work.target, work.old)
+        os.replace(work.new, work.target)
 
 
 def _sync(file: Path) -> None:
@@ -180,10 +171,7 @@ def recover(target: str | os.PathLike[str], *, unfinished: bool = False) -> None
     except Timeout:
         pass
     except OSError as error:
-        if work.is_swapping():
-            remedy = f"rename {work.complete()} to {work.target.name}"
-            raise DualencError(f"{target}: a killed process has not put it in place ({error}); {remedy}") from None
-        raise
+        raise DualencError(f"{target}: a killed process has left it in {work.folder} ({error}); move it back") from None
 
 
 def recover_inside(folder: str | os.PathLike[str]) -> None:

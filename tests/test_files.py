@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_put_back_at_once_is_restored_later(
     write_folder(target, "old")
     with failing(monkeypatch, "replace", errno.EIO, after=1), pytest.raises(OSError, match="Input/output error"):
         write_folder(target, "new")
-    with failing(monkeypatch, "replace", errno.EIO), pytest.raises(DualencError, match="new-index to index"):
+    with failing(monkeypatch, "replace", errno.EIO), pytest.raises(DualencError, match="left it in"):
         recover(target)
     recover(target)
     assert version_of(target) == "new"
