@@ -50,50 +50,50 @@ def alone(recipe: Path, tmp_path: Path) -> Path:
     return tmp_path / "alone"
 
 
-class Node:
+def start(*words: object, **environment: object) -> subprocess.Popen[str]:
     """A command in a session of its own, as on a machine of its own."""
-
-    def __init__(self, folder: Path, *words: object, **environment: object) -> None:
-        self.written = folder / f"written-{len(list(folder.glob('written-*')))}.txt"
-        own = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-        own["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        with self.written.open("w") as stream:
-            self.process = subprocess.Popen(
-                [str(word) for word in words],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env={**os.environ, **own, **{name: str(value) for name, value in environment.items()}},
-                start_new_session=True,
-            )
-
-    def kill(self) -> None:
-        """With all that it has started, which lives in sessions of its own."""
-        own = psutil.Process(self.process.pid)
-        for process in [own, *own.children(recursive=True)]:
-            process.kill()
-
-    def end(self, seconds: float = 240) -> tuple[int, str]:
-        """Exit code, and what it has written."""
-        try:
-            code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise TimeoutError(self.written.read_text()) from None
-        return code, self.written.read_text()
+    own = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    own["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own |= {name: str(value) for name, value in environment.items()}
+    return subprocess.Popen(
+        [str(word) for word in words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | own,
+        start_new_session=True,
+    )
 
 
-def nodes(folder: Path, recipe: Path) -> list[Node]:
+def kill(process: subprocess.Popen[str]) -> None:
+    """With all that it has started, which lives in sessions of its own."""
+    own = psutil.Process(process.pid)
+    for each in [own, *own.children(recursive=True)]:
+        each.kill()
+
+
+def end(process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str]:
+    """Exit code, and what it has written."""
+    try:
+        written, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise
+    return process.returncode, written
+
+
+def nodes(recipe: Path) -> list[subprocess.Popen[str]]:
     """The same run on two machines with one process each."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH / "several_nodes.yaml"]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--num_processes", 2]
     run = ("-m", "dualenc", "train", recipe)
-    return [Node(folder, *command, "--machine_rank", rank, *run) for rank in range(2)]
+    return [start(*command, "--machine_rank", rank, *run) for rank in range(2)]
 
 
 @pytest.mark.nightly
 def test_two_machines_train_what_one_process_trains(tmp_path: Path, recipe: Path, alone: Path) -> None:
-    ended = [node.end() for node in nodes(tmp_path, recipe)]
+    ended = [end(node) for node in nodes(recipe)]
     assert [code for code, _ in ended] == [0, 0], ended
     assert close(tmp_path / "run", alone)
 
@@ -102,10 +102,10 @@ def test_two_machines_train_what_one_process_trains(tmp_path: Path, recipe: Path
 def test_a_lost_machine_ends_the_run_which_is_resumed_with_another_number(
     tmp_path: Path, recipe: Path, alone: Path
 ) -> None:
-    first, second = nodes(tmp_path, recipe)
+    first, second = nodes(recipe)
     wait_for_checkpoint(tmp_path / "run", first)
-    second.kill()
-    code, written = first.end(60)
+    kill(second)
+    code, written = end(first, 60)
     assert code != 0
     errors = [line for line in written.splitlines() if "dualenc: error: " in line]
     assert len(errors) == 1, written
@@ -146,25 +146,25 @@ def test_a_slurm_job_out_of_time_is_queued_again_and_resumes(tmp_path: Path, rec
     environment: dict[str, object] = {"SLURM_JOB_ID": os.getpid(), "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}
     environment |= {"SLURM_JOB_NODELIST": "here", "TASKS": tmp_path / "tasks"}
     environment["PATH"] = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    job = Node(tmp_path, "bash", LAUNCH / "slurm.sh", recipe, **environment)
+    job = start("bash", LAUNCH / "slurm.sh", recipe, **environment)
     wait_for_checkpoint(tmp_path / "run", job)
     for pid in (tmp_path / "tasks").read_text().split():
         os.kill(int(pid), signal.SIGUSR1)
-    code, written = job.end()
+    code, written = end(job)
     assert code == 138, written
     assert f"requeued {os.getpid()}" in written
-    code, written = Node(tmp_path, "bash", LAUNCH / "slurm.sh", recipe, **environment).end()
+    code, written = end(start("bash", LAUNCH / "slurm.sh", recipe, **environment))
     assert code == 0, written
     assert "requeued" not in written
     assert close(tmp_path / "run", alone)
 
 
-def wait_for_checkpoint(run: Path, node: Node, seconds: float = 120) -> None:
-    """Until the run has one; the node must not have ended by then."""
+def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    """Until the run has one; the process must not have ended by then."""
     until = time.monotonic() + seconds
     while not list((run / "checkpoints").glob("*")):
-        assert node.process.poll() is None, node.written.read_text()
-        assert time.monotonic() < until, node.written.read_text()
+        assert process.poll() is None
+        assert time.monotonic() < until
         time.sleep(0.05)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_options
 from dualenc.commands.options import ColumnOptions
 from dualenc.errors import DualencError
-from dualenc.files import check_file_target, check_folder_target, check_writable
+from dualenc.files import check_folder_target, check_writable
 from dualenc.hard_negatives import Rule
 from dualenc.terminal import printable
 
@@ -27,7 +27,6 @@ def mine(
     form: Literal["flagembedding", "tevatron", "sentence-transformers"] = "flagembedding",
     factory: str = "exact",
     embeddings: str | None = None,
-    plot: str | None = None,
     split: str = "train",
     columns: ColumnOptions,
     batch_size: int = 32,
@@ -53,7 +52,6 @@ def mine(
             without scores; queries with fewer negatives than num_negatives are left out.
         factory: exact, or a FAISS factory string (auto chooses one) for a corpus too large to compare with.
         embeddings: folder to keep the embeddings in; by default OUT-embeddings.
-        plot: file for a histogram of the scores, such as scores.svg or scores.png.
         split: of a BEIR folder or a data set that has several.
         batch_size: items per forward pass, of the cross-encoder too.
         dtype: precision of the stored vectors.
@@ -63,12 +61,11 @@ def mine(
     from dualenc.commands.output import embed_into, open_model, start_processes, writing
     from dualenc.data.corpus import corpora
     from dualenc.data.sources import open_pairs
-    from dualenc.evaluation import plots
     from dualenc.search.mining import mine as mine_negatives
     from dualenc.search.rerank import open_cross_encoder
 
     folder = Path(embeddings or f"{Path(out)}-embeddings")
-    _check(rule, Path(out), folder, plot, factory, batch_size)
+    _check(rule, Path(out), folder, factory, batch_size)
     device_to_use = start_processes(device)
     pairs = open_pairs(data, **vars(columns), split=split)
     left, right = corpora(pairs)
@@ -86,15 +83,12 @@ def mine(
         report = mine_negatives(queries, documents, pairs, Path(out), **options)
     if distributed.is_main():
         _print_report(report)
-        if plot is not None:
-            plots.save(plots.counts(*report.histogram(), xlabel="score"), plot)
-            print(printable(f"the histogram is in {plot}"))
         summary = f"{report.written:,} rows with {report.negatives:,} negatives → {out}"
         print(printable(f"{summary}; embeddings in {folder}"))
     distributed.barrier()
 
 
-def _check(rule: Rule, target: Path, folder: Path, plot: str | None, factory: str, batch_size: int) -> None:
+def _check(rule: Rule, target: Path, folder: Path, factory: str, batch_size: int) -> None:
     """Refuse options and output places that would fail after hours of work."""
     from dualenc.data.vector_shards import are_embeddings
     from dualenc.search.build import check_factory
@@ -106,11 +100,6 @@ def _check(rule: Rule, target: Path, folder: Path, plot: str | None, factory: st
         check_factory(factory)
     check_mined(target)
     check_writable(target.parent)
-    if plot is not None:
-        if Path(plot).suffix not in (".svg", ".png", ".pdf"):
-            raise DualencError(f"{plot}: a plot is written as .svg, .png or .pdf; name such a file")
-        check_writable(Path(plot).parent)
-        check_file_target(plot)
     check_folder_target(folder, are_embeddings, "embeddings of mining")
 
 

@@ -102,9 +102,7 @@ def quickstart(
         docstrings = read_docstrings(max_docs)
         write_collection(folder / "data", docstrings, test_docs, seed)
         mark_run(folder)
-        print(
-            f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out → {folder / 'data'}"
-        )
+        print(f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out → {folder}/data")
         pairs = BeirPairs(folder / "data", "train")
         torch.manual_seed(seed)
         untrained = new_model(pairs.corpus.items)

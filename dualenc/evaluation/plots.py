@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualenc.files import atomic_path
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -33,16 +28,6 @@ def lines(
     return figure
 
 
-def counts(edges: npt.NDArray[np.floating], counted: Mapping[str, npt.NDArray[np.integer]], *, xlabel: str) -> Figure:
-    """Overlaid histograms from counts (R,) in bins with edges (R + 1,), each of total height 1."""
-    figure, axes = _axes(xlabel, "share")
-    for number, (name, heights) in enumerate(counted.items()):
-        share = heights / max(1, heights.sum())
-        axes.stairs(share, edges, fill=True, alpha=0.55, label=literal(name), color=COLOURS[number % len(COLOURS)])
-    _legend(axes, len(counted))
-    return figure
-
-
 def literal(text: str) -> str:
     """An untrusted text as a label: without mathematics between dollars, and without control characters."""
     return printable(text).replace("$", r"\$")
@@ -57,12 +42,6 @@ def as_svg(figure: Figure) -> str:
     with matplotlib.rc_context({"svg.hashsalt": "dualenc", "svg.fonttype": "none"}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()
-
-
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a file, in the format of its ending (.svg, .png, .pdf)."""
-    with atomic_path(path) as part:
-        figure.savefig(part, format=Path(path).suffix.removeprefix("."))
 
 
 def _axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:

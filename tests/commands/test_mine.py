@@ -28,7 +28,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def test_the_table_tells_what_the_file_holds(
     tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl", "--plot", tmp_path / "scores.svg")
+    words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl")
     run(*words, "--relative", 0.98, "--num-negatives", 5)
     shown = capsys.readouterr().out
     rows = rows_of(tmp_path / "mined.jsonl")
@@ -38,7 +38,6 @@ def test_the_table_tells_what_the_file_holds(
     assert int(counts["without negatives"]) == 40 - len(rows)
     assert int(counts["false negatives"].replace(",", "")) > 0
     assert all(s <= 0.98 * row["pos_scores"][0] + 2e-6 for row in rows for s in row["neg_scores"])
-    assert (tmp_path / "scores.svg").read_text().lstrip().startswith("<?xml")
     assert len(MinedPairs(tmp_path / "mined.jsonl")) == len(rows)
     # A document with the id of a query is that query, and no candidate of it.
     assert all(row["query_id"] not in row["neg_id"] for row in rows)
@@ -98,7 +97,6 @@ def test_mistakes_are_told(
     words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl")
     for options, message in (
         (("--num-negatives", 0), "num_negatives is 0"),
-        (("--plot", "x.docx"), "name such a file"),
         (("--cross-encoder", toy_clip), "no cross-encoder that sentence-transformers reads"),
         (("--split", "dev"), "no split 'dev'; there are: train"),
     ):

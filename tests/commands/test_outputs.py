@@ -77,15 +77,6 @@ def test_a_training_replaces_what_trainings_have_written_only(folder: Path, name
     assert not (folder / ".lock").exists()
 
 
-def test_the_current_folder_takes_an_index(
-    tmp_path: Path, toy_text: Path, beir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    run("index", toy_text, beir, "--out", ".")
-    assert (tmp_path / "empty" / "index.faiss").is_file()
-
-
 FOREIGN: dict[str, tuple[str, str]] = {
     "report": ("report.html", "<html>mine</html>"),
     "retrieval": ("bm25/run.trec", "q1 Q0 d1 1 0.5 mine"),

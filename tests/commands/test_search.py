@@ -18,7 +18,6 @@ from dualenc.encoders import load_model
 from dualenc.search import Index
 from tests.commands import toy
 from tests.commands.in_process import failure, run
-from tests.data.make import write_csv
 
 
 @pytest.fixture
@@ -60,21 +59,6 @@ def test_embed_writes_what_the_model_says(
     run("embed", toy_text, documents, "--side", "left", "--out", tmp_path / "queries")
     queries = Embeddings.open(tmp_path / "queries").vectors[:]
     np.testing.assert_allclose(queries, encoded(toy_text, "left", toy.texts(60)), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_of_questions_with_answers_the_answers_are_embedded(
-    tmp_path: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    questions = toy.texts(40)[:20]
-    answers = toy.texts(40)[20:]
-    table = write_csv(tmp_path / "qa.csv", ["question", "answer"], zip(questions, answers))
-    run("embed", toy_text, table, "--out", tmp_path / "answers")
-    vectors = Embeddings.open(tmp_path / "answers").vectors[:]
-    np.testing.assert_allclose(vectors, encoded(toy_text, "right", answers), atol=1e-5)
-    run("embed", toy_text, table, "--side", "left", "--out", tmp_path / "queries")
-    vectors = Embeddings.open(tmp_path / "queries").vectors[:]
-    np.testing.assert_allclose(vectors, encoded(toy_text, "left", questions), atol=1e-5)
 
 
 def test_embed_keeps_columns(tmp_path: Path, toy_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +142,7 @@ def test_search_is_the_exact_ranking_of_the_query_side(
     query = "fox dog"
     scores = encoded(toy_text, "left", [query]) @ encoded(toy_text, "right", toy.texts(60)).T
     best = np.argsort(-scores[0])[:3]
+    assert len(found(capsys, index, query, "-k", 10**12)) == 60
     results = found(capsys, index, query, "-k", 3)
     assert [result["id"] for result in results] == [f"d{i}" for i in best]
     assert [result["rank"] for result in results] == [1, 2, 3]
@@ -282,10 +267,6 @@ def test_ids_and_snippets_do_not_command_the_terminal(
     assert "\x1b" not in shown
     assert shown.count(r"\x1b]0;owned\x07\x9b2Jfox") == 1 + 3 * 2, "the query, three ids, three snippets"
     assert all(result["id"].startswith(evil) for result in found(capsys, tmp_path / "index", evil, "-k", 3))
-
-
-def test_more_results_than_there_are(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(found(capsys, index, "fox", "-k", 10**12)) == 60
 
 
 def test_a_replaced_image_is_embedded_again(tmp_path: Path, toy_clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
