@@ -80,7 +80,7 @@ OPTIONS = {
     "search": ("k=0", "nprobe=-1", "rerank-top=0", "where=year>1", "filter=year>1", "model={image}", "rerank={text}"),
     "retrieval": ("depth=0", "batch-size=-1", "split=nothing", "split=../test"),
     "zero-shot": ("batch-size=0",),
-    "probe": ("seed=-1", "l2=-1", "shots=0", "sgd=foo", "limit=0"),
+    "probe": ("seed=-1", "l2=-1", "shots=0", "limit=0"),
     "corrupted": ("severity=0", "severity=6", "corruptions=foo", "limit=-1"),
     "compare": ("samples=0", "confidence=1", "metrics=foo"),
 }

@@ -163,16 +163,11 @@ class ProbeOptions:
     Args:
         l2: penalties to try in the linear probe, chosen on a tenth of the training images; by default 1e-6 to 0.1.
         shots: images of each class in the few-shot probes; by default 1, 5 and 10, where every class has so many.
-        sgd: also train a linear probe by SGD (lr 0.3, momentum 0.9, cosine to zero): on features computed once, or
-            on images cropped and flipped anew in every epoch, as papers do.
-        sgd_epochs: epochs of it.
         batch_size: images encoded at once.
     """
 
     l2: list[float] | None = None
     shots: list[int] | None = None
-    sgd: Literal["no", "features", "images"] = "no"
-    sgd_epochs: int = 100
     batch_size: int = 256
 
 
@@ -183,7 +178,7 @@ def probe(model: str, data: str, *, images: ImageOptions, options: ProbeOptions,
         model: model folder or name, of kind image or image-text.
         data: images with labels: parquet or other table, hub name, or a folder of class folders.
     """
-    check_options(1, MAX_ITEMS, batch_size=options.batch_size, sgd_epochs=options.sgd_epochs)
+    check_options(1, MAX_ITEMS, batch_size=options.batch_size)
     images.check()
     for value in options.l2 or ():
         check_options(1e-30, 1e30, l2=value)

@@ -25,13 +25,13 @@ from dualenc.evaluation.corrupted import (
     Condition,
     ImageVersions,
     PrepareImages,
+    SimCLRPrepare,
     confusions,
     encode_versions,
     encoder_of,
     nearest_images,
     nearest_versions,
     robustness_rows,
-    simclr_prepare,
     summarise,
 )
 from dualenc.evaluation.corruptions import (
@@ -71,7 +71,7 @@ def evaluate_corrupted(
         _tested_labels(source, training.class_names)
     tower = open_image_tower(model, evaluation.device)
     evaluation.check_weights(tower)
-    prepare_views = simclr_prepare(tower.prepare) if options.augmentation == "simclr" else tower.prepare
+    prepare_views = SimCLRPrepare(tower.prepare) if options.augmentation == "simclr" else tower.prepare
     study = Study(tower, prepare_views, source, clean, images)
     study.add_versions(options.severity)
     if clean is not None:

@@ -17,7 +17,7 @@ from dualenc.data import Corpus, PairDataset, open_corpus, open_pairs
 from dualenc.encoders import DualEncoder, load_model
 from dualenc.encoders.dual import SIDES
 from dualenc.errors import DualencError, nearest
-from dualenc.evaluation.corrupted import simclr_prepare
+from dualenc.evaluation.corrupted import SimCLRPrepare
 from dualenc.evaluation.objectives import (
     ESTIMATORS,
     OTHER_LOSSES,
@@ -164,7 +164,7 @@ class PairSet:
         """Prepared inputs of the items of a side, chunk by chunk."""
         prepare: Any = model.tower(side).prepare
         if isinstance(self.data, Corpus):
-            prepare = simclr_prepare(prepare)
+            prepare = SimCLRPrepare(prepare)
         for start in range(0, len(self.items[side]), CHUNK):
             ids = self.items[side][start : start + CHUNK].tolist()
             if isinstance(self.data, Corpus):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image
 
 from dualenc import distributed
 from dualenc.commands.labelled_images import (
@@ -21,25 +18,9 @@ from dualenc.commands.labelled_images import (
 )
 from dualenc.commands.output import Evaluation, short_name
 from dualenc.data.detect import default_split
-from dualenc.data.views import crop_box
-from dualenc.encoders import Tower
-from dualenc.evaluation.corrupted import CLEAN, AugmentedPrepare, ImageVersions, encode_versions, encoder_of
-from dualenc.evaluation.corruptions import CleanImages
 from dualenc.evaluation.geometry import effective_rank, label_similarities, uniformity
-from dualenc.evaluation.probe import (
-    L2_SWEEP,
-    Batches,
-    accuracy,
-    draw_per_class,
-    feature_batches,
-    few_shot,
-    knn_predict,
-    linear_probe,
-    predict,
-    sgd_probe,
-)
+from dualenc.evaluation.probe import L2_SWEEP, accuracy, draw_per_class, few_shot, knn_predict, linear_probe
 from dualenc.evaluation.report import Table
-from dualenc.seeds import derive_seed
 
 if TYPE_CHECKING:
     from dualenc.commands.evaluate import ImageOptions, ProbeOptions
@@ -49,7 +30,6 @@ NEIGHBOURS = 20
 TEMPERATURE = 0.07
 SHOTS = (1, 5, 10)
 DRAWS = 5
-SGD_BATCH = 256
 
 Row = dict[str, object]
 
@@ -75,8 +55,6 @@ def evaluate_probe(model: str, data: str, images: ImageOptions, options: ProbeOp
     tested = labelled_features(tower, test, test_labels, folder / "test", *settings)
     if distributed.is_main():
         rows = _fit_features(fitted, tested, options, images.seed, evaluation.device)
-        if options.sgd != "no":
-            rows.append(_train_by_sgd(tower, fitted, tested, options, images))
         facts: Row = {"model": model, "data": data, "split": split, "train": source, "train_split": images.train_split}
         facts |= {"train_images": len(fitted.labels), "test_images": len(tested.labels)}
         _write_results(evaluation, facts, rows, tested)
@@ -102,46 +80,6 @@ def _fit_features(train: Labelled, test: Labelled, options: ProbeOptions, seed: 
     for count, (mean, deviation) in few_shot(*data, test.labels, shots=shots, draws=DRAWS, seed=seed).items():
         rows.append({"probe": f"{count}-shot, linear", "accuracy": mean, "sd": deviation, "note": f"{DRAWS} draws"})
     return rows
-
-
-def _train_by_sgd(tower: Tower, train: Labelled, test: Labelled, options: ProbeOptions, images: ImageOptions) -> Row:
-    """A linear layer trained by SGD, as papers on self-supervised learning report it."""
-    encode = encoder_of(tower, "features")
-    prepare = AugmentedPrepare(tower.prepare, crop_and_flip)
-
-    def augmented(epoch: int) -> Batches:
-        """Features of the training images, augmented anew in each epoch."""
-        order = np.random.default_rng((images.seed, epoch)).permutation(len(train.labels)).tolist()
-        seed = derive_seed(images.seed, epoch, bits=32)
-        versions = ImageVersions(CleanImages(train.items), [CLEAN], prepare, views=1, seed=seed)
-        settings: dict[str, Any] = {"num_workers": images.num_workers, "batch_size": SGD_BATCH}
-        for block in encode_versions(versions, encode, indices=order, **settings):
-            yield torch.from_numpy(block.features[:, 0, 0]), torch.from_numpy(train.labels[block.indices])
-
-    batches: Callable[[int], Batches] = augmented
-    what = "crops and flips"
-    if options.sgd == "features":
-        batches = feature_batches(train.features, train.labels, batch_size=SGD_BATCH, seed=images.seed)
-        what = "fixed features"
-    classifier = sgd_probe(
-        batches,
-        train.features.shape[1],
-        int(train.labels.max()) + 1,
-        steps_per_epoch=-(-len(train.labels) // SGD_BATCH),
-        epochs=options.sgd_epochs,
-        device=next(tower.parameters()).device,
-    )
-    score = accuracy(predict(classifier, test.features), test.labels)
-    return {"probe": "linear, SGD", "accuracy": score, "note": f"{options.sgd_epochs} epochs, {what}"}
-
-
-def crop_and_flip(image: Image.Image, seed: int) -> Image.Image:
-    """A random crop, brought back to the image's size, and a random flip: the augmentation of the SGD probe."""
-    draw = random.Random(seed).random
-    top, left, height, width = crop_box(image.height, image.width, 0.08, draw)
-    box = (left, top, left + width, top + height)
-    view = image.resize(image.size, Image.Resampling.BICUBIC, box=box)
-    return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if draw() < 0.5 else view
 
 
 def _write_results(evaluation: Evaluation, facts: Row, rows: list[Row], tested: Labelled) -> None:

@@ -116,26 +116,6 @@ class RetrievalSet(NamedTuple):
     corpus: Corpus
     qrels: dict[str, dict[str, int]]
 
-    def among(self, mask: np.ndarray) -> RetrievalSet:
-        """The collection restricted to the documents of a mask (N,), as in a search with a filter.
-
-        Judgements of all others are dropped, and with them queries that have no relevant document left.
-        """
-        corpus = self.corpus.take(np.flatnonzero(mask))
-        if not len(corpus):
-            raise DualencError(f"none of {len(self.corpus):,} documents is kept; ask for less")
-        documents = set(corpus.ids)
-        qrels = {}
-        for query, grades in self.qrels.items():
-            grades = {document: grade for document, grade in grades.items() if document in documents}
-            if any(grade > 0 for grade in grades.values()):
-                qrels[query] = grades
-        if not qrels:
-            count = f"{len(corpus):,} of {len(self.corpus):,} documents"
-            raise DualencError(f"{count} are kept, and none is relevant to a query; ask for less")
-        rows = [row for row, name in enumerate(self.queries.ids) if name in qrels]
-        return RetrievalSet(self.queries.take(rows), corpus, qrels)
-
     def first_queries(self, count: int) -> RetrievalSet:
         """The collection with its first so many queries, and the whole corpus."""
         queries = self.queries.take(range(min(count, len(self.queries))))

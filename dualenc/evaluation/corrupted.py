@@ -32,30 +32,19 @@ CLEAN: Condition = ("clean", 1)
 VERSIONS_PER_FORWARD = 256
 
 
-class AugmentedPrepare:
-    """Augmentation by a seed, to pixels (3, H, W) in [0, 1] or an image, before preprocessing; picklable."""
+class SimCLRPrepare:
+    """SimCLR's augmentation at the size of a tower's input, before the tower's preprocessing; picklable."""
 
-    def __init__(self, prepare: PrepareImages, augment: Callable[[Image.Image, int], Any]) -> None:
+    def __init__(self, prepare: PrepareImages) -> None:
         self.prepare = prepare
-        self.augment = augment
+        self.augment = SimCLR(size=prepare([Image.new("RGB", (64, 64))])["image"].shape[-1])
 
-    def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> Inputs:
-        if seeds is None:
-            return self.prepare(items)
+    def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int]) -> Inputs:
         views = []
         for item, seed in zip(items, seeds, strict=True):
-            view = self.augment(item, seed)
-            if isinstance(view, torch.Tensor):
-                pixels = (view.permute(1, 2, 0) * 255).round().clamp(0, 255).to(torch.uint8)
-                view = Image.fromarray(pixels.numpy())
-            views.append(view)
+            pixels = (self.augment(item, seed).permute(1, 2, 0) * 255).round().clamp(0, 255).to(torch.uint8)
+            views.append(Image.fromarray(pixels.numpy()))
         return self.prepare(views)
-
-
-def simclr_prepare(prepare: PrepareImages) -> AugmentedPrepare:
-    """SimCLR's augmentation at the size of the tower's input, before the tower's preprocessing."""
-    side = prepare([Image.new("RGB", (64, 64))])["image"].shape[-1]
-    return AugmentedPrepare(prepare, SimCLR(size=side))
 
 
 def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
@@ -135,21 +124,19 @@ def encode_versions(
     *,
     indices: Iterable[int] | None = None,
     num_workers: int = 0,
-    batch_size: int | None = None,
 ) -> Iterator[Encoded]:
-    """Encode all versions of each image, a few images at a time, in order; the same for any number of workers.
+    """Encode all versions of each image, about 256 versions at a time, in order; the same for any number of workers.
 
     Args:
         versions, encode: what to encode, and inputs with first dimension B to (B, D).
         indices: numbers of the images; all by default.
         num_workers: processes that corrupt and augment; 0 does it in this process.
-        batch_size: images at a time; by default about 256 versions are encoded together.
     """
     num_views = max(versions.views, 1)
     num_conditions = len(versions.conditions)
     loader = DataLoader(
         versions,
-        batch_size=batch_size or max(1, VERSIONS_PER_FORWARD // (num_views * num_conditions)),
+        batch_size=max(1, VERSIONS_PER_FORWARD // (num_views * num_conditions)),
         sampler=list(range(len(versions)) if indices is None else indices),
         num_workers=num_workers,
         collate_fn=list,

@@ -1,10 +1,10 @@
-"""Probes of frozen features: k nearest neighbours, logistic regression (also few-shot), and a linear layer by SGD."""
+"""Probes of frozen features: k nearest neighbours, and logistic regression, also few-shot."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import train_test_split
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
-from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
@@ -203,73 +202,3 @@ def draw_per_class(labels: Integers, count: int, rng: np.random.Generator) -> np
         smallest = classes[sizes.argmin()]
         raise DualencError(f"shots={count}: class {smallest} has {sizes.min()} training images; choose 1 to that many")
     return np.concatenate([rng.choice(np.flatnonzero(labels == c), count, replace=False) for c in classes])
-
-
-Batches = Iterable[tuple[Tensor, Tensor]]
-
-
-def sgd_probe(
-    batches: Callable[[int], Batches],
-    num_features: int,
-    num_classes: int,
-    *,
-    steps_per_epoch: int,
-    epochs: int = 100,
-    learning_rate: float = 0.3,
-    device: str | torch.device = "cpu",
-) -> nn.Linear:
-    """Train a linear classifier by SGD with momentum; the learning rate falls along a cosine to zero.
-
-    The defaults are those of Caron et al. 2020 (arXiv:2006.09882) and Zbontar et al. 2021 (arXiv:2103.03230).
-
-    Args:
-        batches: `batches(epoch)` gives that epoch's (features (B, D), labels (B,)): of freshly augmented images
-            through the frozen encoder, or `feature_batches` of features computed once.
-        num_features, num_classes: D and C.
-        steps_per_epoch, epochs: number of batches in an epoch, and of passes over the training images.
-        learning_rate: at the start.
-        device: where the classifier is trained.
-    """
-    # Small weights from a separate generator: the same on every device, and the global generator does not advance.
-    classifier = nn.utils.skip_init(nn.Linear, num_features, num_classes)
-    nn.init.normal_(classifier.weight, std=0.01, generator=torch.Generator().manual_seed(0))
-    nn.init.zeros_(classifier.bias)
-    classifier = classifier.to(device)
-    optimizer = torch.optim.SGD(classifier.parameters(), lr=learning_rate, momentum=0.9, weight_decay=1e-6)
-    total = epochs * steps_per_epoch
-    step = 0
-    for epoch in range(epochs):
-        for features, labels in batches(epoch):
-            optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * step / total)) / 2
-            loss = nn.functional.cross_entropy(classifier(features.to(device)), labels.to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            step += 1
-        # Once per epoch: reading the loss makes the host wait for the device.
-        if not torch.isfinite(loss):
-            problem = f"the SGD probe's loss is {loss.item()} in epoch {epoch}"
-            raise DualencError(f"{problem}; choose a smaller learning_rate")
-    return classifier
-
-
-def feature_batches(
-    features: Vectors, labels: Integers, *, batch_size: int = 256, seed: int = 0
-) -> Callable[[int], Batches]:
-    """Batches of features (N, D) and labels (N,) in another order in each epoch, for `sgd_probe`."""
-    rows = torch.from_numpy(np.array(features, dtype=np.float32))  # a copy: stored features are read-only
-    classes = torch.from_numpy(np.asarray(labels, np.int64))
-
-    def batches(epoch: int) -> Batches:
-        order = torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(len(rows)))
-        for chosen in order.split(batch_size):
-            yield rows[chosen], classes[chosen]
-
-    return batches
-
-
-@torch.no_grad()
-def predict(classifier: nn.Linear, features: Vectors) -> np.ndarray:
-    """Class of each row of (A, D) features."""
-    rows = torch.from_numpy(np.array(features, dtype=np.float32))  # a copy: stored features are read-only
-    return classifier(rows.to(classifier.weight.device)).argmax(dim=1).cpu().numpy()

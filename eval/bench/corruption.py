@@ -30,13 +30,13 @@ def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, sev
     from dualenc.commands.labelled_images import random_rows
     from dualenc.data import open_corpus
     from dualenc.encoders import ImageEncoder
-    from dualenc.evaluation.corrupted import ImageVersions, encode_versions, nearest_versions, simclr_prepare, summarise
+    from dualenc.evaluation.corrupted import ImageVersions, SimCLRPrepare, encode_versions, nearest_versions, summarise
     from dualenc.evaluation.corruptions import ALL, GeneratedCorruptions
     from dualenc.types import Inputs
 
     corpus = open_corpus(data, modality="image", split="test")
     source = GeneratedCorruptions(corpus.take(random_rows(len(corpus), images)).items, ALL)
-    prepare = simclr_prepare(ImageEncoder(image_size=size).left.prepare)
+    prepare = SimCLRPrepare(ImageEncoder(image_size=size).left.prepare)
     versions = ImageVersions(source, [(name, severity) for name in ALL], prepare, views=2)
     projection = np.random.default_rng(0).normal(size=(3 * size * size, 64)).astype(np.float32)
 

@@ -14,19 +14,15 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from torch import nn
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.probe import (
     L2_SWEEP,
     draw_per_class,
-    feature_batches,
     few_shot,
     fit_linear,
     knn_predict,
     linear_probe,
-    predict,
-    sgd_probe,
     unit_rows,
 )
 
@@ -132,39 +128,6 @@ def test_unit_rows_leave_a_zero_row_alone() -> None:
     assert unit_rows(np.array([[3.0, 4.0], [0.0, 0.0]])).tolist() == [[pytest.approx(0.6), pytest.approx(0.8)], [0, 0]]
 
 
-def data(count: int = 64, classes: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, classes, count)
-    return (np.eye(classes)[labels] @ rng.normal(size=(classes, 5)) + 0.1 * rng.normal(size=(count, 5))), labels
-
-
-def test_the_weights_are_those_of_a_plain_loop_with_torchs_cosine() -> None:
-    features, labels = data()
-    batches = feature_batches(features, labels, batch_size=20, seed=1)
-    found = sgd_probe(batches, 5, 3, steps_per_epoch=4, epochs=6)
-    plain = nn.Linear(5, 3)
-    nn.init.normal_(plain.weight, std=0.01, generator=torch.Generator().manual_seed(0))
-    nn.init.zeros_(plain.bias)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9, weight_decay=1e-6)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=24)
-    for epoch in range(6):
-        for rows, classes in batches(epoch):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(plain(rows), classes).backward()
-            optimizer.step()
-            scheduler.step()
-    assert scheduler.get_last_lr() == [pytest.approx(0.0, abs=1e-9)]
-    torch.testing.assert_close(found.weight, plain.weight)
-
-
-def test_it_learns_and_leaves_the_global_generator_alone() -> None:
-    features, labels = data()
-    state = torch.get_rng_state()
-    found = sgd_probe(feature_batches(features, labels, batch_size=16), 5, 3, steps_per_epoch=4, epochs=30)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert np.mean(predict(found, features) == labels) > 0.95
-
-
 def with_probe(**changes: Any) -> Callable[[], object]:
     rows, labels = clusters(20, 2, 0)
     arguments = {"train": rows, "train_labels": labels, "test": rows, "test_labels": labels, "l2": [0.1]}
@@ -186,12 +149,6 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (with_knn(temperature=0.0), "temperature=0.0"),
     (with_knn(test=np.array([[0.0, np.nan]])), "row 0 of the test features is not finite"),
     (lambda: draw_per_class(np.arange(4) % 2, 3, np.random.default_rng(0)), "shots=3: class 0 has 2 training images"),
-    (
-        lambda: sgd_probe(
-            feature_batches(data()[0] * 1e30, data()[1]), 5, 3, steps_per_epoch=1, epochs=50, learning_rate=1e30
-        ),
-        "choose a smaller learning_rate",
-    ),
 ]
 
 
