@@ -7,10 +7,10 @@ Tensors may have a different first dimension on each rank: the last batch of an 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dualenc.errors import DualencError
+
+Result = TypeVar("Result")
 
 _is_single = False
 
@@ -101,6 +103,20 @@ def broadcast_object(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def from_main(work: Callable[[], Result]) -> Result:
+    """The main process's result of `work` on every rank; its `DualencError` is raised on all, so that none waits."""
+    outcome: tuple[Any, str | None] = (None, None)
+    if is_main():
+        try:
+            outcome = (work(), None)
+        except DualencError as error:
+            outcome = (None, str(error))
+    result, problem = broadcast_object(outcome)
+    if problem is not None:
+        raise DualencError(problem)
+    return cast(Result, result)
 
 
 @explain_lost_process()

@@ -26,9 +26,6 @@ class MixtureBatches(BatchSelector):
         seed: of all random choices; equal (seed, epoch) give equal batches.
         one_source: all pairs of a batch come from one source; each source then gives ⌊n/B⌋ batches, in random order.
         names: of the sources, for errors.
-
-    Raises:
-        DualencError: a source is too small for its weight or for a batch of its own.
     """
 
     def __init__(

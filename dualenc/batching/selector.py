@@ -22,9 +22,6 @@ class BatchSelector(ABC):
         num_pairs: N, the number of training pairs.
         batch_size: B, pairs in each (global) batch.
         seed: of all random choices; with equal embeddings, equal (seed, epoch) give equal batches.
-
-    Raises:
-        DualencError: an argument is out of its range.
     """
 
     needs_embeddings: bool = False
@@ -49,19 +46,13 @@ class BatchSelector(ABC):
 
     @abstractmethod
     def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
-        """Choose the batches of an epoch.
+        """Choose the batches of an epoch, (num_batches, B) int64 pair indices; a pair is in a batch at most once.
 
         Args:
             epoch: ≥ 0; each epoch has its own draws.
             left: (N, D) unit-norm embeddings of the left side. Without them (in the first epoch) every selector
                 returns random batches.
             right: (N, D) embeddings of the right side; by default those of the left.
-
-        Returns:
-            (num_batches, B) int64 pair indices; a pair is in a batch at most once.
-
-        Raises:
-            DualencError: the embeddings have another shape, or hold a NaN or an infinity.
         """
 
     def left_out(self, batches: np.ndarray) -> int:
@@ -170,7 +161,6 @@ class OSGDBatches(BatchSelector):
     By default the k batches are disjoint (Algorithm 6, without replacement): an epoch is a random partition into
     N/B batches, cut into windows of k. With `exhaustive` the q come from all C(N, B) batches (Algorithm 5 with
     k = C(N, B)), for small N: one call of `select` is one iteration, and its batches may share pairs.
-    The number of pairs that an epoch leaves out is logged; `left_out` counts them.
 
     Source: Cho et al. 2023, arXiv:2307.05906, Algorithms 5 and 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
 
@@ -180,9 +170,6 @@ class OSGDBatches(BatchSelector):
         q: batches to choose, at most k.
         temperature: τ of the loss.
         exhaustive: Algorithm 5 instead of 6.
-
-    Raises:
-        DualencError: an argument is out of its range, or C(N, B) exceeds a million.
     """
 
     needs_embeddings = True

@@ -48,9 +48,6 @@ class SpectralBatches(BatchSelector):
         k: batches in a random group ("spectral"): the time grows with k²·B²·N.
         share: of the batches that are selected, in [0, 1]; the pairs of the others are mixed at random, which
             limits how often false negatives share a batch.
-
-    Raises:
-        DualencError: an argument is out of its range.
     """
 
     needs_embeddings = True

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from dualenc.files import (
     is_folder_of,
     recover_inside,
     remove,
+    removed_if_refused,
     save_tensors,
     write_json,
 )
@@ -67,7 +69,7 @@ def fingerprint(
         if isinstance(module, Objective):
             described = flatten(module.settings, f"{path}.") | described
     # Reading all contents takes minutes on large data: once, not on every rank.
-    contents = distributed.broadcast_object(pairs.identities() if distributed.is_main() else {})
+    contents = distributed.from_main(pairs.identities)
     kind = type(pairs).__name__
     described["data"] = f"{kind} of {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
     described |= flatten(contents, "data.")
@@ -98,45 +100,38 @@ def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool)
             resumed nor to be replaced (`clear`); or the folder cannot be made.
     """
     folder = Path(output)
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
     lock = FileLock(folder / LOCK, timeout=0)
-    problem = None
-    if distributed.is_main():
+    with removed_if_refused(folder):
         try:
-            check_run_folder(output, resume=resume, overwrite=overwrite)
-            folder.mkdir(parents=True, exist_ok=True)
-            _lock(lock)
-            recover_inside(folder)
-            present = [name for name in RUN_FILES if (folder / name).exists()]
-            if present and not (resume or overwrite):
-                raise DualencError(
-                    f"{folder}: holds a run already ({present[0]}); resume it (--resume), allow "
-                    "trainer.overwrite=true, or choose another trainer.output"
-                )
-            mark_run(folder)
-        except OSError as error:
-            problem = f"{folder}: cannot be made or written to ({error.strerror}); choose another trainer.output"
-        except DualencError as error:
-            problem = str(error)
+            distributed.from_main(partial(_take_folder, folder, lock, resume, overwrite))
+            yield
+        finally:
+            if lock.is_locked:
+                with suppress(FileNotFoundError):
+                    if set(os.listdir(folder)) <= {LOCK, META}:
+                        remove(folder / META)
+                # Removed while it is held: whoever waits for a removed lock file notices, and tries again.
+                Path(lock.lock_file).unlink(missing_ok=True)
+                lock.release()
+
+
+def _take_folder(folder: Path, lock: FileLock, resume: bool, overwrite: bool) -> None:
+    """Check, make, lock and mark the folder of a run."""
     try:
-        # Raised on all ranks: the others would wait for the main process in their first exchange.
-        problem = distributed.broadcast_object(problem)
-        if problem:
-            raise DualencError(problem)
-        yield
-    finally:
-        if lock.is_locked:
-            with suppress(FileNotFoundError):
-                if set(os.listdir(folder)) <= {LOCK, META}:
-                    remove(folder / META)
-            # Removed while it is held: whoever waits for a removed lock file notices, and tries again.
-            Path(lock.lock_file).unlink(missing_ok=True)
-            lock.release()
-        if distributed.is_main():
-            # Inner folders first, up to one that holds something.
-            with suppress(OSError):
-                for path in made:
-                    path.rmdir()
+        check_run_folder(folder, resume=resume, overwrite=overwrite)
+        folder.mkdir(parents=True, exist_ok=True)
+        _lock(lock)
+        recover_inside(folder)
+        present = [name for name in RUN_FILES if (folder / name).exists()]
+        if present and not (resume or overwrite):
+            raise DualencError(
+                f"{folder}: holds a run already ({present[0]}); resume it (--resume), allow trainer.overwrite=true, or "
+                "choose another trainer.output"
+            )
+        mark_run(folder)
+    except OSError as error:
+        problem = f"{folder}: cannot be made or written to ({error.strerror}); choose another trainer.output"
+        raise DualencError(problem) from None
 
 
 def mark_run(folder: Path) -> None:
@@ -261,7 +256,8 @@ class Checkpoints:
             return None
         meta = read_json_object(folder / META)
         self._check_fingerprint(folder, meta["fingerprint"])
-        _check_files(folder, meta)
+        # On the main process alone: every rank reads the same files.
+        distributed.from_main(lambda: verify_files(folder, CHECKPOINT_FILES, meta, _remedy(folder), True))
         state: dict[str, Any] = _load(folder / "state.pt")
         ranks = _load(folder / "ranks.pt")
         # A run may be resumed on more processes than it was saved by.
@@ -296,19 +292,6 @@ def _sync_folder(folder: Path) -> None:
         descriptor = os.open(folder, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-
-
-def _check_files(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Compare every file with its checksum, on the main process; all ranks raise what is wrong."""
-    problem = None
-    if distributed.is_main():
-        try:
-            verify_files(folder, CHECKPOINT_FILES, meta, _remedy(folder), True)
-        except DualencError as error:
-            problem = str(error)
-    problem = distributed.broadcast_object(problem)
-    if problem:
-        raise DualencError(problem)
 
 
 def _load(path: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,20 +20,20 @@ from dualenc.encoders.batchnorm import synchronise_statistics
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.training.encoding import uses_batch_statistics
-from dualenc.training.settings import MixedPrecision
+from dualenc.training.settings import TrainerSettings
 
 
-def start_accelerator(
-    mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path, timeout_minutes: float = 10.0
-) -> Accelerator:
+def start_accelerator(settings: TrainerSettings, folder: Path) -> Accelerator:
     """The accelerator of one training run; several runs may follow one another in a process.
 
     Trackers that write files write them to `trackers` in the folder of the run. The time limit counts where the
     processes meet for the first time.
     """
+    mixed_precision = settings.mixed_precision
     if mixed_precision == "auto":
         mixed_precision = "bf16" if has_fast_bf16() else "no"
     available = [str(tracker) for tracker in get_available_trackers()]
+    trackers = [name.strip() for name in (settings.tracker or "").split(",") if name.strip()]
     for tracker in trackers:
         if tracker not in available:
             raise DualencError(f"tracker {tracker!r} is not installed or unknown; install it (pip install {tracker})")
@@ -47,9 +47,9 @@ def start_accelerator(
             accelerator = Accelerator(
                 mixed_precision=mixed_precision,
                 cpu=not torch.accelerator.is_available(),
-                log_with=list(trackers) or None,
+                log_with=trackers or None,
                 project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "trackers")),
-                kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=timeout_minutes))],
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=settings.timeout_minutes))],
             )
     except DualencError:
         raise

@@ -37,10 +37,8 @@ class Batch(NamedTuple):
 
     Attributes:
         indices: (b,) pair indices; bad samples are missing.
-        left_id: (b,) left ids.
-        right_id: (b,) right ids.
-        left: inputs of the left tower, first dimension b; empty when b is 0.
-        right: inputs of the right tower, first dimension b; empty when b is 0.
+        left_id, right_id: (b,) item ids.
+        left, right: inputs of the towers, first dimension b; empty when b is 0.
         left_positives: (b, K) right ids positive with each left item, padded with -1; None when each has one.
         right_positives: (b, K) left ids positive with each right item, padded with -1; None when each has one.
         negatives: inputs of the right tower for n mined negatives; None when there are none.

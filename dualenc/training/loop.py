@@ -387,12 +387,9 @@ class Loop:
         """Raise if the loss of a step was not finite."""
         if step is None:
             return
-        # Before the first step the folder may hold checkpoints of the run that this one replaces.
-        finished = self.checkpoints.finished() if self.is_begun else []
-        saved = f"the checkpoint {finished[-1][1]} is from before" if finished else "nothing was saved"
         raise DualencError(
             f"step {step}: the loss is not finite; lower learning_rate (now {self.settings.learning_rate:g}), lengthen "
-            f"warmup, set max_gradient_norm, or use mixed_precision=no; {saved}"
+            "warmup, set max_gradient_norm, or use mixed_precision=no; checkpoints are from before"
         )
 
 

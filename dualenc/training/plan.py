@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,26 +118,20 @@ class BatchPlan:
         if not self.selector.needs_embeddings:
             return {}
         self.table.flush(self.device)
-        outcome = self._select(epoch, step) if distributed.is_main() else None
-        outcome = distributed.broadcast_object(outcome)
-        if isinstance(outcome, DualencError):
-            raise outcome
-        if outcome is None:
-            return {}
-        self.selected, report = outcome
+        self.selected, report = distributed.from_main(partial(self._select, epoch, step))
         return report
 
-    def _select(self, epoch: int, step: int) -> tuple[np.ndarray, dict[str, float]] | DualencError | None:
-        """The batches and a report; None before any embedding; an error as a value, which all ranks raise."""
+    def _select(self, epoch: int, step: int) -> tuple[np.ndarray | None, dict[str, float]]:
+        """The batches and a report; None and {} before any embedding."""
         if self.table.left is None or self.table.right is None:
-            return None
+            return None, {}
         left = self.table.left.astype(np.float32)
         right = self.table.right.astype(np.float32)
         start = time.perf_counter()
         try:
             batches = np.asarray(self.selector.select(epoch, left, right), dtype=np.int64)
         except DualencError as error:
-            return DualencError(f"selecting batches for epoch {epoch} failed: {error}")
+            raise DualencError(f"selecting batches for epoch {epoch} failed: {error}") from error
         report = {"seconds": time.perf_counter() - start, "staleness": step - float(self.table.seen_at.mean())}
         generator = np.random.default_rng(derive_seed("compare", self.seed, epoch))
         random = np.resize(generator.permutation(len(left)), batches.shape)

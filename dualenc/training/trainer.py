@@ -40,12 +40,9 @@ class TrainingResult(NamedTuple):
     """The outcome of `Trainer.fit`.
 
     Attributes:
-        model_folder: where the model is.
-        steps: optimizer steps done.
         loss: mean training loss in the last line of the log; NaN where the objective does not know it.
         before: the evaluator's metrics of the untrained model; empty without an evaluator.
-        metrics: the evaluator's metrics of the model in `model_folder`; empty without an evaluator.
-        seconds: of this call.
+        metrics: the evaluator's metrics of the model in `model_folder`.
         skipped: how many samples were left out because they could not be read.
     """
 
@@ -63,11 +60,8 @@ class Trainer:
 
         Trainer(output="run", epochs=3).fit(model, pairs, objective)
 
-    N processes train the model that one process trains with the same global batches, up to rounding: gradients,
-    the objective's state, batches, augmentation and BatchNorm's statistics are functions of the global batch, on
-    GPUs and CPUs. Three things are not: dropout (stochastic depth too), which each process draws for its own part
-    of a batch; BatchNorm with chunk_size, over chunks; and, in models with BatchNorm, the gradient of out-of-batch
-    items through the batch's statistics, which reaches the own part of it only.
+    N processes train the model that one process trains with the same global batches, up to rounding, except for dropout
+    and for BatchNorm with chunk_size or with out-of-batch items (docs/design.md).
 
     SIGTERM and SIGUSR1 (what schedulers send) and Ctrl-C end the run after the current step or evaluation, with a
     checkpoint; resuming gives the model of an uninterrupted run, bit for bit. A second Ctrl-C, and the first where
@@ -105,9 +99,6 @@ class Trainer:
             recipe: the resolved recipe, for the model card and to recognise checkpoints of other recipes.
 
         Raises:
-            DualencError: the folder holds a run already or another run is using it, the checkpoint is of another
-                recipe or damaged, the loss is not finite, another process is gone, or the arguments
-                do not fit one another.
             Stopped: a SystemExit with code 128 + the signal, after SIGTERM or SIGUSR1.
             Interrupted: a KeyboardInterrupt, after Ctrl-C.
         """
@@ -118,8 +109,7 @@ class Trainer:
             pairs, evaluator = self._hold_out(pairs, batching, is_recipe=recipe is not None)
         batching = self._batching(pairs, batching)
         self._check_parts(model, pairs, objective, batching, evaluator)
-        trackers = [name.strip() for name in (settings.tracker or "").split(",") if name.strip()]
-        accelerator = start_accelerator(settings.mixed_precision, trackers, output, settings.timeout_minutes)
+        accelerator = start_accelerator(settings, output)
         with (
             StopSignals(saves=settings.save_every is not None) as signals,
             locked_run(output, resume=resume, overwrite=settings.overwrite),
