@@ -5,11 +5,10 @@ sentence-transformers calls whatever `torch.…` name a folder gives, imports mo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from dualenc.encoders.hub import check_safetensors, model_folder
 from dualenc.encoders.sentence_folder import list_modules
@@ -17,13 +16,8 @@ from dualenc.errors import DualencError
 from dualenc.reading import read_json
 
 SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
-ACTIVATIONS = {
-    f"{package}.{name}"
-    for module, names in ((nn.modules.linear, ("Identity",)), (nn.modules.activation, nn.modules.activation.__all__))
-    for package in (module.__name__, "torch.nn.modules", "torch.nn")
-    for name in names
-}
-"""Names that a folder may give: modules of torch, whose making runs nothing else."""
+ACTIVATION = re.compile(r"torch\.nn\.(modules\.(activation\.|linear\.)?)?[A-Z]\w*")
+"""Names that a folder may give: classes of torch, whose making runs nothing else."""
 ACTIVATION_KEYS = ("activation_fn", "sbert_ce_default_activation_function")
 ARGUMENT_KEYS = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args", "config_kwargs")
 
@@ -56,7 +50,7 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
 def _check_entry(path: Path, key: str, value: Any) -> None:
     # In transformers' configurations the last one is a plain word such as gelu.
     is_activation = key in ACTIVATION_KEYS or (key == "activation_function" and "." in str(value))
-    if is_activation and value is not None and str(value) not in ACTIVATIONS:
+    if is_activation and value is not None and not ACTIVATION.fullmatch(str(value)):
         raise DualencError(f"{path}: {key} {str(value)[:80]!r} is no activation of torch.nn, and is not run")
     if key in ARGUMENT_KEYS and value:
         raise DualencError(f"{path}: {key} are arguments for transformers, which are not passed on; leave them out")

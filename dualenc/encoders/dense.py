@@ -66,9 +66,6 @@ def read_dense(folder: Path) -> Dense:
     if name not in ACTIVATION_NAMES:
         known = ", ".join(kind.__name__ for kind in ACTIVATIONS)
         raise DualencError(f"{path}: activation_function {name} is not supported; only {known} of torch")
-    for key in ("module_input_name", "module_output_name"):
-        if config.get(key) not in (None, "sentence_embedding"):
-            raise DualencError(f"{path}: {key} is {config[key]!r}; only sentence_embedding is supported")
     if config.get("use_residual"):
         raise DualencError(f"{path}: use_residual is not supported; only f(Wx + b)")
     has_bias = config.get("bias", True) is True

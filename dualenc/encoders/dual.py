@@ -266,19 +266,6 @@ class DualEncoder(nn.Module):
     def set_temperature(self, temperature: float) -> None:
         """Store the temperature that training ended with, in formats with a place for it (CLIP)."""
 
-    def set_dims(self, dims: Sequence[int]) -> None:
-        """Store how many first components were trained to be used alone, in transformers' config.json."""
-        for config in self.transformers_configs:
-            if dims:
-                config.matryoshka_dimensions = sorted(dims)
-            elif hasattr(config, "matryoshka_dimensions"):
-                del config.matryoshka_dimensions
-
-    @property
-    def transformers_configs(self) -> list[Any]:
-        """The configurations that are written as config.json of transformers."""
-        return []
-
 
 def _encode_windows(tower: Tower, items: Sequence[Any], batch_size: int, bar: tqdm) -> Iterator[np.ndarray]:
     """Vectors (n, D) of one window of items after another; within it, texts of similar length share a batch."""

@@ -60,7 +60,6 @@ class ImageTextEncoder(DualEncoder):
         crop_scale: smallest and largest share of an image's area that training crops to.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
-        lora_alpha: scale of the adapters, twice the rank if None.
         lora_targets: endings of the names of the layers to adapt; None: all.
 
     Raises:
@@ -82,7 +81,6 @@ class ImageTextEncoder(DualEncoder):
         crop_scale: tuple[float, float] = (0.9, 1.0),
         gradient_checkpointing: bool = False,
         lora_rank: int = 0,
-        lora_alpha: float | None = None,
         lora_targets: list[str] | None = None,
     ) -> None:
         check_crop_scale(crop_scale)
@@ -98,7 +96,7 @@ class ImageTextEncoder(DualEncoder):
         del clip.visual
         if lora_rank:
             for half in (visual, clip):
-                adapt(half, lora_rank, lora_alpha, targets=lora_targets)
+                adapt(half, lora_rank, lora_targets)
         _freeze_unused(clip)
         dim = int(own_config["embed_dim"])
         super().__init__(

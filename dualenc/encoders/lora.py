@@ -13,29 +13,29 @@ from dualenc.errors import DualencError
 
 WEIGHT_NAMES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "weight")
 """Matrices of linear and attention layers."""
+ALPHA_PER_RANK = 2
+"""LoRA's alpha / rank, the scale of BA."""
 
 
 class LowRank(nn.Module):
-    """W ↦ W + (alpha / rank)·BA of a matrix (rows, columns); A is drawn as in a linear layer and B begins at zero."""
+    """W ↦ W + 2·BA of a matrix (rows, columns); A is drawn as in a linear layer and B begins at zero."""
 
-    def __init__(self, rows: int, columns: int, rank: int, alpha: float) -> None:
+    def __init__(self, rows: int, columns: int, rank: int) -> None:
         super().__init__()
         self.lora_A = nn.Parameter(torch.empty(rank, columns))
         self.lora_B = nn.Parameter(torch.zeros(rows, rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
-        self.scale = alpha / rank
 
     def forward(self, weight: Tensor) -> Tensor:
         """The changed matrix (rows, columns)."""
-        return weight + (self.scale * self.lora_B @ self.lora_A).to(weight.dtype)
+        return weight + (ALPHA_PER_RANK * self.lora_B @ self.lora_A).to(weight.dtype)
 
 
-def adapt(module: nn.Module, rank: int, alpha: float | None = None, targets: Sequence[str] | None = None) -> None:
-    """Freeze a module and add trainable adapters W + (alpha / rank)·BA to its linear and attention layers, in place.
+def adapt(module: nn.Module, rank: int, targets: Sequence[str] | None = None) -> None:
+    """Freeze a module and add trainable adapters W + 2·BA to its linear and attention layers, in place.
 
     LoRA (Hu et al. 2021, arXiv 2106.09685). Unlike peft's, the adapters are part of the weights wherever a layer reads
-    them, as torch's attention layers do with projections that nobody calls. `alpha` is 2·rank if None; `targets` are
-    endings of layers' names, None: all.
+    them, as torch's attention layers do with projections that nobody calls. `targets` are endings of layers' names.
     """
     if rank < 1:
         raise DualencError(f"lora_rank is {rank}; give 1 or more, such as 8, or 0 for none")
@@ -54,7 +54,7 @@ def adapt(module: nn.Module, rank: int, alpha: float | None = None, targets: Seq
             weight = getattr(layer, name, None)
             if isinstance(weight, nn.Parameter):
                 rows, columns = weight.shape
-                low_rank = LowRank(rows, columns, rank, 2 * rank if alpha is None else alpha)
+                low_rank = LowRank(rows, columns, rank)
                 parametrize.register_parametrization(layer, name, low_rank.to(weight.device))
 
 

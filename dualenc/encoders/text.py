@@ -19,6 +19,7 @@ from dualenc.encoders.dense import Dense, Normalize, read_dense
 from dualenc.encoders.dropout import convert_dropout
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import base_metadata, check_safetensors, model_folder
+from dualenc.encoders.lora import ALPHA_PER_RANK
 from dualenc.encoders.packing import first_position, pack, run_packed
 from dualenc.encoders.sentence_folder import MIN_LENGTH, SentenceFolder, read_sentence_folder, write_sentence_files
 from dualenc.encoders.tokenizer import TokenCache, Tokens, load_tokenizer, lower_casing, save_tokenizer
@@ -55,7 +56,6 @@ class TextEncoder(DualEncoder):
         max_length: longest input in tokens; None: the base model's, otherwise all its positions.
         shared: one transformer for both sides, or two; None: as the base model, otherwise one.
         lora_rank: train adapters of this rank instead of the transformer's own weights; 0 trains the weights.
-        lora_alpha: scale of the adapters, twice the rank if None.
         lora_targets: "all-linear", or endings of the names of the layers to adapt.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         dtype: of the weights that adapters leave as they are; adapters are always in float32. "bfloat16" halves the
@@ -83,7 +83,6 @@ class TextEncoder(DualEncoder):
         max_length: int | None = None,
         shared: bool | None = None,
         lora_rank: int = 0,
-        lora_alpha: float | None = None,
         lora_targets: str | list[str] = "all-linear",
         gradient_checkpointing: bool = False,
         dtype: WeightType = "float32",
@@ -100,7 +99,7 @@ class TextEncoder(DualEncoder):
             _check_inputs(source, name)
             if lora_rank:
                 source.backbone.to(getattr(torch, dtype))
-                source.backbone = add_lora(source.backbone, lora_rank, lora_alpha, lora_targets)
+                source.backbone = add_lora(source.backbone, lora_rank, lora_targets)
             if gradient_checkpointing:
                 enable_checkpointing(source.backbone)
         left = sources[0]
@@ -139,12 +138,6 @@ class TextEncoder(DualEncoder):
     def usage(self) -> str:
         """The example of the model card's template that shows how the folder is loaded."""
         return self.kind if self.shares_weights else f"{self.kind}, separate"
-
-    @property
-    def transformers_configs(self) -> list[Any]:
-        """The configuration of each transformer."""
-        towers = [self.left] if self.shares_weights else [self.left, self.right]
-        return [tower.backbone.config for tower in towers]
 
 
 class TextPrepare(Prepare):
@@ -374,8 +367,8 @@ def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), position].float()
 
 
-def add_lora(backbone: PreTrainedModel, rank: int, alpha: float | None, targets: str | list[str]) -> Any:
-    """Freeze the backbone and add trainable adapters W + (alpha / rank)·BA to its linear layers, in place."""
+def add_lora(backbone: PreTrainedModel, rank: int, targets: str | list[str]) -> Any:
+    """Freeze the backbone and add trainable adapters W + 2·BA to its linear layers, in place."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
@@ -383,7 +376,7 @@ def add_lora(backbone: PreTrainedModel, rank: int, alpha: float | None, targets:
     with explain(f"LoRA of rank {rank}, targets {targets}", "correct them"):
         config = LoraConfig(
             r=rank,
-            lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]
+            lora_alpha=ALPHA_PER_RANK * rank,
             target_modules=targets,
             # Named where there is none, peft warns.
             exclude_modules=r"(.*\.)?pooler\.dense" if getattr(backbone, "pooler", None) is not None else None,

@@ -43,7 +43,6 @@ class VisionTextEncoder(DualEncoder):
         crop_scale: smallest and largest share of an image's area that training crops to.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
-        lora_alpha: scale of the adapters, twice the rank if None.
         lora_targets: endings of the names of the layers to adapt; None: all.
 
     Raises:
@@ -62,7 +61,6 @@ class VisionTextEncoder(DualEncoder):
         crop_scale: tuple[float, float] = (0.9, 1.0),
         gradient_checkpointing: bool = False,
         lora_rank: int = 0,
-        lora_alpha: float | None = None,
         lora_targets: list[str] | None = None,
     ) -> None:
         check_crop_scale(crop_scale)
@@ -85,7 +83,7 @@ class VisionTextEncoder(DualEncoder):
         if gradient_checkpointing:
             enable_checkpointing(model)
         if lora_rank:
-            adapt(model, lora_rank, lora_alpha, targets=lora_targets)
+            adapt(model, lora_rank, lora_targets)
         super().__init__(
             VisionTower(model, VisionPrepare(processor, crop_scale)),
             CaptionTower(model, CaptionPrepare(tokenizer, length, full)),
@@ -103,11 +101,6 @@ class VisionTextEncoder(DualEncoder):
         """Store the temperature that training ended with, for the model's logits."""
         with torch.no_grad():
             self.right.logit_scale.fill_(-math.log(temperature))
-
-    @property
-    def transformers_configs(self) -> list[Any]:
-        """The configuration of the two-tower model."""
-        return [self.config]
 
     def write(self, folder: Path) -> None:
         """Write a transformers folder, for `AutoModel` and `AutoProcessor`."""

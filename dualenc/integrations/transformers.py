@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from dualenc import distributed
 from dualenc.errors import DualencError
@@ -64,7 +64,9 @@ class ObjectiveStateMixin:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The trainer's optimizer, which also trains a learnable τ."""
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        present: set[int] = set()
+        for group in optimizer.param_groups:
+            present.update(map(id, group["params"]))
         missing = [parameter for parameter in self._own_parameters() if id(parameter) not in present]
         if missing:
             # Weight decay would draw log τ to 0.
@@ -120,25 +122,19 @@ class _Steps(TrainerCallback):
         self.objectives: list[Objective] = []
         self.own_parameters: list[nn.Parameter] = []
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # Once: looking for them walks through all modules of the model.
         self.objectives = list(self.trainer.objectives().values())
         self.own_parameters = list(self.trainer._own_parameters())
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         for objective in self.objectives:
             objective.set_progress(state.global_step / max(state.max_steps, 1))
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         distributed.average_gradients(self.own_parameters)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # The trainer clears the gradients of the model only.
         for parameter in self.own_parameters:
             parameter.grad = None

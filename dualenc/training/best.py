@@ -127,7 +127,6 @@ class BestModel:
     def _save(self, step: int, metrics: Metrics) -> None:
         if distributed.is_main():
             self.model.set_temperature(self.objective.temperature.item())
-            self.model.set_dims(self.objective.dims or ())
             self.model.eval()
             try:
                 self.model.save(self.folder, card=self.card(self.before, metrics, step))

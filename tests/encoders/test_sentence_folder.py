@@ -200,7 +200,6 @@ def test_dense_modules_give_their_vectors_and_are_saved(
         ("config.json", {"in_features": 31}, "does not load"),
         ("config.json", {"use_residual": True}, "use_residual is not supported"),
         ("config.json", {"in_features": "32"}, "in_features"),
-        ("config.json", {"module_input_name": "token_embeddings"}, "only sentence_embedding"),
         ("model.safetensors", None, "convert its weights to safetensors"),
     ],
 )
