@@ -82,12 +82,7 @@ class Rule:
         return min(limits)
 
     def choose(self, allowed: np.ndarray, query: int) -> np.ndarray:
-        """Positions, ascending, of a query's negatives among its candidates in the order of scores.
-
-        Args:
-            allowed: (L,) bool, which candidates can be negatives.
-            query: its number, which seeds its random sample.
-        """
+        """Positions, ascending, of a query's negatives among its candidates; those in `allowed` (L,) can be one."""
         positions = np.flatnonzero(allowed)
         if self.pick == "random" and len(positions) > self.num_negatives:
             generator = np.random.default_rng((self.seed, query))
@@ -106,8 +101,6 @@ class Negatives(NamedTuple):
     """A query's negatives, best first, and what was dropped.
 
     Attributes:
-        ids: (n,).
-        scores: (n,).
         ranks: (n,) from 1, without the excluded documents; of the first search.
         too_high: scores of the candidates above the limit, likely relevant.
         num_candidates: documents in the window of ranks.
@@ -147,8 +140,7 @@ def choose_negatives(
         exclusions: documents that cannot be negatives.
         rule: which of the others become negatives.
         ceiling_of_all: `Rule.ceiling_of_all`.
-        rescore: from the candidates (C,) in the window of each query to their order and their scores in that order,
-            as of a cross-encoder.
+        rescore: from the candidates in the window of each query to their order and their scores in that order.
     """
     windows = []
     nums_excluded = []

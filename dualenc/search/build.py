@@ -39,10 +39,7 @@ MAX_PARAMETER = 2**24
 
 
 class Database:
-    """Database vectors, ready for a metric: float32, finite, of unit norm for "cosine".
-
-    Vectors that are `normalized` according to their meta are checked and not scaled.
-    """
+    """Database vectors, ready for a metric; those that are `normalized` by their meta are checked and not scaled."""
 
     def __init__(self, embeddings: Embeddings, metric: Metric) -> None:
         if not len(embeddings):
@@ -82,11 +79,7 @@ def ready(
 ) -> np.ndarray:
     """Check that vectors (n, D) are finite, and normalize them for "cosine"; zero stays zero.
 
-    Args:
-        vectors: (n, D) float32; not copied if they need no scaling.
-        metric: "cosine" or "ip".
-        name: describes a row in error messages.
-        are_unit: the vectors should be of length one, or zero: check that instead of scaling.
+    With `are_unit` they should be of length one, or zero, already. `name` describes a row in error messages.
     """
     # One pass: a square is finite exactly if no number of the row is NaN or infinite (or beyond 1e19).
     with np.errstate(over="ignore", invalid="ignore"):
@@ -119,11 +112,7 @@ def as_queries(queries: np.ndarray, dim: int, metric: Metric, k: int = 1) -> np.
 
 
 def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = None) -> Any:
-    """Create an empty FAISS index for N vectors of size D; cosine is the inner product of normalized vectors.
-
-    Raises:
-        DualencError: a factory string that FAISS does not accept, or not for this N and D (with FAISS's reason).
-    """
+    """Create an empty FAISS index for N vectors of size D; cosine is the inner product of normalized vectors."""
     if metric not in METRICS:
         raise DualencError(f"metric is {metric!r}: choose one of {', '.join(METRICS)}")
     check_factory(factory, num_vectors)
@@ -150,10 +139,6 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
 
     `HNSW0`, `PQ4x0` and `IVF10_HNSW1,Flat` end in an assertion in C++, a division by zero or a wild pointer at the
     first vector, which no exception handler catches; `IVF999999999,Flat` exhausts the memory of the machine.
-
-    Args:
-        factory: a FAISS factory string, or "auto".
-        num_vectors: N, if known; more lists than vectors are refused.
     """
     # By their length first: Python refuses to convert thousands of digits.
     numbers = re.findall(r"\d+", factory)
@@ -190,13 +175,9 @@ def reason(error: BaseException) -> str:
 
 
 class Probe(NamedTuple):
-    """Recall probe: queries with the exact score of their k-th neighbour, the query itself not counted.
+    """Recall probe: queries with the exact score (Q,) of their k-th neighbour, the query itself not counted.
 
-    Attributes:
-        queries: (Q, D) float32.
-        rows: (Q,) row of each query in the database, or -1 for other queries.
-        threshold: (Q,) exact score of the k-th neighbour.
-        k: number of neighbours.
+    `rows` (Q,) are those of the queries in the database, -1 for other queries.
     """
 
     queries: np.ndarray
@@ -210,14 +191,7 @@ class Probe(NamedTuple):
 
 
 def exact_probe(database: Database, queries: np.ndarray, rows: np.ndarray, k: int = 10) -> Probe | None:
-    """Exact search of a streamed database for every query; None without queries or neighbours.
-
-    Args:
-        database: N vectors.
-        queries: (Q, D).
-        rows: (Q,) row of a query in the database, which must not find itself; -1 for other queries.
-        k: number of neighbours; fewer if the database is smaller.
-    """
+    """Exact search of a streamed database for every query; None without queries or neighbours."""
     k = min(k, len(database) - int((rows >= 0).any()))
     if k < 1 or not len(queries):
         return None
@@ -255,10 +229,7 @@ def set_parameter(index: Any, name: str, value: int) -> None:
 
 
 def parameter_values(index: Any) -> dict[str, list[int]]:
-    """The parameters that trade time for recall, each with the values of `faiss.ParameterSpace`, ascending.
-
-    They are `nprobe` or `efSearch`, and `k_factor_rf` of a refined index; {} if the index has none.
-    """
+    """`nprobe` or `efSearch`, and `k_factor_rf` of a refined index, each with the values of `faiss.ParameterSpace`."""
     space = faiss.ParameterSpace()
     space.initialize(index)
     values = {}
@@ -278,9 +249,6 @@ def tune(index: Any, database: Database, probe: Probe, target: float, min_gain: 
 
     Each parameter grows until the target is reached or three steps have gained nothing, for each factor of refined
     candidates in turn. Nothing is timed, so that the same vectors give the same index.
-
-    Returns:
-        The parameters that were set, by name.
     """
     values = parameter_values(index)
     if not values:

@@ -34,17 +34,7 @@ MEASURED = ("target_recall", "recall_at_10", "recall_queries", "recall_queries_f
 
 
 def append(folder: str | os.PathLike[str], embeddings: Embeddings, corpus: Corpus | None = None) -> Index:
-    """Append vectors with new ids to an index.
-
-    Args:
-        folder: of the index, which is opened again and returned.
-        embeddings: n vectors of the same dimension, made by the same model as those of the index.
-        corpus: the texts that were embedded, for an index with BM25 or whole texts.
-
-    Raises:
-        DualencError: another dimension or model, an id that the index already has, a column of another type, no texts
-            where they are needed, or lists on disk.
-    """
+    """Append vectors with new ids to an index; an index with whole texts needs the `corpus` that was embedded."""
     with locked(folder):
         index = Index.open(folder)
         _check_addition(index, embeddings, folder)
@@ -71,16 +61,7 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings, corpus: Corpu
 
 
 def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
-    """Remove vectors from an index, with their ids, snippets and columns.
-
-    Args:
-        folder: of the index, which is opened again and returned.
-        ids: to remove; duplicates are ignored.
-
-    Raises:
-        DualencError: an id that the index does not have, no vector would be left, FAISS cannot remove vectors from
-            this type of index (HNSW), lists on disk, or BM25 without whole texts.
-    """
+    """Remove vectors from an index by id, with their snippets, columns and texts."""
     with locked(folder):
         index = Index.open(folder)
         rows = rows_of(index.ids, ids)

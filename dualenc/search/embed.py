@@ -58,7 +58,7 @@ def embed(
     notes: dict[str, Any] | None = None,
     progress: bool | str = True,
 ) -> Embeddings:
-    """Embed every item of a corpus with one tower.
+    """Embed every item of a corpus with one tower; returns the items that could be used, on every process.
 
     Any number of workers that see `out` share the work, may start late or die at any moment, and get the finished
     embeddings, which equal those of one process. A run with the same tower, options and ids resumes; shards with items
@@ -78,14 +78,6 @@ def embed(
         identity: further entries of meta.json that must be equal to resume, such as the side.
         notes: further entries of meta.json that may differ, such as the model's name.
         progress: show a progress bar; a text describes it, and it then disappears at the end.
-
-    Returns:
-        The embeddings, with the ids of the items that could be used, on every process.
-
-    Raises:
-        BadSample: an unusable item under on_error="raise".
-        DualencError: different modalities, vectors that are not finite, every item skipped, or `out` holds something
-            else.
     """
     if corpus.modality != tower.modality:
         raise DualencError(f"the data is {corpus.modality}, but this side of the model encodes {tower.modality}")

@@ -12,8 +12,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def check_embeddings_target(folder: Path) -> bool:
 
 
 class EmbeddingWriter:
-    """Embedding writer: writes embeddings of N items to a folder that any number of workers share, each with a writer.
+    """Writes embeddings of N items to a folder that any number of workers share, each with a writer.
 
     Args:
         folder: new or empty, or written or left unfinished by workers with the same identity.
@@ -78,14 +78,9 @@ class EmbeddingWriter:
         dtype: "float16" or "float32".
         identity: entries of meta.json that must be equal to join or resume (`model_checksum`, `side`, …).
         notes: further entries of meta.json that may differ (`model`, …).
-        contents: fingerprint of the items of a range of rows; a shard whose items have changed is written again,
-            including skipped items. Without it only ids identify items.
+        contents: fingerprint of the items of a range of rows; a shard whose items have changed is written again.
         snippet: the text to show for a row; None keeps no texts.
         columns: (N,) rows of the user's columns, to filter search results by.
-
-    Raises:
-        DualencError: ids that cannot be written, or the folder holds something else, or embeddings with another
-            identity.
     """
 
     def __init__(
@@ -140,15 +135,8 @@ class EmbeddingWriter:
                 raise DualencError(f"{self.folder}: {problem}; choose another folder or remove it")
         return bool(meta["complete"])
 
-    @contextmanager
-    def _lock(self, name: str, wait: bool = False) -> Iterator[bool]:
-        try:
-            with work_lock(self.folder / f"{name}.lock", wait) as is_mine:
-                yield is_mine
-        except FileNotFoundError:
-            if self.folder.is_dir():
-                raise
-            raise DualencError(f"{self.folder}: gone while it was written to; run the same command again") from None
+    def _lock(self, name: str, wait: bool = False) -> AbstractContextManager[bool]:
+        return work_lock(self.folder / f"{name}.lock", wait)
 
     def _remove_locks(self) -> None:
         """Remove the lock files; a worker that still holds one finds its shard written."""
@@ -160,12 +148,6 @@ class EmbeddingWriter:
 
         Workers may join and die at any moment: a shard is claimed by a file lock, and one without a shard to write
         waits for the others, and writes the shards of those that die.
-
-        Args:
-            encode: returns the vectors of a shard and the skipped items, for `write`.
-
-        Returns:
-            The embeddings, memory-mapped.
         """
         wait = MIN_WAIT
         while True:
@@ -224,16 +206,7 @@ class EmbeddingWriter:
         return outdated
 
     def write(self, number: int, vectors: np.ndarray, skipped: Sequence[tuple[int, str]] = ()) -> None:
-        """Write one shard.
-
-        Args:
-            number: which shard.
-            vectors: (rows, D), one row per item of the shard's range that is not skipped, in order.
-            skipped: the items without a vector.
-
-        Raises:
-            DualencError: a vector that is not finite in the stored precision.
-        """
+        """Write one shard: vectors (rows, D) of the items of its range that are not skipped, in order."""
         with np.errstate(over="ignore"):
             stored = vectors.astype(self.dtype, copy=False)
         rows = self._with_vectors(number, skipped)

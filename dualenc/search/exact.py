@@ -41,26 +41,17 @@ def exact_search(
     document_block: int = DOCUMENT_BLOCK,
     device: str | torch.device = "cpu",
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """The k documents of highest inner product with each query, exactly.
+    """The k documents of highest inner product with each query, exactly: scores (Q, k), descending, and columns (Q, k).
 
     Documents are searched block by block, and may be memory-mapped and larger than memory. Equal scores are ordered by
     descending document id (column without ids), also where they decide who is among the k. Several processes share
-    the queries, and all get the whole result.
+    the queries, and all get the whole result. A GPU works in float32 without TF32; elsewhere FAISS searches.
 
     Args:
         queries: (Q, D) embeddings.
         documents: (N, D) embeddings.
         k: number of documents; all N if k is larger.
         document_ids: (N,) ids, for the order of ties.
-        query_block: queries searched at once.
-        document_block: documents searched at once.
-        device: a GPU works in float32 without TF32, and takes memory for the scores of one block; elsewhere FAISS.
-
-    Returns:
-        Scores (Q, k) in descending order, and columns (Q, k) of the documents.
-
-    Raises:
-        DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
     """
     num_ids = len(documents) if document_ids is None else len(document_ids)
     is_comparable = len(queries.shape) == 2 and queries.shape[1:] == documents.shape[1:]

@@ -19,22 +19,10 @@ SCANNED_BELOW = 0.1
 
 
 def search_among(index: Any, queries: np.ndarray, k: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Filtered search: the k best of the allowed rows, selected during the search and not after it.
+    """Filtered search: the k best of the allowed rows (N,) bool, selected during the search and not after it.
 
     A flat index is exact. IVF visits more lists, and HNSW more vertices, in proportion to the rows that are left out,
     so that as many allowed rows are compared as in a search without a filter.
-
-    Args:
-        index: FAISS index of N vectors.
-        queries: (Q, D) float32, as `as_queries` returns them.
-        k: number of results.
-        allowed: (N,) bool.
-
-    Returns:
-        Scores (Q, k) and rows (Q, k); -1 where fewer are found.
-
-    Raises:
-        Unsupported: FAISS cannot filter this type of index.
     """
     share = float(allowed.mean())
     if not share:

@@ -20,18 +20,11 @@ def fuse(
     *,
     weights: Sequence[float] | None = None,
 ) -> list[tuple[str, float]]:
-    """Rank fusion: combine rankings of the same query; an id that a ranking lacks scores 0 in it.
+    """Rank fusion: combine rankings of the same query, best first, with weights (R,), by default 1 / R.
 
     "rrf" adds w / (60 + rank), whatever the scores (Cormack, Clarke & Büttcher 2009, SIGIR). "weighted" adds
-    w · (score − lowest) / (highest − lowest) of each ranking (Bruch, Gai & Ingber 2023, arXiv 2210.11934).
-
-    Args:
-        rankings: (R,) lists of ids and scores, best first.
-        method: "rrf" or "weighted".
-        weights: (R,) w of each ranking; by default 1 / R.
-
-    Returns:
-        Ids and fused scores, best first; ties by descending id, as trec_eval orders them.
+    w · (score − lowest) / (highest − lowest) of each ranking (Bruch, Gai & Ingber 2023, arXiv 2210.11934). Ties are in
+    descending order of ids, as trec_eval orders them.
     """
     weights = [1 / len(rankings)] * len(rankings) if weights is None else list(weights)
     are_good = len(weights) == len(rankings) and all(w >= 0 for w in weights) and 0 < sum(weights) < float("inf")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -71,14 +70,7 @@ MIN_QUERIES_TO_SPLIT = 100
 
 
 class Hit(NamedTuple):
-    """A search result.
-
-    Attributes:
-        id: of the item.
-        score: higher is nearer.
-        snippet: the text to show, or "".
-        columns: the user's columns by name, without missing values.
-    """
+    """A search result: `snippet` is the text to show, or ""; missing values of columns are left out."""
 
     id: str
     score: float
@@ -92,13 +84,7 @@ def as_hit(id: str, score: float, text: str | None, columns: dict[str, Any]) -> 
 
 
 class Index:
-    """FAISS index with the ids of its N rows and its metadata.
-
-    Create one with `Index.build` or `Index.open`.
-
-    Attributes:
-        column_kinds: types of the columns by name.
-        has_snippets: whether there are texts to show.
+    """FAISS index with the ids of its N rows; create one with `Index.build` or `Index.open`.
 
     Args:
         faiss_index: its row `i` is `ids[i]`.
@@ -171,11 +157,6 @@ class Index:
             memory: bytes for building and searching the index; by default the machine's memory.
             folder: where to save the index, too.
             progress: show a bar.
-
-        Raises:
-            DualencError: a factory string that is unknown or does not fit (with FAISS's reason), no vectors, vectors
-                that are not finite, or not of length one where their meta says so, duplicate ids, a search parameter
-                that the index does not have, or a folder that another process is writing.
         """
         embeddings = _checked_embeddings(vectors, ids)
         database = Database(embeddings, metric)
@@ -223,27 +204,14 @@ class Index:
         return index
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Save to a folder: `index.faiss`, `items.arrow` with ids, snippets and columns, `order.npy` and `meta.json`.
-
-        Raises:
-            DualencError: the folder exists and is not an index.
-        """
+        """Save to a folder: `index.faiss`, `items.arrow` with ids, snippets and columns, `order.npy`, `meta.json`."""
         with atomic_folder(folder, is_index, "index") as part:
             part.mkdir(parents=True)
             write_contents(part, Path(folder), self.faiss, self.ids, self.snippets, self.columns, self.meta)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Index:
-        """Open an index folder, memory-mapped: pages are read as searches need them, also after it was replaced.
-
-        Args:
-            folder: written by `save` or `dualenc index`.
-            verify: read every file once and compare its SHA-256 with meta.json; otherwise sizes are compared, and the
-                smallest files up to 64 MiB.
-
-        Raises:
-            DualencError: no such folder, or a file in it that is missing, truncated or was replaced.
-        """
+        """Open an index folder, memory-mapped; with `verify` every file is read and compared with its SHA-256."""
         folder = Path(folder)
         return consistent_read(folder, lambda: cls._open(folder, verify))
 
@@ -286,21 +254,9 @@ class Index:
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> list[list[Hit]]:
-        """Search for the nearest items of a batch of queries.
+        """The nearest items (Q, ≤ k) of queries (Q, D), best first.
 
-        Args:
-            queries: (Q, D), or one query (D,).
-            k: number of results.
-            allowed_rows: (N,) bool, the rows to search among; by default all.
-            nprobe: lists that an IVF index visits, from now on; by default as built.
-            ef_search: candidates that an HNSW index keeps, from now on; by default as built.
-
-        Returns:
-            The hits of each query, best first; fewer than k where fewer are found.
-
-        Raises:
-            DualencError: queries of another dimension or not finite, k below 1, or a search parameter that the index
-                does not have.
+        `allowed_rows` (N,) bool restricts the search; `nprobe` (IVF) and `ef_search` (HNSW) hold from now on.
         """
         scores, rows = self.search_rows(queries, k, allowed_rows=allowed_rows, nprobe=nprobe, ef_search=ef_search)
         results = []
@@ -333,12 +289,7 @@ class Index:
         return self.faiss.search(ready, k)
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
-        """Reconstruct the vectors of some ids, in the precision of the index: (n, D) float32.
-
-        Raises:
-            UnknownId: an id that the index does not have.
-            Unsupported: FAISS cannot reconstruct vectors from this type of index.
-        """
+        """Reconstruct the vectors of some ids, in the precision of the index: (n, D) float32."""
         rows = rows_of(self.ids, ids)
         if (rows < 0).any():
             name = ids[int(np.argmin(rows))][:200]
@@ -436,14 +387,7 @@ def write_contents(
     columns: pa.Table | None,
     meta: dict[str, Any],
 ) -> str:
-    """Write the files of an index of N vectors; returns its `items_checksum`.
-
-    Args:
-        part: folder to write to.
-        folder: its final name, where plain FAISS will look for lists on disk.
-        index: FAISS index.
-        ids, snippets, columns, meta: as `Index` has them.
-    """
+    """Write the files of an index to `part`, whose final name will be `folder`; returns its `items_checksum`."""
     lists = lists_on_disk(index)
     if lists is None:
         faiss.write_index(index, str(part / "index.faiss"))
@@ -455,7 +399,7 @@ def write_contents(
             )
         for path in (work / LISTS, work / REFINE):
             if path.exists():
-                _link_or_copy(path, part / path.name)
+                os.replace(path, part / path.name)
         lists.filename = os.path.abspath(folder / LISTS)
         faiss.write_index(split(index)[0], str(part / "index.faiss"))
         lists.filename = str(work / LISTS)
@@ -481,19 +425,8 @@ def _open_faiss(folder: Path, refine_factor: int | None = None) -> Any:
     return index
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another disk, or one without links
-        shutil.copyfile(source, target)
-
-
 def rows_in(corpus: Corpus, index: Index | Embeddings, folder: str | os.PathLike[str]) -> list[int]:
-    """The corpus row of each item of an index or of embeddings.
-
-    Raises:
-        DualencError: the corpus lacks an item, or has another text under its id than was embedded.
-    """
+    """The corpus row of each item of an index or of embeddings."""
     rows = rows_of(corpus.ids, index.ids).tolist()
     if -1 in rows:
         name = index.ids[rows.index(-1)]

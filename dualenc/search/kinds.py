@@ -24,10 +24,8 @@ class Kind(NamedTuple):
     """A type of index.
 
     Attributes:
-        name: its name.
         factory: FAISS factory string, from the number of lists and D.
         resident: bytes per vector that searches need in memory, from D.
-        stored: bytes per vector on disk, from D.
         recall: highest recall@10 to expect.
         max_values: largest N·D without a named memory size; 0 for no limit.
         min_target: lowest target recall@10 for which it is considered.
@@ -74,15 +72,7 @@ KINDS = (
 def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target_recall: float = 0.95) -> str:
     """FAISS factory choice for "auto": the first of `KINDS` that fits, or else the one that needs least memory.
 
-    HNSW is considered for targets of 0.98 and more, where IVF visits many lists. The half-precision vectors for
-    refinement stay on disk. n is the power of two nearest to 4√N, at most 2¹⁷, fewer where a list would get less than
-    39 of the training points that fit into a quarter of the memory. RaBitQ: Gao and Long 2024 (arXiv:2405.12497).
-
-    Args:
-        num_vectors: N.
-        dim: D.
-        memory: bytes that searches may keep in memory; without them a kind is used up to its `max_values`.
-        target_recall: recall@10 to reach.
+    Without `memory`, in bytes, a kind is used up to its `max_values`. RaBitQ: Gao and Long 2024 (arXiv:2405.12497).
     """
     lists = number_of_lists(num_vectors, dim, memory)
     values = num_vectors * dim
@@ -114,11 +104,7 @@ def number_of_lists(num_vectors: int, dim: int, memory: int | None = None) -> in
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from "2GiB", "500 MB", "1.5G" or a plain number; K, M, G and T are powers of 1024 unless a B alone follows.
-
-    Raises:
-        DualencError: not a size, or below 16 MiB.
-    """
+    """Bytes from "2GiB", "500 MB", "1.5G" or a plain number; K, M, G, T are powers of 1024 unless only a B follows."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", text, re.IGNORECASE)
     size = 0
     if match is not None:

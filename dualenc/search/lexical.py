@@ -67,10 +67,7 @@ def split_terms(text: str, *, is_query: bool = False) -> list[str]:
 
 
 class Lexical:
-    """BM25 index over the rows of an index (Lucene's variant).
-
-    Create one with `Lexical.build` or `Lexical.open`.
-    """
+    """BM25 index over the rows of an index (Lucene's variant); create one with `Lexical.build` or `Lexical.open`."""
 
     def __init__(self, scorer: Any, count: int) -> None:
         self.scorer = scorer
@@ -96,11 +93,7 @@ class Lexical:
 
     @classmethod
     def open(cls, index: str | os.PathLike[str], ids: str) -> Lexical:
-        """Open the folder inside that of an index with the checksum `ids`; arrays are memory-mapped.
-
-        Raises:
-            DualencError: it does not exist, is of other texts or terms, or is damaged.
-        """
+        """Open the folder inside that of an index with the checksum `ids`; arrays are memory-mapped."""
         folder = Path(index) / FOLDER
         if not folder.is_dir():
             raise DualencError(f"{index}: has no BM25 beside its vectors; {AGAIN}")

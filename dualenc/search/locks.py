@@ -15,13 +15,9 @@ WAIT_SECONDS = 0.05
 
 @contextmanager
 def work_lock(path: Path, wait: bool = False) -> Iterator[bool]:
-    """File lock, held until the end of the context or the death of this process; the empty file stays.
+    """Yield whether this worker got a file lock, held until the end of the context or the death of this process.
 
-    Yields whether this worker holds the lock; with `wait` it waits until it does.
-
-    Raises:
-        FileNotFoundError: the folder is gone.
-        DualencError: the file system has no locks.
+    With `wait` it waits until it does. A folder that is gone is a FileNotFoundError. The empty file stays.
     """
     lock = FileLock(path)
     while True:

@@ -58,16 +58,7 @@ BIN = 0.01
 
 @dataclass
 class Report:
-    """Mining statistics.
-
-    Attributes:
-        known_positives: excluded documents up to the end of the window, see `Exclusions`.
-        false_negatives: candidates above their query's score limit, likely relevant.
-        repeated: candidates with the contents of a better one.
-        without_vectors: queries without a vector, or without a positive that has one; they have no row.
-        scores: histograms by name ("positives", "negatives", "likely false negatives"): counts by the number of a bin
-            of width `BIN`; bin 0 starts at 0.
-    """
+    """Mining statistics; `scores` are histograms by name: counts by the number of a bin of width `BIN`."""
 
     queries: int = 0
     written: int = 0
@@ -129,8 +120,8 @@ def mine(
         {"query_id", "query", "positive_passages": [{"docid", "text", "score"}], "negative_passages": …}
         {"anchor", "positive", "negative_1", …, "negative_8"}
 
-    `MinedPairs` reads the first two. For data of vectors ids replace the texts. The losses of sentence-transformers
-    train on the third: a row for each positive, and queries with fewer negatives than requested are left out.
+    For data of vectors ids replace the texts. The losses of sentence-transformers train on the third form: a row for
+    each positive, and queries with fewer negatives than requested are left out.
 
     Args:
         queries: (Q, D) vectors of the pairs' left items, by the ids of `dualenc.data.corpus.corpora(pairs)`.
@@ -140,16 +131,9 @@ def mine(
         rule: which documents become negatives.
         rescore: a cross-encoder, whose scores then order and limit the candidates and are written.
         rescored_by: identifies the cross-encoder, so that work is not resumed with another one.
-        form: "flagembedding" for the first format, "tevatron" for the second, "sentence-transformers" for the third.
+        form: "flagembedding", "tevatron" or "sentence-transformers".
         factory: "exact", or a FAISS factory string, including "auto", to search an index.
         progress: show a bar.
-
-    Returns:
-        Counts and scores, on every process.
-
-    Raises:
-        DualencError: images, vectors where texts are needed, different dimensions, a factory string that FAISS refuses,
-            scores that are not finite, or no pair with two vectors.
     """
     rule = rule or Rule()
     left, right = corpora(pairs)
@@ -231,16 +215,9 @@ def paired_scores(
 
 
 class Exclusions:
-    """Known positives: the documents that cannot be negatives of a query.
+    """The documents that cannot be negatives of a query.
 
     They are the positives of all queries with its contents, the copies of those, and documents that repeat the query.
-
-    Args:
-        pairs: the known positives.
-        left, right: their items, with the ids of `dualenc.data.corpus.corpora(pairs)`; all contents are read.
-
-    Attributes:
-        group: (num_right,) equal for right items of equal contents.
     """
 
     def __init__(self, pairs: PairDataset, left: Corpus, right: Corpus) -> None:
@@ -293,15 +270,7 @@ def _block_path(folder: Path, number: int) -> Path:
 
 @dataclass(eq=False)
 class _Miner:
-    """Mines blocks of queries; each process writes its share of them to the folder.
-
-    Attributes:
-        left_row: (num_left,) row of each left item's vector, -1 without one.
-        right_row: (num_right,) likewise.
-        document: (N,) right id of each document vector.
-        pair_scores: (M,) score of each known pair, NaN without vectors.
-        query_ids: left ids to mine for, those with a scored pair.
-    """
+    """Mines blocks of queries; each process writes its share of them to the folder."""
 
     queries: Embeddings
     documents: Embeddings

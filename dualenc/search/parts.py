@@ -133,17 +133,8 @@ def build_in_parts(
 ) -> tuple[Any, dict[str, Any]]:
     """Train, fill in parts, and merge the parts on disk; a killed build is resumed.
 
-    Args:
-        database: N vectors.
-        factory: of an index that `can_be_merged`.
-        work: folder for the parts, which the caller removes when the index is saved.
-        train_rows: vectors to train on; by default `training_rows`, at most a quarter of the memory.
-        memory: bytes for training and parts.
-        seed: of the training sample.
-        progress: show a bar.
-
-    Returns:
-        The merged index, mapped from `work`, and entries for its meta.json.
+    `work` holds the parts, and is removed by the caller when the index is saved. Returns the merged index, mapped from
+    there, and entries for its meta.json.
     """
     num_vectors = len(database)
     dim = database.embeddings.dim
@@ -221,15 +212,10 @@ def _merge(work: Path, num_parts: int) -> Any:
 
 
 def _write_codes(refine: Any, codes: Iterable[np.ndarray], path: Path) -> None:
-    """Write an index of plain codes, so that they are never in memory as a whole.
+    """Write an index of plain codes (n, bytes) in blocks, so that they are never in memory as a whole.
 
     FAISS cannot write such a file in blocks, so it is composed: the file of an empty index, the number of vectors at
     byte 8, the codes with their length before them. The sizes are compared after reading.
-
-    Args:
-        refine: trained index of this type, without vectors.
-        codes: codes (n, bytes) of the N vectors, in blocks.
-        path: of the file.
     """
     head = faiss.serialize_index(refine).tobytes()
     count = 0

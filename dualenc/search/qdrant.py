@@ -49,14 +49,7 @@ ENTRIES |= {"columns": dict, "has_snippets": bool}
 
 
 class QdrantIndex:
-    """A Qdrant collection searched by vectors: `push` returns it, `QdrantIndex.open` finds it again.
-
-    Args:
-        meta: entries of meta.json: `ENTRIES`, `model`, `side`, …
-
-    Raises:
-        DualencError: an unusable target or collection name, or qdrant-client is not installed.
-    """
+    """A Qdrant collection searched by vectors: `push` returns it, `QdrantIndex.open` finds it again."""
 
     def __init__(self, meta: dict[str, Any]) -> None:
         try:
@@ -88,15 +81,7 @@ class QdrantIndex:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], qdrant_path: str | None = None) -> QdrantIndex:
-        """Open the collection that a folder remembers.
-
-        Args:
-            folder: written by `dualenc push`.
-            qdrant_path: the folder of the embedded mode, if the collection is in one.
-
-        Raises:
-            DualencError: no such folder, no answer, a changed collection, or an embedded Qdrant that is not named.
-        """
+        """Open the collection that a folder remembers; of an embedded Qdrant the caller names the folder."""
         meta = read_pushed(folder)
         if is_server(meta["target"]) and qdrant_path is not None:
             raise DualencError(f"{folder}: its collection is on a server; leave --qdrant-path out")
@@ -130,18 +115,7 @@ class QdrantIndex:
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> list[list[Hit]]:
-        """The nearest items of each query, best first; fewer than k where fewer match the filter.
-
-        Args:
-            queries: (Q, D), or one query (D,).
-            k: number of results.
-            filter: Qdrant's JSON; "" for none.
-            nprobe: must be None: Qdrant searches a graph.
-            ef_search: candidates that the graph search keeps; by default the server's.
-
-        Raises:
-            DualencError: queries or a filter that do not fit, k below 1, or a server that does not answer.
-        """
+        """The nearest items of queries (Q, D), best first; fewer than k where fewer match the filter, Qdrant's JSON."""
         if nprobe is not None:
             raise DualencError(f"nprobe is {nprobe}, but Qdrant searches a graph; give ef_search")
         options: dict[str, Any] = {"limit": k, "with_payload": ["id", "text", *self.column_kinds]}
@@ -153,7 +127,11 @@ class QdrantIndex:
         for vector in as_queries(queries, self.dim, self.meta["metric"], k):
             with self.one_line_errors():
                 points = self.client.query_points(self.collection, vector.tolist(), **options).points
-            results.append([_hit(point) for point in points])
+            hits = []
+            for point in points:
+                columns = dict(point.payload)
+                hits.append(as_hit(columns.pop("id"), point.score, columns.pop("text", None), columns))
+            results.append(hits)
         return results
 
     def check_filter(self, filter: str) -> Any:
@@ -205,16 +183,12 @@ def push(
         embeddings: N vectors.
         target: URL of a server, whose key is in the environment variable QDRANT_API_KEY, or a folder that is trusted.
         collection: its name.
-        metric: "cosine" or "ip"; by default cosine for embeddings that are normalized, and ip for others.
-        replace: first remove a collection that holds other embeddings or has other settings.
+        metric: by default cosine for embeddings that are normalized, and ip for others.
+        replace: first remove a collection that holds other embeddings.
         progress: show a bar.
 
     Returns:
         The index, and the number of vectors that were sent.
-
-    Raises:
-        DualencError: a collection that holds something else, vectors that are not finite, duplicate ids, or a server
-            that does not answer.
     """
     check_ids(embeddings.ids)
     if embeddings.columns is not None:
@@ -284,16 +258,12 @@ def _client_arguments(target: str) -> dict[str, Any]:
     if not is_server(target):
         if "://" in target or re.match(r"[\w.-]+:\d+(/|$)", target):
             raise DualencError(f"{target}: no URL of a Qdrant server, such as http://localhost:6333")
-        check_folder_target(target, _is_store, "Qdrant collections")
+        check_folder_target(target, lambda folder: (folder / ".lock").exists(), "Qdrant collections")
         return {"path": target}
     parts = urlsplit(target)
     if parts.username or parts.password or parts.query:
         raise DualencError(f"the URL of {parts.hostname} carries a key or query; set {API_KEY} instead")
     return {"url": target, "api_key": os.environ.get(API_KEY) or None}
-
-
-def _is_store(folder: Path) -> bool:
-    return (folder / "meta.json").is_file() and (folder / ".lock").exists()
 
 
 def is_server(target: str) -> bool:
@@ -320,11 +290,7 @@ def check_push_target(folder: str | os.PathLike[str]) -> None:
 
 
 def read_pushed(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The meta.json of a folder that remembers a collection; Qdrant is not asked.
-
-    Raises:
-        DualencError: no such folder, or its meta.json cannot be read.
-    """
+    """The meta.json of a folder that remembers a collection; Qdrant is not asked."""
     path = Path(folder) / "meta.json"
     other = "was not written by `dualenc push`; push embeddings first"
     read_head(path.parent, FORMAT, FORMAT_VERSION, other)
@@ -335,11 +301,6 @@ def read_pushed(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _line(error: object) -> str:
     return " ".join(str(error).split())[:200]
-
-
-def _hit(point: Any) -> Hit:
-    columns = dict(point.payload)
-    return as_hit(columns.pop("id"), point.score, columns.pop("text", None), columns)
 
 
 def _point(id: str) -> str:

@@ -19,14 +19,7 @@ Rescore = Callable[[Sequence[tuple[str, str]]], np.ndarray]
 def open_cross_encoder(path: str, *, batch_size: int = 32, device: str = "cpu") -> tuple[Rescore, str]:
     """Open a cross-encoder of sentence-transformers with its own activation; returns it with a digest of its weights.
 
-    Args:
-        path: folder or name of a `CrossEncoder` with one output; only safetensors are read, and no code of it runs.
-        batch_size: pairs per forward pass.
-        device: such as cpu or cuda:0.
-
-    Raises:
-        DualencError: sentence-transformers is not installed, the model cannot be read, its folder could lead to
-            running code, it has several outputs, or its output layer was not trained, as in a bi-encoder.
+    Only safetensors are read, and no code of the folder runs.
     """
     # sentence-transformers is optional, and imports transformers, which takes seconds.
     try:
@@ -66,16 +59,7 @@ def open_cross_encoder(path: str, *, batch_size: int = 32, device: str = "cpu") 
 
 
 def rerank(rescore: Rescore, candidates: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Rerank the candidates of several queries in one call of a cross-encoder.
-
-    Args:
-        rescore: the cross-encoder; its scores must be finite.
-        candidates: for each query, any number of pairs of its text and a document's.
-
-    Returns:
-        For each query the positions of its candidates, best first, and their scores in that order, float32; equal
-        scores keep their order.
-    """
+    """Positions of each query's pairs, best first, and their scores in that order; equal scores keep their order."""
     scores = finite_scores(rescore([pair for pairs in candidates for pair in pairs]))
     ranked = []
     for query_scores in np.split(scores, np.cumsum([len(pairs) for pairs in candidates])[:-1]):

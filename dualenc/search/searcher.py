@@ -28,13 +28,11 @@ from dualenc.types import Inputs, Modality, Side
 
 
 class Query(NamedTuple):
-    """Search query: an item, or ids of the index for similar items.
+    """Search query: a text, image or vector, or ids of the index for similar items.
 
     Attributes:
         side: the side of the model that encodes the item.
-        item: a text, image or vector.
         ids: in place of an item; the mean of their vectors is the query, and the results exclude them.
-        k: number of results.
         where: conditions on columns of an index, all of which must hold.
         filter: for Qdrant, its JSON; "" for none.
         hybrid: how to fuse the results of a text's vector with those of BM25; None for the vector alone.
@@ -55,19 +53,7 @@ class Query(NamedTuple):
 
 @dataclass(eq=False)
 class Searcher:
-    """An open index with its model, for one thread at a time.
-
-    Create one with `Searcher.open`.
-
-    Attributes:
-        folder: of the index.
-        index: a FAISS index or a collection of Qdrant.
-        encoder: the model that made it, in evaluation mode.
-        lexical: BM25 index over its texts, if opened with one.
-        cross_encoder: for reranking, if opened with one.
-        texts: the whole texts, to show and for the cross-encoder; None if none are kept, or those of other items.
-        settings: `nprobe` and `ef_search` of all searches, as the index's `search` takes them.
-    """
+    """An open index with its model, for one thread at a time; create one with `Searcher.open`."""
 
     folder: Path
     index: Index | QdrantIndex
@@ -104,10 +90,6 @@ class Searcher:
             cross_encoder: (`open_cross_encoder`) for `Query.rerank`; its texts are opened, too.
             qdrant_path: the store of an embedded Qdrant, see `QdrantIndex.open`.
             settings: `nprobe` and `ef_search`, as the index's `search` takes them.
-
-        Raises:
-            DualencError: no index, no model, no BM25 or texts where they are needed, a search parameter that the index
-                does not have, or a model with other weights than those that made the index.
         """
         folder = Path(folder)
         index, lexical, texts = consistent_read(
@@ -162,11 +144,7 @@ class Searcher:
         return "JSON" if isinstance(self.index, QdrantIndex) else ""
 
     def check(self, query: Query) -> None:
-        """Refuse a query that this index cannot answer; error messages contain no path, as a server passes them on.
-
-        Raises:
-            Unsupported: a fusion, reranking or filter that the query or the index does not allow.
-        """
+        """Refuse a query that this index cannot answer; error messages contain no path, as a server passes them on."""
         is_text = isinstance(query.item, str)
         if query.hybrid is not None and not (is_text and self.lexical):
             raise Unsupported("hybrid search needs a text, and an index that was built with --bm25; leave it out")
@@ -181,11 +159,7 @@ class Searcher:
 
     @torch.inference_mode()
     def encode(self, side: Side, inputs: Inputs) -> np.ndarray:
-        """Encode n prepared items to vectors of the index: (n, D) float32.
-
-        Raises:
-            DualencError: the vectors are not finite.
-        """
+        """Encode n prepared items to vectors of the index: (n, D) float32."""
         tower = self.encoder.tower(side)
         forward = tower.features if self.index.meta.get("output", "embedding") == "features" else tower
         device = next((tensor.device for tensor in tower.state_dict().values()), torch.device("cpu"))
@@ -199,15 +173,7 @@ class Searcher:
         return vectors
 
     def search(self, queries: Sequence[Query]) -> list[list[Hit]]:
-        """Search the best items for each query, best first.
-
-        Args:
-            queries: Q queries; those with equal k, conditions and filter are searched together.
-
-        Raises:
-            DualencError: an unknown id, an index that cannot reconstruct vectors, an engine that does not respond,
-                or what `check` raises.
-        """
+        """Search the best items for each query, best first."""
         for query in queries:
             self.check(query)
         vectors = self._vectors(queries)

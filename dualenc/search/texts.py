@@ -31,15 +31,7 @@ AGAIN = "run dualenc index INDEX --texts"
 
 
 class TextStore:
-    """N texts on disk by their ids.
-
-    Args:
-        folder: the index's folder.
-        checksum: `items_checksum` of the index.
-
-    Raises:
-        DualencError: the folder has no texts, or they are of another index, or damaged.
-    """
+    """N texts on disk by their ids."""
 
     def __init__(self, folder: str | os.PathLike[str], checksum: str) -> None:
         self.folder = Path(folder) / FOLDER
@@ -75,15 +67,7 @@ def has_texts(folder: str | os.PathLike[str]) -> bool:
 
 
 def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
-    """Add a text store to the folder of an index or of a pushed collection; returns the number of texts.
-
-    Args:
-        folder: written by `dualenc index` or `dualenc push`.
-        corpus: the texts that were indexed, in any order; for an index only its own are kept.
-
-    Raises:
-        DualencError: not texts, or not those of the index.
-    """
+    """Add a text store to the folder of an index or of a pushed collection; returns the number of texts."""
     if corpus.modality != "text":
         problem = f"its data holds {corpus.modality}s, and a cross-encoder reads texts"
         raise DualencError(f"{folder}: {problem}; leave it out")

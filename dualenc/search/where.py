@@ -30,10 +30,7 @@ _ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator
 
 
 class Condition(NamedTuple):
-    """A column compared with a value; with several values, "=" is any of them and "!=" none of them.
-
-    An item without a value in the column meets no condition.
-    """
+    """A column compared with a value; with several, "=" is any of them and "!=" none. Missing values meet none."""
 
     column: str
     operator: Operator

@@ -85,12 +85,7 @@ class BodyLimit:
 
 
 class Service:
-    """An open index that answers one request at a time.
-
-    Args:
-        searcher: the index with its model.
-        rerank_top: number of best results that the cross-encoder scores, if the searcher has one.
-    """
+    """An open index that answers one request at a time."""
 
     def __init__(self, searcher: searching.Searcher, rerank_top: int = 100) -> None:
         self.searcher = searcher

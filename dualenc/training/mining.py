@@ -35,46 +35,24 @@ _PRECISIONS: dict[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "f
 
 
 def check_minable(pairs: PairDataset, objective: Objective) -> None:
-    """Refuse data that has nothing to mine, and objectives that mined negatives are no use to.
-
-    Raises:
-        DualencError: views, a mixture in batches of one source, or an objective without mined negatives.
-    """
+    """Refuse data that has nothing to mine, and objectives that mined negatives are no use to."""
+    reason = None
     if pairs.views:
-        raise DualencError(
-            "mine_every mines right items for left ones, and the data is two views of images; leave mine_every out"
-        )
-    if isinstance(pairs, Mixture) and pairs.batches == "one_source":
-        raise DualencError(
-            "mine_every mines among the items of all sources, which data.batches=one_source keeps apart; choose one of "
-            "the two"
-        )
-    if objective.needs_teacher:
-        raise DualencError(
-            f"{objective.name} learns a teacher's scores, which items mined in training do not have; leave mine_every "
-            "out, or train the objective that it wraps"
-        )
-    if not objective.takes_mined:
-        raise DualencError(
-            f"{objective.name} takes no mined negatives; leave mine_every out, or take InfoNCE, SogCLR or another "
-            "objective that does"
-        )
+        reason = "mines right items for left ones, and the data is two views of images"
+    elif isinstance(pairs, Mixture) and pairs.batches == "one_source":
+        reason = "mines among the items of all sources, which data.batches=one_source keeps apart"
+    elif objective.needs_teacher:
+        reason = f"gives none of a teacher's scores, which {objective.name} learns"
+    elif not objective.takes_mined:
+        reason = f"is for InfoNCE, SogCLR and others that take mined negatives, and {objective.name} takes none"
+    if reason is not None:
+        raise DualencError(f"mine_every {reason}; leave mine_every out")
 
 
 class NegativeMiner:
-    """Mines the negatives of training pairs with the model that is trained on them.
+    """Mines the negatives of training pairs with the model that is trained on them, every `interval` epochs.
 
-    Each rank holds the vectors of all items, float32 in main memory.
-
-    Args:
-        model: encodes in evaluation mode, without augmentation.
-        pairs: `mine` sets their `negatives`; those that the data brings serve until then.
-        rule: which of the nearest right items become negatives.
-        interval: epochs from one mining to the next; the first one is after so many.
-        device: where the search runs.
-        mixed_precision: of the forward passes: "bf16", "fp16" or "no".
-        num_workers: processes that read and prepare items.
-        progress: show bars, which disappear at the end.
+    Each rank holds the vectors of all items, float32 in main memory. `mine` sets the `negatives` of `pairs`.
     """
 
     def __init__(
@@ -106,16 +84,10 @@ class NegativeMiner:
         return epoch > 0 and epoch % self.interval == 0
 
     def mine(self, epoch: int) -> dict[str, float]:
-        """Replace the pairs' negatives; all ranks call it together.
-
-        Args:
-            epoch: the epoch that begins; random samples depend on it.
+        """Replace the pairs' negatives; all ranks call it together. `epoch` begins; random samples depend on it.
 
         Returns:
             seconds; mean_rank of the negatives; without_negatives, the share of left items that have none.
-
-        Raises:
-            DualencError: embeddings that are not finite.
         """
         begin = time.perf_counter()
         left_ids = np.unique(self.pairs.left_id)

@@ -316,7 +316,7 @@ SIZES = {"num_left": 38, "num_right": 38}
         ({"pairs": WEIGHED, "objective": GlobalCache(**SIZES)}, "GlobalCache as set assumes random ones"),
         ({"pairs": WEIGHED, "batching": OSGDBatches(38, 6)}, "which OSGDBatches does not know"),
         ({"mine_every": 1, "pairs": views(), "objective": SogCLR(num_left=24, views=True)}, "two views of images"),
-        ({"mine_every": 1, "objective": ISIR(num_left=24)}, "ISIR takes no mined negatives"),
+        ({"mine_every": 1, "objective": ISIR(num_left=24)}, "ISIR takes none"),
         ({"mine_every": 1, "pairs": tiny_pairs(**SCORED), "objective": Distilled(InfoNCE())}, "a teacher's scores"),
         ({"mine_every": 1, "pairs": Mixture({"one": tiny_pairs()}, batches="one_source")}, "one_source keeps apart"),
     ],
