@@ -38,10 +38,6 @@ def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[st
         function: the typed function of a subcommand.
         prog: what the usage line and error messages call it, such as `dualenc embed`.
         arguments: the words after the command's name.
-
-    Raises:
-        DualencError: an unknown option (names the nearest valid one), a missing or superfluous argument, a value
-            of the wrong type, an output without a name.
     """
     parser = build_parser(function, prog)
     # `--batch_size` is `--batch-size`.

@@ -60,10 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, 2 after a user's mistake, 1 after an unexpected error (both reported in one line on stderr),
-        130 after Ctrl-C.
-
-    Raises:
-        Exception: with `--debug`, any error, with its traceback.
+        130 after Ctrl-C. With `--debug` errors are raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments

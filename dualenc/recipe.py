@@ -99,10 +99,8 @@ class Recipe:
         plain = self.config.clone(with_meta=False).as_dict()
         settings: dict[str, Any] = json.loads(json.dumps(plain, default=os.fspath))
         for name, section in SECTIONS.items():
-            arguments_of_section = [(settings[name] or {}).get("init_args", {})]
-            if name == "objective":
-                arguments_of_section = list(_objectives(settings))
-            for arguments in arguments_of_section:
+            whole = [(settings[name] or {}).get("init_args", {})]
+            for arguments in _objectives(settings) if name == "objective" else whole:
                 for key in section.filled:
                     arguments.pop(key, None)
         return settings

@@ -11,6 +11,7 @@ import builtins
 import importlib
 import inspect
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -127,7 +128,7 @@ class Check:
 
     def _resolve(self, path: Any, bases: Sequence[Any], place: str, default: str) -> tuple[str, type]:
         """The full path and the class of a class path, which may be a name of the default package."""
-        if not isinstance(path, str) or not all(map(_is_public_name, path.split("."))):
+        if not isinstance(path, str) or not re.fullmatch(r"([A-Za-z]\w*\.)*[A-Za-z]\w*", path):
             raise self._refusal(place, f"is {path!r}; name a class, such as {default}.NAME")
         package_name, _, name = path.rpartition(".")
         package_name = package_name or default
@@ -161,16 +162,15 @@ class Check:
         """The value with full class paths; refused if it names a class where none is expected, or no class of ours."""
         choices = _alternatives(hint)
         classes = [choice for choice in choices if _is_class_place(choice)]
-        takes_mapping = _container(choices, Mapping) is not None
         if isinstance(value, Mapping):
-            if classes and ("class_path" in value or not takes_mapping):
+            mapping_type = _container(choices, Mapping)
+            if classes and ("class_path" in value or mapping_type is None):
                 return self._class(value, classes, place)
-            return self._mapping(value, _container(choices, Mapping), place)
+            return self._mapping(value, mapping_type, place)
         if isinstance(value, (list, tuple)):
             item_hint, *_ = typing.get_args(_container(choices, LISTS)) or (Any,)
             return [self._value(item, item_hint, f"{place}[{index}]") for index, item in enumerate(value)]
-        takes_text = _container(choices, (str, os.PathLike)) is not None
-        if isinstance(value, str) and classes and not takes_text:
+        if isinstance(value, str) and classes and _container(choices, (str, os.PathLike)) is None:
             raise self._refusal(place, f"is {value!r}; it must name {_described(classes)}, by class_path and init_args")
         if value is None and not {type(None), Any, object}.intersection(choices):
             raise self._refusal(place, f"is null; it must be {_described(choices)}")
@@ -194,10 +194,6 @@ class Check:
     def _refusal(self, place: str, problem: str) -> DualencError:
         joint = " " if problem.startswith("is ") else ": "
         return DualencError(f"{self.source}: {place}{joint}{problem}")
-
-
-def _is_public_name(word: str) -> bool:
-    return word.isidentifier() and not word.startswith("_")
 
 
 def argument_types(cls: type) -> dict[str, Any]:

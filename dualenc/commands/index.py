@@ -70,7 +70,7 @@ def index(
         return _remove(source, remove)
     if out is None:
         return _add_texts(source, data, items, bm25=bm25, texts=texts)
-    _check_build(source, data, out, build, items, append)
+    _check_build(source, data, out, build, append)
     needs_texts = _check_texts_of(out, bm25=bm25, texts=texts) if append else bm25 or texts
     # Opened before the work: data that cannot be reached leaves no index without its texts.
     corpus = _open_texts(source, data, items) if needs_texts else None
@@ -110,9 +110,7 @@ def _add_texts(source: str, data: str | None, items: SourceOptions, *, bm25: boo
     _write_texts(source, _open_texts(source, data, items), bm25=bm25, texts=texts)
 
 
-def _check_build(
-    source: str, data: str | None, out: str, build: BuildOptions, items: SourceOptions, append: bool
-) -> None:
+def _check_build(source: str, data: str | None, out: str, build: BuildOptions, append: bool) -> None:
     """Refuse what would fail after the embedding, which may take hours."""
     from dualenc.data.vector_shards import is_embeddings
     from dualenc.search import is_index
@@ -132,8 +130,6 @@ def _check_build(
         raise DualencError(f"{out}: holds no index to append to; leave out --append to build one")
     if data is None and not is_embeddings(source):
         raise DualencError(f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA")
-    if items.columns and data is None:
-        raise DualencError(f"{source}: holds embeddings; `dualenc embed … --columns` keeps columns, not index")
 
 
 def _append(folder: Path, out: str, dim: int | None, corpus: Corpus | None) -> None:

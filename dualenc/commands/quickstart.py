@@ -47,16 +47,9 @@ TRAINING_SECONDS = 130  # with everything else about four minutes
 BATCH_SIZE = 128
 MAX_TOKENS = 64
 VOCABULARY = 8000
-CONFIG: dict[str, Any] = {
-    "model_type": "bert",
-    "hidden_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 512,
-    "max_position_embeddings": MAX_TOKENS,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+CONFIG: dict[str, Any] = {"model_type": "bert", "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+CONFIG |= {"intermediate_size": 512, "max_position_embeddings": MAX_TOKENS}
+CONFIG |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SEARCHES = ("sort a list of numbers", "solve a system of linear equations", "read a file line by line")
 NEXT = """\
 What to type next:

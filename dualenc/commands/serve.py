@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import socket
 
@@ -35,9 +34,6 @@ def serve(
             their texts (`dualenc index --texts`), unless the request says rerank=false.
         rerank_top: how many of the best it scores; so many results at most are given then.
     """
-    for package in ("fastapi", "uvicorn"):
-        if importlib.util.find_spec(package) is None:
-            raise DualencError(f"serve needs the package {package}: pip install 'dualenc[serve]'")
     import uvicorn
 
     from dualenc.commands.output import start_processes
