@@ -62,7 +62,9 @@ class Frozen:
 
     def loss(self, criterion: Objective, ids: Tensor) -> Tensor:
         if self.right_id is None:
-            return criterion(self.left[ids], self.right[ids], ids, encode=self.encode).loss
+            left, right = self.left[ids], self.right[ids]
+            keys = {} if criterion.momentum is None else {"keys_left": left.detach(), "keys_right": right.detach()}
+            return criterion(left, right, ids, encode=self.encode, **keys).loss
         own = self.right_id[ids]
         known = (own[:, None] == self.right_id[None, :]).long()
         queries = torch.where(known > 0, torch.arange(len(self.left)), -1)

@@ -96,6 +96,11 @@ class Item(NamedTuple):
     side: str
     id: int
 
+    @classmethod
+    def of_number(cls, number: int, side: str, views: bool) -> Item:
+        """The item that an objective knows by a number."""
+        return cls(("left", "right")[number % 2], number // 2) if views else cls(side, number)
+
 
 @dataclass
 class Anchor:

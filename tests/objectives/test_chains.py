@@ -144,17 +144,6 @@ def test_isir_with_draws_leaves_the_softmax_over_items_invariant(monkeypatch: An
     torch.testing.assert_close(law @ following[:, 1:], law, rtol=0, atol=1e-7)
 
 
-@pytest.mark.slow
-def test_proposals_come_in_random_order() -> None:
-    """Where all items are equally similar, each proposal is accepted, and a chain ends on the last."""
-    corpus = Corpus(*(torch.eye(5, dtype=torch.float64)[:1].repeat(NUM, 1).requires_grad_() for _ in range(2)))
-    criterion, ends = EMC2(num_left=NUM, recent=0).double(), []
-    for _ in range(200):
-        criterion(**corpus.batch([0, 1, 2, 3]))
-        ends.append(int(criterion.state[0]) // NO_PAIR)
-    assert chisquare(np.bincount(ends, minlength=4)[1:]).pvalue > 0.001
-
-
 @pytest.mark.parametrize("kind", [EMC2, ISIR])
 def test_a_chain_on_a_known_positive_begins_anew(kind: type[ChainObjective]) -> None:
     corpus, hard = hard_corpus()
@@ -242,13 +231,6 @@ def test_views_share_a_chain_only_if_wished(shared: bool) -> None:
     states = criterion.state[criterion.state >= 0]
     assert len(states) == 3 * (1 if shared else 2)
     assert set((states // 2).tolist()) <= {3, 5, 8}
-
-
-def test_mined_negatives_are_no_proposals() -> None:
-    corpus = Corpus.make(2)
-    mined = {"negatives": corpus.right[[15, 16]], "negative_id": torch.tensor([15, 16])}
-    losses = [EMC2(num_left=NUM).double()(**corpus.batch([1, 2, 3]), **more).loss for more in ({}, mined)]
-    torch.testing.assert_close(losses[0], losses[1])
 
 
 @pytest.mark.parametrize("kind", [EMC2, ISIR])

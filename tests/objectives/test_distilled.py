@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.errors import DualencError
-from dualenc.objectives import ISIR, Distilled, InfoNCE, Objective, SogCLR
+from dualenc.objectives import ISIR, Distilled, InfoNCE, Objective
 
 B, N, DIM, TAU = 6, 9, 5, 0.25
 COUNTS = [2, 0, 3, 1, 0, 3]
@@ -96,23 +96,11 @@ def test_equals_a_slow_loop(kind: Any, seed: int, missing: float, temperature: f
     torch.testing.assert_close(found[1], leaves[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["margin_mse", "kl"])
-def test_a_student_that_agrees_has_no_loss_and_no_gradient(kind: Any) -> None:
-    batch = case()
-    for pair, count in enumerate(COUNTS):
-        own = torch.cat([batch["right"][pair : pair + 1], batch["negatives"][batch["teacher_rows"][pair, :count]]])
-        batch["teacher_scores"][pair, : 1 + count] = own @ batch["left"][pair] / TAU + pair  # only differences count
-    value, gradient = value_and_gradient(lambda given: alone(kind)(**given).loss, batch)
-    assert value == pytest.approx(0, abs=1e-9)
-    assert float(gradient.abs().max()) < 1e-6
-
-
-@pytest.mark.parametrize("build", [InfoNCE, SogCLR, ISIR], ids=lambda build: build.__name__)
-def test_is_added_to_any_objective_by_its_weight(build: type[Objective]) -> None:
+def test_is_added_to_an_objective_by_its_weight() -> None:
     batch = case()
 
     def run(taught: bool) -> tuple[float, Tensor]:
-        criterion: Objective = build(num_left=20, temperature=TAU)
+        criterion: Objective = ISIR(num_left=20, temperature=TAU)
         if taught:
             criterion = Distilled(criterion, "kl", weight=0.7, own_weight=0.4)
         given = batch if taught else {k: v for k, v in batch.items() if not k.startswith("teacher")}

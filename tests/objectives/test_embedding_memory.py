@@ -178,3 +178,11 @@ def test_every_item_is_due_once_per_round(share: float) -> None:
     assert len(due) == round(500 * share * N)
     counts = torch.bincount(due, minlength=N)
     assert counts.max() - counts.min() <= 1
+
+
+def test_neighbouring_ids_are_in_different_blocks() -> None:
+    memory = EmbeddingMemory(2000)
+    slots = memory.scattered(torch.arange(memory.num_blocks)).view(memory.num_blocks, -1)
+    assert sorted(slots[slots >= 0].tolist()) == list(range(2000))
+    spread = slots[:-1].sort(dim=1).values.diff(dim=1)
+    assert int(spread.min()) > 20, "of 2,000 / 64 = 31 on average"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from dualenc.objectives import DCL, EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, NegativeCache, Objective, SogCLR
+from dualenc.objectives import DCL, EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, NegativeCache, Objective
 from dualenc.objectives.chains import ChainObjective
 from tests.objectives.frozen import TAU, Frozen, averaged_bias, batches
 
@@ -175,18 +175,3 @@ def test_chains_start_by_the_law_as_soon_as_every_item_was_seen(kind: type[Chain
         distances[recent] = float((law.pow(2).sum(dim=1) - mass).mean())
     assert distances[0] > 0.3
     assert abs(distances[4096]) < 0.1
-
-
-@NIGHTLY
-def test_log_averages_of_sogclr_converge_to_the_log_mean() -> None:
-    frozen = Frozen.make()
-    criterion = SogCLR(num_left=N, temperature=TAU, gamma=0.04)
-    total, count = torch.zeros(N), 0
-    for epoch, order in enumerate(batches(N, B, 260)):
-        for ids in order:
-            frozen.loss(criterion, ids)
-        if epoch >= 80:
-            total, count = total + criterion.log_u[:N].exp(), count + 1
-    similarities = (frozen.left @ frozen.right.T).detach() / TAU
-    exact = (similarities.exp().sum(dim=1) - similarities.diagonal().exp()) / (N - 1)
-    assert ((total / count).log() - exact.log()).abs().mean() < 0.1

@@ -40,11 +40,7 @@ WITH_LOSS = [setting for setting in SETTINGS if setting.objective is not SigLIP]
 
 def outcome(frozen: Frozen, criterion: Objective, ids: Tensor) -> tuple[float, Tensor]:
     """The loss, and its gradient into both tables."""
-    left, right = frozen.left[ids], frozen.right[ids]
-    keys = {}
-    if criterion.momentum is not None:
-        keys = {"keys_left": left.detach(), "keys_right": right.detach()}
-    loss = criterion(left, right, ids, encode=frozen.encode, **keys).loss
+    loss = frozen.loss(criterion, ids)
     gradients = torch.autograd.grad(loss, [frozen.left, frozen.right], allow_unused=True)
     return float(loss.detach()), torch.cat([g for g in gradients if g is not None])
 

@@ -10,7 +10,7 @@ import torch
 
 import dualenc.objectives
 from dualenc.objectives import ExactGlobal, ISogCLR, Objective
-from tests.objectives.every import CLASSES, momentum_keys
+from tests.objectives.every import CLASSES
 from tests.objectives.frozen import Frozen, batches
 
 N, B = 200, 40
@@ -44,11 +44,7 @@ def slope(frozen: Frozen, criterion: Objective, num_warm_up: int, num_epochs: in
     total = 0.0
     for epoch, order in enumerate(batches(N, B, num_warm_up + num_epochs)):
         for ids in order:
-            left, right = frozen.left[ids], frozen.right[ids]
-            keys = momentum_keys(criterion, left, right)
-            if keys:
-                keys = {"keys_left": left.detach(), "keys_right": right.detach()}
-            loss = criterion(left, right, ids, encode=frozen.encode, **keys).loss
+            loss = frozen.loss(criterion, ids)
             if epoch >= num_warm_up:
                 (gradient,) = torch.autograd.grad(loss, criterion.log_temperature)
                 total += float(gradient) * B / N / num_epochs

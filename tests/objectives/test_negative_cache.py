@@ -22,8 +22,7 @@ def gradient_and_draws(criterion: NegativeCache, case: Case, corpus: Corpus) -> 
         draws = original(memory, *query)
         side = "right" if memory is criterion.memories[0] else "left"
         for item in draws.keys.tolist():
-            named = Item(("left", "right")[item % 2], item // 2) if case.views else Item(side, item)
-            drawn.append(None if item < 0 else named)
+            drawn.append(None if item < 0 else Item.of_number(item, side, case.views))
         return draws
 
     with pytest.MonkeyPatch.context() as patch:
