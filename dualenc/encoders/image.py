@@ -27,9 +27,6 @@ PROJECTOR_FILE = "projector.safetensors"
 SMALL = 64
 """Images of at most this many pixels per side get the small-image stem, and are not cropped for evaluation."""
 
-MAX_IMAGE_SIZE = 4096
-"""Pixels per side that a model may ask for."""
-
 # jsonargparse would take a class as the result's type to be one whose making gives the result; hence Any.
 Augment = Callable[[Image.Image, int], Any]
 """An RGB image and a seed to pixels (3, H, W), float32; a pure function of both."""
@@ -70,7 +67,6 @@ class ImageEncoder(DualEncoder):
     ) -> None:
         from timm.data import create_transform
 
-        check_image_size(image_size)
         model, all_args, has_small_stem = load_backbone(
             backbone, pretrained, small_image_stem, image_size, backbone_args or {}
         )
@@ -94,10 +90,6 @@ class ImageEncoder(DualEncoder):
         self.projector_dim = projector_dim
         if not is_timm_name(backbone):
             self.base = base_metadata(backbone, model_folder(backbone))
-        elif pretrained:
-            sources = {"base_model": "hf_hub_id", "license": "license"}
-            known = {key: model.pretrained_cfg.get(source) for key, source in sources.items()}
-            self.base = {key: value for key, value in known.items() if value}
 
     @classmethod
     def from_folder(cls, folder: Path) -> ImageEncoder:
@@ -305,12 +297,6 @@ class Normalized:
         return (pixels - self.mean) / self.std
 
 
-def check_image_size(image_size: int | None) -> None:
-    """Refuse a size that no image can be scaled to."""
-    if image_size is not None and not 1 <= image_size <= MAX_IMAGE_SIZE:
-        raise DualencError(f"image_size is {image_size}: give 1 to {MAX_IMAGE_SIZE:,} pixels per side, such as 224")
-
-
 def check_crop_scale(crop_scale: Sequence[float]) -> None:
     """Refuse a range of shares of an image's area that no training crop could have."""
     low, high = crop_scale
@@ -321,15 +307,14 @@ def check_crop_scale(crop_scale: Sequence[float]) -> None:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the CPU generators of torch, `random` and numpy within this context, and put them back after it."""
-    of_torch = torch.get_rng_state()
     of_python = random.getstate()
     of_numpy = np.random.get_state()  # noqa: NPY002
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs too
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs too
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            yield
     finally:
-        torch.set_rng_state(of_torch)
         random.setstate(of_python)
         np.random.set_state(of_numpy)  # noqa: NPY002

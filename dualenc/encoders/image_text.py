@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import base_metadata, model_folder, no_foreign_code, save_weights
-from dualenc.encoders.image import ImagePrepare, Seeded, check_crop_scale, check_image_size
+from dualenc.encoders.image import ImagePrepare, Seeded, check_crop_scale
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
 from dualenc.encoders.vision_text import has_two_towers
@@ -84,9 +84,6 @@ class ImageTextEncoder(DualEncoder):
         lora_targets: list[str] | None = None,
     ) -> None:
         check_crop_scale(crop_scale)
-        check_image_size(image_size)
-        if context_length is not None and context_length < 1:
-            raise DualencError(f"context_length is {context_length}: give at least 1 token, or null for the model's")
         _check_arguments(name, pretrained, config, tokenizer)
         clip, own_config, tokenize = load_clip(name, pretrained, config, tokenizer, image_size, context_length)
         if gradient_checkpointing:
@@ -105,8 +102,8 @@ class ImageTextEncoder(DualEncoder):
             kind="image-text",
         )
         self.config = own_config
-        if name is not None:
-            self.base = _base_metadata(name, pretrained)
+        if name is not None and not is_open_clip_name(name):
+            self.base = base_metadata(name, model_folder(name))
 
     @property
     def temperature(self) -> float:
@@ -275,17 +272,6 @@ def load_clip(
             if weights is not None:
                 load_checkpoint(clip, str(weights))
     return clip, own, tokenize
-
-
-def _base_metadata(name: str, pretrained: str | None) -> dict[str, str]:
-    """`base_model` and `license` for the model card, where known."""
-    import open_clip
-
-    if not is_open_clip_name(name):
-        return base_metadata(name, model_folder(name))
-    known = {} if pretrained is None else open_clip.get_pretrained_cfg(name, pretrained)
-    repository = known.get("hf_hub", "").strip("/")
-    return {"base_model": repository} if repository else {}
 
 
 def _folder_config(folder: Path) -> dict[str, Any]:

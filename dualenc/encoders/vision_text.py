@@ -63,9 +63,17 @@ class VisionTextEncoder(DualEncoder):
         lora_rank: int = 0,
         lora_targets: list[str] | None = None,
     ) -> None:
+        from transformers import AutoImageProcessor, AutoModel
+
         check_crop_scale(crop_scale)
         folder = model_folder(name)
-        model, processor = load_two_towers(folder)
+        if not has_two_towers(folder):
+            raise DualencError(
+                f"{folder}: no transformers model of the types {', '.join(MODEL_TYPES)}; give another folder"
+            )
+        model = load_pretrained(folder, lambda _: AutoModel, "image-text model")
+        with quiet_transformers(), explain(f"{folder}: the image processor does not load", "restore its files"):
+            processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
         config = model.config
         full = MODEL_TYPES[config.model_type]
         tokenizer = load_tokenizer(folder, stored_side=full)
@@ -212,19 +220,3 @@ def has_two_towers(folder: Path) -> bool:
     """Whether a folder has a model that `VisionTextEncoder` reads."""
     path = folder / "config.json"
     return path.is_file() and read_json_object(path).get("model_type") in MODEL_TYPES
-
-
-def load_two_towers(folder: Path) -> tuple[Any, Any]:
-    """A model of two towers in float32, and its image processor; code in the folder is never run."""
-    from transformers import AutoImageProcessor, AutoModel
-
-    if not has_two_towers(folder):
-        raise DualencError(
-            f"{folder}: no transformers model of the types {', '.join(MODEL_TYPES)}; give another folder"
-        )
-    model = load_pretrained(folder, lambda _: AutoModel, "image-text model")
-    with quiet_transformers(), explain(f"{folder}: the image processor does not load", "restore its files"):
-        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-    if getattr(model.config.vision_config, "vision_use_head", True) is False:
-        raise DualencError(f"{folder}: its image tower has no head that pools; choose a model with vision_use_head")
-    return model, processor
