@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 
-from dualenc.data import BeirPairs, Corpus, PairDataset, TablePairs, WebDatasetPairs, identity, open_corpus
+from dualenc.data import BeirPairs, Corpus, PairDataset, WebDatasetPairs, identity, open_corpus
 from dualenc.data.identity import file_identity, items_identity
 
 from .make import encoded, picture, write_beir, write_csv, write_jsonl
@@ -45,15 +45,6 @@ def test_texts_have_one_identity_in_memory_in_csv_in_parquet_and_picked(tmp_path
     assert open_corpus(tmp_path / "x.csv").identity() == here  # read again
 
 
-@pytest.mark.parametrize(
-    "other",
-    [["ab", "d"], ["abc", ""], ["d", "abc"], ["abc", "D"], ["abc", "d", "d"]],
-    ids=["cut", "emptied", "reversed", "rewritten", "longer"],
-)
-def test_other_texts_have_another_identity(other: list[str]) -> None:
-    assert items_identity(["abc", "d"]) != items_identity(other)
-
-
 def test_ids_and_on_demand_labels_count() -> None:
     corpora = [Corpus(ids, ["x", "y"], labels=labels) for ids in ("ab", "ba") for labels in ([0, 1], [1, 0])]
     assert len({corpus.identity() for corpus in corpora}) == 2
@@ -67,14 +58,6 @@ def test_an_image_replaced_under_its_name_changes_the_identity_of_a_folder(tmp_p
     shutil.copytree(folder, tmp_path / "b", copy_function=shutil.copyfile)
     assert open_corpus(tmp_path / "b").identity() == before, "another place and other times of change"
     replace_keeping_times(folder / "3.bmp", encoded(picture(77), "BMP"))
-    assert open_corpus(folder).identity() != before
-
-
-def test_a_repaired_image_changes_the_identity(tmp_path: Path) -> None:
-    folder = image_folder(tmp_path / "a")
-    (folder / "3.bmp").write_bytes(b"")
-    before = open_corpus(folder).identity()
-    picture(3).save(folder / "3.bmp")
     assert open_corpus(folder).identity() != before
 
 
@@ -167,16 +150,11 @@ def test_reversed_judgements_and_rewritten_documents_are_told_apart(tmp_path: Pa
     assert differing == [{"pairs"}, {"right_items"}]
 
 
-def test_mined_negatives_count(tmp_path: Path) -> None:
+def test_every_text_and_every_negative_counts() -> None:
+    texts = [["abc", "d"], ["ab", "d"], ["abc", ""], ["d", "abc"], ["abc", "D"], ["abc", "d", "d"]]
+    assert len({items_identity(other) for other in texts}) == len(texts)
+
     def pairs(negatives: list[list[int]] | None) -> str:
         return PairDataset(["q", "r"], ["a", "b", "c"], right_id=[0, 1], negatives=negatives).identity()
 
     assert len({pairs(None), pairs([[2], [2]]), pairs([[2], []]), pairs([[], [2]])}) == 4
-
-
-def test_tables_with_chained_negatives_have_a_stable_identity(tmp_path: Path) -> None:
-    rows = [{"q": f"q{i}", "d": f"d{i}", "n": [f"n{i}", f"d{i - 1}"]} for i in range(1, 50)]
-    path = write_jsonl(tmp_path / "x.jsonl", rows)
-    data = TablePairs(path, "q", "d", "n")
-    texts = [data.item("right", i) for i in range(data.num_right)]
-    assert data.identities()["right_items"] == items_identity(texts)

@@ -94,9 +94,3 @@ def test_what_cannot_be_kept_is_told(tmp_path: Path, names: list[str], told: str
     with pytest.raises(DualencError, match=told) as error:
         open_corpus(tmp_path / "rows.parquet", columns=names)
     assert "\n" not in str(error.value)
-
-
-def test_images_without_a_table_have_no_columns(tmp_path: Path) -> None:
-    (tmp_path / "red").mkdir()
-    with pytest.raises(DualencError, match="has no columns to keep"):
-        open_corpus(tmp_path, columns=["year"])

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.data import BeirPairs, ImageViews, MinedPairs, Mixture, PairDataset, TablePairs, VectorPairs
+from dualenc.data import ImageViews, Mixture, PairDataset, VectorPairs
 from dualenc.data.corpus import corpora
 from dualenc.data.identity import items_identity
 from dualenc.errors import DualencError
-from tests.data.make import picture, write_beir, write_jsonl
+from tests.data.make import picture
 
 
 def texts(name, count):
@@ -121,38 +121,14 @@ def test_identities_tell_what_has_changed(one, two):
     other = pairs_of("two", 2, 2)
     other.right_items[1] = "something else"
     assert differ(of(), Mixture({"one": one, "two": other}).identities()) == {"two.right_items"}
-    assert "sources" in differ(of(), Mixture({"two": two, "one": one}).identities())
-
-
-def test_items_of_a_mixture_are_told_apart_by_source_and_prompt(one, two):
-    joined = Mixture({"one": one, "two": two})
-    same = [*one.left_items, *two.left_items]
-    assert items_identity(joined.left_items) == items_identity(same)
     prompted = Mixture({"one": one, "two": two}, left_prompts={"two": "q: "})
-    assert items_identity(prompted.left_items) == items_identity(["q: " + t if "two" in t else t for t in same])
-
-
-def test_every_reader_can_be_a_source(tmp_path):
-    beir = tmp_path / "beir"
-    documents = [{"_id": f"d{i}", "text": f"document {i}"} for i in range(4)]
-    queries = [{"_id": f"q{i}", "text": f"query {i}"} for i in range(2)]
-    write_beir(beir, documents, queries, {"train": [["q0", "d2", 1], ["q1", "d0", 1], ["q1", "d3", 1]]})
-    table = write_jsonl(tmp_path / "table.jsonl", [{"q": "a", "d": "b"}, {"q": "c", "d": "b"}, {"q": "", "d": "b"}])
-    mined = write_jsonl(tmp_path / "mined.jsonl", [{"query": "x", "pos": ["y"], "neg": ["z", "w"]}])
-    both = Mixture(
-        {"beir": BeirPairs(beir), "table": TablePairs(table, "q", "d"), "mined": MinedPairs(mined)},
-        right_prompts={"table": "passage: "},
-    )
-    assert [(pair.left, pair.right) for pair in (both[i] for i in range(len(both)))] == [
-        *(("query 0", "document 2"), ("query 1", "document 0"), ("query 1", "document 3")),
-        *(("a", "passage: b"), ("c", "passage: b"), ("x", "y")),
-    ]
-    assert both.skipped == 1
-    assert both[5].negatives == ("z", "w")
-    left, right = corpora(both)
-    assert (len(left), len(right)) == (both.num_left, both.num_right) == (5, 8)
-    again = pickle.loads(pickle.dumps(both))  # as data workers that are spawned get it
-    assert [again[i] for i in range(6)] == [both[i] for i in range(6)]
+    texts = ["q: " + text if "two" in text else text for text in [*one.left_items, *two.left_items]]
+    assert items_identity(prompted.left_items) == items_identity(texts)
+    assert prompted.describe() == ["one (4 pairs, weight 1)", "two (2 pairs, weight 1, left prompt 'q: ')"]
+    left, right = corpora(prompted)
+    assert (len(left), len(right)) == (prompted.num_left, prompted.num_right) == (5, 7)
+    assert [pair.left for pair in pickle.loads(pickle.dumps(prompted))][-1] == "q: two left 1"
+    assert "sources" in differ(of(), Mixture({"two": two, "one": one}).identities())
 
 
 def test_vectors_and_views_can_be_mixed(tmp_path):
@@ -199,8 +175,3 @@ def test_what_does_not_fit_together_is_told_in_one_line(one, sources, options, m
     with pytest.raises(DualencError, match=message) as told:
         Mixture(given_sources, **options)
     assert "\n" not in str(told.value)
-
-
-def test_sources_are_described_in_words(one, two):
-    both = Mixture({"one": one, "two": two}, weights={"two": 0.5}, left_prompts={"one": "q: "})
-    assert both.describe() == ["one (4 pairs, weight 1, left prompt 'q: ')", "two (2 pairs, weight 0.5)"]

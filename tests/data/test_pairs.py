@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,11 +19,6 @@ def test_rows_are_pairs_with_stable_index() -> None:
     assert (len(pairs), pairs.num_left, pairs.num_right) == (3, 2, 3)
     with pytest.raises(IndexError):
         pairs[3]
-
-
-def test_without_ids_item_i_belongs_to_item_i() -> None:
-    pairs = PairDataset(["a", "b"], ["x", "y"])
-    assert [(p.left, p.right) for p in pairs] == [("a", "x"), ("b", "y")]
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=25), st.data())
@@ -49,11 +42,6 @@ def test_views_pair_every_image_with_itself() -> None:
     assert views.positives("left", np.array([1])).tolist() == [[1]]
 
 
-def test_travels_to_worker_processes() -> None:
-    pairs = PairDataset(["a", "b"], ["x", "y"], negatives=[[1], [0]])
-    assert list(pickle.loads(pickle.dumps(pairs))) == list(pairs)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -74,14 +62,6 @@ def test_wrong_ids_are_told_in_one_line(arguments: dict, message: str) -> None:
 
 
 ROWS = st.lists(st.lists(st.integers(0, 20), max_size=5), max_size=8)
-
-
-@pytest.mark.slow
-@given(ROWS)
-def test_rows_come_back(rows: list[list[int]]) -> None:
-    ragged = Ragged.from_rows(rows)
-    assert [ragged.row(i).tolist() for i in range(len(rows))] == rows
-    assert ragged.lengths.tolist() == [len(row) for row in rows]
 
 
 @given(ROWS, st.data())
@@ -108,8 +88,3 @@ def test_from_pairs_groups_distinct_values_by_key(pairs: list[tuple[int, int]]) 
     keys, values = np.array([k for k, _ in pairs], int), np.array([v for _, v in pairs], int)
     ragged = Ragged.from_pairs(keys, values, num_keys=7)
     assert [ragged.row(k).tolist() for k in range(7)] == [sorted({v for q, v in pairs if q == k}) for k in range(7)]
-
-
-def test_from_sorted_keeps_order_and_repeats() -> None:
-    ragged = Ragged.from_sorted(np.array([0, 2, 2, 2]), np.array([5, 9, 1, 9]), num_keys=4)
-    assert [ragged.row(k).tolist() for k in range(4)] == [[5], [], [9, 1, 9], []]

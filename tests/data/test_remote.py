@@ -17,7 +17,6 @@ import pytest
 
 from dualenc.data import TablePairs, WebDatasetPairs, open_corpus, open_pairs, urls
 from dualenc.data.remote import _expand_braces, local_copies
-from dualenc.data.urls import display_name, is_url
 from dualenc.errors import DualencError
 from tests.data.make import encoded, picture
 from tests.data.test_webdataset import contents, sample, write_tar
@@ -86,16 +85,25 @@ def test_tables_are_those_of_the_local_file_and_fetched_once(server: str, folder
     assert fetched.stat().st_mtime_ns == stamp
 
 
-@pytest.mark.slow
-def test_tars_are_those_of_the_local_ones(server: str, folder: Path) -> None:
+def test_tars_and_names_with_numbers(server: str, folder: Path) -> None:
+    assert _expand_braces("s3://b/{08..11}.tar") == [f"s3://b/{n}.tar" for n in ("08", "09", "10", "11")]
+    assert _expand_braces("s3://b/{0..1}/{0..1}") == ["s3://b/0/0", "s3://b/0/1", "s3://b/1/0", "s3://b/1/1"]
     for number in range(2):
-        files = [file for i in range(3) for file in sample(f"{number}{i}", 10 * number + i, f"text {number} {i}")]
-        write_tar(folder / f"s-{number:03}.tar", files)
+        write_tar(folder / f"s-{number:03}.tar", [file for i in range(3) for file in sample(f"{number}{i}", i, f"{i}")])
     url = f"{server}/s-{{000..001}}.tar"
-    local = WebDatasetPairs(folder)
-    assert contents(WebDatasetPairs(url)) == contents(local)
-    assert open_pairs(url).identity() == local.identity()
-    assert open_corpus(url, modality="text")[5] == "text 1 2"
+    assert contents(WebDatasetPairs(url)) == contents(WebDatasetPairs(folder))
+    assert open_pairs(url).identity() == WebDatasetPairs(folder).identity()
+
+
+@pytest.mark.parametrize("allow_outside", [False, True])
+def test_paths_in_a_remote_table_lead_nowhere(server: str, folder: Path, tmp_path: Path, allow_outside: bool) -> None:
+    (tmp_path / "secret.png").write_bytes(encoded(picture(3)))
+    paths = [str(tmp_path / "secret.png"), "../../../secret.png", f"{server}/x.png"]
+    (folder / "x.jsonl").write_text("".join(json.dumps({"image": path, "caption": "x"}) + "\n" for path in paths))
+    pairs = TablePairs(f"{server}/x.jsonl", "image", "caption", deduplicate=False, allow_outside=allow_outside)
+    for row in range(3):
+        with pytest.raises(DualencError):
+            _ = pairs[row]
 
 
 def test_a_glob_where_files_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +114,6 @@ def test_a_glob_where_files_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(open_corpus("memory://bucket/x-*.jsonl").items) == ["text 0", "text 1", "text 2"]
     with pytest.raises(DualencError, match="no file matches"):
         open_corpus("memory://bucket/y-*.jsonl")
-
-
-def test_braces_count() -> None:
-    assert _expand_braces("s3://b/{08..11}.tar") == [f"s3://b/{n}.tar" for n in ("08", "09", "10", "11")]
-    assert _expand_braces("s3://b/{0..1}/{0..1}") == ["s3://b/0/0", "s3://b/0/1", "s3://b/1/0", "s3://b/1/1"]
 
 
 @pytest.mark.parametrize(
@@ -140,23 +143,3 @@ def test_what_is_refused_shows_no_key(url: str, reason: str, server: str) -> Non
             action(url)
         assert "secret" not in str(error.value)
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("allow_outside", [False, True])
-def test_paths_in_a_remote_table_lead_nowhere(server: str, folder: Path, tmp_path: Path, allow_outside: bool) -> None:
-    (tmp_path / "secret.png").write_bytes(encoded(picture(3)))
-    paths = [str(tmp_path / "secret.png"), "../../../secret.png", f"{server}/x.png"]
-    lines = [json.dumps({"image": path, "caption": "x"}) + "\n" for path in paths]
-    (folder / "x.jsonl").write_text("".join(lines))
-    pairs = TablePairs(f"{server}/x.jsonl", "image", "caption", deduplicate=False, allow_outside=allow_outside)
-    for row in range(3):
-        with pytest.raises(DualencError):
-            _ = pairs[row]
-
-
-def test_passwords_and_keys_are_not_shown() -> None:
-    assert display_name("https://me:word@host/a/b.tar?X-Amz-Signature=1#f") == "https://host/a/b.tar"
-    assert display_name("simplecache::https://me:word@h/x?key=a b") == "simplecache::https://h/x"
-    assert display_name("C:/data") == "C:/data"
-    assert is_url("s3://bucket/a")
-    assert not is_url("user/name")
