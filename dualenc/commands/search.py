@@ -114,7 +114,7 @@ def _modality(query: str, takes: Sequence[Modality]) -> Modality:
 def _item(query: str, modality: Modality) -> Any:
     """The text, image or vector that a query names; a vector is the one of a .npy file of shape (D,) or (1, D)."""
     from dualenc.data import open_image
-    from dualenc.data.vector_items import load_npy
+    from dualenc.data.vectors import load_npy
 
     if modality == "image":
         return open_image(query)

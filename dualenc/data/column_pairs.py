@@ -8,42 +8,34 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dualenc.data.columns import ImageKeys, ItemColumn, read_column, read_vector_ids
-from dualenc.data.corpus import Corpus
+from dualenc.data.columns import ImageKeys, ItemColumn
 from dualenc.data.item_lists import Joined, Picked, number_distinct
 from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.data.tables import DataTable
 from dualenc.errors import DualencError
-from dualenc.types import Items, Modality
+from dualenc.types import Items
 
 
 class ColumnPairs(PairDataset):
-    """Pairs between the values of two columns of an opened table; the arguments are those of `TablePairs`.
+    """Pairs between the items of two columns of a table, with ids in order of appearance.
 
-    Ids are numbered in order of appearance. With `left_vectors` and `right_vectors` the columns hold ids of these
-    vectors. `score_columns` hold a teacher's scores of the right and of the negative column's values.
+    `score_columns` hold a teacher's scores of the right and of the negatives' items.
     """
 
     def __init__(
         self,
-        table: DataTable,
-        left_column: str,
-        right_column: str,
-        negative_columns: Sequence[str] = (),
+        left: ItemColumn,
+        right: ItemColumn,
+        negative_columns: Sequence[ItemColumn] = (),
         *,
         weight_column: str | None = None,
         score_columns: tuple[str, str] | None = None,
-        left_modality: Modality | None = None,
-        right_modality: Modality | None = None,
-        left_vectors: Corpus | None = None,
-        right_vectors: Corpus | None = None,
         deduplicate: bool = True,
         max_negatives: int | None = None,
     ) -> None:
-        left = _read(table, left_column, left_modality, left_vectors)
-        right = _read(table, right_column, right_modality, right_vectors)
+        table = left.table
         if left.is_list:
-            raise DualencError(f"{table.source}: column {left_column!r} holds lists; name it as right_column instead")
+            raise DualencError(f"{table.source}: the left column holds lists; name it as right_column instead")
         weights = None if weight_column is None else _weights(table, weight_column)
         if weights is not None:
             reason = f"no weight of 0 or more in column {weight_column!r}"
@@ -56,10 +48,9 @@ class ColumnPairs(PairDataset):
         used = paired
         negatives = None
         if negative_columns:
-            columns = [_read(table, name, right.modality, right_vectors) for name in negative_columns]
-            negatives = _read_negatives(columns, rows, len(right.items), max_negatives)
-            items = Joined([items, *(column.items for column in columns)])
-            keys = Joined([keys, *(column.keys for column in columns)])
+            negatives = _read_negatives(negative_columns, rows, len(right.items), max_negatives)
+            items = Joined([items, *(column.items for column in negative_columns)])
+            keys = Joined([keys, *(column.keys for column in negative_columns)])
             used = np.concatenate([paired, np.unique(negatives.positions.values)])
         # Only items that a pair uses get a number: ids have no gaps.
         left_first, left_number = _number(left.items, left.keys, np.unique(rows), deduplicate)
@@ -110,12 +101,6 @@ class ColumnPairs(PairDataset):
         if score_columns is not None:
             scores = _scores(table, score_columns[1], negatives.rows)
             self.negative_scores = scores[positions.values - negatives.start][mask]
-
-
-def _read(table: DataTable, name: str, modality: Modality | None, vectors: Corpus | None) -> ItemColumn:
-    if vectors is not None:
-        return read_vector_ids(table, name, vectors)
-    return read_column(table, name, modality)
 
 
 def _paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:

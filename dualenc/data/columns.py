@@ -18,11 +18,10 @@ from PIL import Image
 
 from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, existing_file
-from dualenc.data.item_lists import Picked
+from dualenc.data.item_lists import Picked, VectorItems
 from dualenc.data.line_tables import is_list, kind_of_type
 from dualenc.data.tables import DataTable
-from dualenc.data.vector_items import Faults, VectorItems, matrix_faults, usable
-from dualenc.data.vector_shards import ShardedVectors
+from dualenc.data.vector_shards import Array, ShardedVectors
 from dualenc.decoding import decode_image, open_image
 from dualenc.errors import BadSample, DualencError, explain
 from dualenc.types import Items, Modality
@@ -32,6 +31,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dualenc.data")
 
+Faults = dict[str, tuple[np.ndarray, str]]
+"""Why values cannot be used: by reason, which of them (n,) bool, and how to fix it."""
+
+_BLOCK = 1 << 14  # vectors that are checked together
 _VALUES_EXAMINED = 1000  # of a column of strings, which may name image files
 _STRINGS = ("string", "large_string")
 _BYTES = ("binary", "large_binary")
@@ -333,8 +336,10 @@ def read_column(
     return ItemColumn(table, column.modality, column.is_list, column.rows, items, keys, faults)
 
 
-def read_vector_ids(table: DataTable, name: str, vectors: Corpus) -> ItemColumn:
-    """The vectors whose ids a column holds."""
+def read_ids_or_texts(table: DataTable, name: str, vectors: Corpus | None) -> ItemColumn:
+    """The texts of a column, or the vectors whose ids it holds."""
+    if vectors is None:
+        return read_column(table, name, "text")
     column = Column(table, name, "text", lists=True)
     filled = column.filled()
     positions = column.positions_in(vectors.ids)
@@ -374,3 +379,23 @@ def _read_vectors(table: DataTable, name: str) -> ItemColumn:
         faults[reason] = mask, fix
     items = Picked(VectorItems(matrix), np.cumsum(~is_empty) - 1)
     return ItemColumn(table, "vector", False, np.arange(len(array)), items, items, faults)
+
+
+def matrix_faults(matrix: Array) -> Faults:
+    """Which rows of a matrix (n, D) are not finite or zero."""
+    squares = np.zeros(len(matrix))
+    for start in range(0, len(matrix), _BLOCK):
+        block = np.asarray(matrix[start : start + _BLOCK], dtype=np.float64)
+        squares[start : start + _BLOCK] = np.einsum("nd,nd->n", block, block)
+    return {
+        "vector that is not finite": (~np.isfinite(squares), "embed it again or remove it"),
+        "vector of zeros": (squares == 0, "it has no direction; remove it"),
+    }
+
+
+def usable(faults: Faults, count: int) -> np.ndarray:
+    """Which of so many values have no fault, (count,) bool."""
+    result = np.ones(count, dtype=bool)
+    for bad, _ in faults.values():
+        result &= ~bad
+    return result

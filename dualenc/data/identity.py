@@ -34,17 +34,11 @@ _PIECES = 64
 
 
 def items_identity(items: Items, modality: Modality = "text") -> str:
-    """Checksum of items in their order, in hexadecimal.
+    """Checksum of N raw items in their order, in hexadecimal.
 
     Vectors, and up to 2,097,152 texts or 65,536 images, are read in full. Of more, a fixed random sample (262,144
-    texts, 4,096 images) is read; of the others only metadata count: the length of a text in a table, the name, size and
-    modification time of an image file. Files in tars count with their position in the tar and the tar's
-    `file_identity`.
-
-    Args:
-        items: N raw items. A collection may have a method `identities(rows, read) -> sequence of bytes` that
-            identifies its items in bulk without decoding them.
-        modality: of the items.
+    texts, 4,096 images) is read; of the others the length of a text, or the size and time of a file count. A collection
+    may have a method `identities(rows, read) -> sequence of bytes` that identifies items without decoding them.
     """
     is_image = modality == "image"
     max_read = MAX_IMAGES if is_image else MAX_TEXTS

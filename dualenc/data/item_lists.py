@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dualenc.data.identity import contents, identities
+from dualenc.data.vector_shards import Array
 from dualenc.errors import BadSample
 from dualenc.types import Items
 
@@ -62,6 +63,23 @@ class Joined:
             for position, identity in zip(positions.tolist(), own, strict=True):
                 result[position] = prompt + identity
         return result
+
+
+class VectorItems:
+    """The rows of a matrix (N, D) as items (D,) float32, read from the file when they are requested."""
+
+    def __init__(self, matrix: Array) -> None:
+        self.matrix = matrix
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.array(self.matrix[int(index)], dtype=np.float32)
+
+    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
+        """The numbers as float32, always read: nothing is known of a vector without them."""
+        return [row.tobytes() for row in np.asarray(self.matrix[rows], dtype=np.float32)]
 
 
 def number_distinct(

@@ -33,10 +33,7 @@ class Mixture(PairDataset):
         right_prompts: by name, put before every right text, mined negatives included; likewise.
         batches: "mixed", or "one_source" for batches whose pairs are all of one source.
 
-    Attributes:
-        sources, source_weights, batches: as given, with a weight for every source.
-        prompts: left and right prompt of each source that has one.
-        sizes: (K,) how many pairs each source has.
+    `sizes` are the pairs of each source, `prompts` the left and right prompt of each source that has one.
     """
 
     def __init__(

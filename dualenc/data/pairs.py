@@ -263,27 +263,14 @@ class PairDataset:
         return digest_of(self.identities().values())
 
     def positives(self, side: Side, ids: np.ndarray) -> np.ndarray:
-        """All opposite-side ids that are positive with each id.
-
-        Args:
-            side: the side that `ids` belong to.
-            ids: (n,) item ids.
-
-        Returns:
-            (n, K) int64, ascending, padded with -1; K is the largest number of positives among `ids`.
-        """
+        """All opposite-side ids that are positive with each id (n,) of a side: (n, K), ascending, padded by -1."""
         if side not in self._positives:
             partners = self.item_ids("right" if side == "left" else "left")
             self._positives[side] = Ragged.from_pairs(self.item_ids(side), partners, len(self.items(side)))
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
 
     def split(self, share: float, seed: int = 0) -> tuple[PairDataset, PairDataset]:
-        """Divide the pairs at random into the rest and a share, with the same items and ids.
-
-        Args:
-            share: of the pairs, in (0, 1), that the second part has, about; all pairs of a left item are in one part.
-            seed: of the choice.
-        """
+        """Divide the pairs at random into the rest and about a share; all pairs of a left item are in one part."""
         items = np.random.default_rng(seed).permutation(np.unique(self.left_id))
         chosen = items[: max(1, round(share * len(items)))]
         in_share = np.isin(self.left_id, chosen)

@@ -59,15 +59,11 @@ def open_corpus(
         id_column: ids; by default `_id` or another common name, and the row's number if there is none.
         label_column: classes of images; by default `label`.
         columns: further columns of a table or BEIR folder, to keep for filters.
-        split: of a folder of tables, a folder of images with a subfolder for each split, a saved data set or hub name;
-            of tables a slice such as train[:90%].
+        split: of a folder of tables or images, a saved data set or hub name; of tables a slice such as train[:90%].
         subset: configuration of a hub data set.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
-
-    Returns:
-        The items; `labels` and `class_names` are set for labelled images, also from the names of subfolders.
 
     Raises:
         DualencError: nothing there, nothing usable, or columns that have to be named.
@@ -158,9 +154,6 @@ def open_pairs(
         right_modality: the same for the right column.
         deduplicate: equal texts, images and vectors of a table or tar are the same item and share an id.
 
-    Raises:
-        DualencError: nothing there, nothing usable, or columns that have to be named.
-        BadSample: what the reader of the format raises, under on_error="raise".
     """
     kind = detect(path)
     if kind == "beir":

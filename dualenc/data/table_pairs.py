@@ -14,7 +14,7 @@ import numpy as np
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.column_pairs import ColumnPairs
-from dualenc.data.columns import Column
+from dualenc.data.columns import Column, read_column, read_ids_or_texts
 from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS
 from dualenc.data.images import ImageFiles, existing_file, find_images, split_folder
@@ -42,24 +42,20 @@ class TablePairs(ColumnPairs):
     Args:
         path: a .jsonl, .json, .csv, .tsv, .txt or .parquet file, a glob or folder of such files, a folder written by
             `datasets.save_to_disk`, or a hub name.
-        left_column: query or image. Images may be file contents, `datasets` images, or paths relative to the table.
-            Columns of lists of floating-point numbers are vectors.
+        left_column: query or image: file contents, `datasets` images, or paths relative to the table.
         right_column: document or caption; a list of captions makes one pair each.
         negative_column: mined negatives, one or a list of what the right column holds; or several such columns. By
-            default columns with names such as `negative`, `negative_1`, `negative_2`, … (the tuples of
-            sentence-transformers); [] reads none.
+            default those named `negative`, `negative_1`, …; [] reads none.
         split: of a folder, saved data set or hub name; of these and of files a slice such as train[:90%].
         subset: configuration of a hub data set.
         left_modality: "text", "image" or "vector"; by default as the values look.
         right_modality: the same for the right column.
         allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         weight_column: numbers, 0 or more, that each row's loss is multiplied by: graded pairs.
-        deduplicate: equal texts, vectors and images of one side are the same item and share an id. Of images the
-            contents are compared, or the paths where the column holds paths.
+        deduplicate: equal texts, vectors and images (by contents or path) of one side share an id.
         max_negatives: keep that many negatives of each row, from the front.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
-        on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first. Vectors that are not
-            finite, zero, or of another size than most are bad.
+        on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
     """
 
     def __init__(
@@ -97,13 +93,11 @@ class TablePairs(ColumnPairs):
         table = open_table(
             path, columns, bad_rows, split=split, subset=subset, quotes=quotes, allow_outside=allow_outside
         )
+        right = read_column(table, right_column, right_modality)
         super().__init__(
-            table,
-            left_column,
-            right_column,
-            negatives,
-            left_modality=left_modality,
-            right_modality=right_modality,
+            read_column(table, left_column, left_modality),
+            right,
+            [read_column(table, name, right.modality) for name in negatives],
             weight_column=weight_column,
             deduplicate=deduplicate,
             max_negatives=max_negatives,
@@ -125,7 +119,6 @@ class MinedPairs(ColumnPairs):
 
     FlagEmbedding: `{"query": …, "pos": [text, …], "neg": [text, …]}`. Tevatron: `{"query": …, "positive_passages":
     [{"docid", "title", "text"}, …], "negative_passages": […]}`. A query with several positives makes one pair each.
-    Equal texts are the same item, wherever they occur.
 
     With `queries` and `documents` the file holds ids of these vectors: `query_id` and each `docid` of Tevatron's lines,
     so that one file serves for the texts and for their embeddings, or `query`, `pos` and `neg`.
@@ -138,8 +131,7 @@ class MinedPairs(ColumnPairs):
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
         queries: vectors of the queries: a folder of embeddings, a .npy file, or a table of vectors and ids.
         documents: likewise of positives and negatives.
-        scores: read a teacher's scores, `pos_scores` and `neg_scores` or each passage's `score`, to distil from
-            (`teacher` of every objective). `dualenc mine` writes them. Lists of another length count as bad.
+        scores: read a teacher's scores, `pos_scores` and `neg_scores` or each passage's `score`, to distil from.
     """
 
     def __init__(
@@ -170,14 +162,9 @@ class MinedPairs(ColumnPairs):
         optional = ("neg", "neg_scores")
         table = open_table(path, columns, bad_rows, optional=optional, split=split, reshape=reshape)
         super().__init__(
-            table,
-            "query",
-            "pos",
-            ["neg"],
-            left_modality="text",
-            right_modality="text",
-            left_vectors=left,
-            right_vectors=right,
+            read_ids_or_texts(table, "query", left),
+            read_ids_or_texts(table, "pos", right),
+            [read_ids_or_texts(table, "neg", right)],
             score_columns=score_columns,
             max_negatives=max_negatives,
         )
@@ -227,14 +214,12 @@ def _joined(*parts: Any) -> str:
 class ImageFolderPairs(ColumnPairs):
     """Images of a folder with their captions.
 
-    The captions are in a table (.csv, .tsv, .jsonl, .parquet) with a column of file names and one of captions; a
-    file may be on several rows, and a row may hold a list of captions. Without a table, `photo.txt` holds the captions
-    of `photo.jpg`, one per line.
+    The captions are in a table with a column of file names and one of captions, or lists of them. Without a table,
+    `photo.txt` holds the captions of `photo.jpg`, one per line.
 
     Args:
         path: the folder of images; of one that is divided into splits (`train`, `val`, …) its subfolder `train`.
-        captions: the table; by default `metadata.*` or `captions.*` in the folder, and if there is none the text
-            files.
+        captions: the table; by default `metadata.*` or `captions.*` in the folder, else the text files.
         image_column: file names, relative to the folder; by default one of file_name, image, filename, path.
         caption_column: captions; by default one of captions, caption, text.
         deduplicate: equal captions, and equal paths of images, are the same item and share an id.
@@ -271,9 +256,8 @@ class ImageFolderPairs(ColumnPairs):
             # Links among a folder's images are followed.
             table = open_table(file, columns, bad_rows, quotes=quotes, root=folder, allow_outside=True)
             table = _rows_of_files(table, image_column, names)
-        super().__init__(
-            table, image_column, caption_column, left_modality="image", right_modality="text", deduplicate=deduplicate
-        )
+        images = read_column(table, image_column, "image")
+        super().__init__(images, read_column(table, caption_column, "text"), deduplicate=deduplicate)
 
 
 def _default_captions(folder: Path) -> Path | None:
@@ -324,11 +308,7 @@ class ImageViews(PairDataset):
 
     Args:
         images: raw images.
-        labels: their classes, if they have any; not used in training.
-
-    Attributes:
-        labels: (N,) class numbers, -1 for an image without one; None if there are no labels.
-        class_names: name of each class number, or None.
+        labels: their classes, if they have any; not used in training. Kept as `labels` (N,) and `class_names`.
     """
 
     views = True

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset
 import pyarrow.parquet as pq
 
 from dualenc.data.bad_rows import BadRows
@@ -191,8 +191,8 @@ def _one_schema(files: Sequence[Path]) -> pa.Schema:
     types: dict[str, pa.DataType] = {}
     metadata = None
     for file in files:
-        with _open_parquet(file) as parquet:
-            schema = parquet.schema_arrow
+        with explain(f"{file}: not a readable parquet file", "fetch it again"):
+            schema = pq.read_schema(file)
         metadata = metadata or schema.metadata
         for column in schema:
             # Dictionaries differ from row group to row group.
@@ -220,27 +220,11 @@ def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType:
 
 
 def _parquet_batches(files: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The rows with all columns of a schema; columns that a file lacks are null."""
     for file in files:
-        with _open_parquet(file) as parquet:
-            # One row group at a time: pyarrow keeps all that it has buffered of a request.
-            for group in range(parquet.num_row_groups):
-                for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=schema.names):
-                    yield from _with_schema(batch, schema).to_batches()
-
-
-def _with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
-    """A batch with all columns of a schema; columns that its file lacks are null."""
-    missing = pa.nulls(len(batch))
-    names = batch.schema.names
-    arrays = [batch.column(name) if name in names else missing for name in schema.names]
-    return pa.table(arrays, names=schema.names).cast(schema)
-
-
-@contextmanager
-def _open_parquet(file: Path) -> Iterator[pq.ParquetFile]:
-    """A parquet file; what pyarrow raises of broken files and pages becomes one line."""
-    with explain(f"{file}: not a readable parquet file", "fetch it again"), pq.ParquetFile(file) as parquet:
-        yield parquet
+        with explain(f"{file}: not a readable parquet file", "fetch it again"):
+            data = pyarrow.dataset.dataset(file, schema=schema, format="parquet")
+            yield from data.to_batches(batch_size=_BATCH_ROWS)
 
 
 def find_files(source: str, split: str) -> list[Path]:

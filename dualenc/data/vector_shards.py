@@ -66,13 +66,7 @@ class Embeddings:
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Embeddings:
         """Map a folder of embeddings into memory, as `embed` or `dualenc embed` wrote it.
 
-        Args:
-            folder: the folder.
-            verify: read every file and compare its SHA-256 with meta.json (about 1.5 GB a second on each core).
-                Otherwise sizes are compared, and 64 MiB are read at most, the smallest files first.
-
-        Raises:
-            DualencError: no such folder, an unfinished one, or a file that is not the one that was written.
+        With `verify` every file is read and compared with the SHA-256 in meta.json, otherwise sizes and 64 MiB at most.
         """
         folder = Path(folder)
         meta = read_meta(folder)

@@ -10,14 +10,15 @@ import numpy as np
 import pyarrow as pa
 
 from dualenc.data.bad_rows import BadRows
+from dualenc.data.columns import matrix_faults, usable
 from dualenc.data.corpus import Corpus, distinct_ids, table_corpus
 from dualenc.data.detect import detect
-from dualenc.data.item_lists import Picked, number_distinct
+from dualenc.data.item_lists import Picked, VectorItems, number_distinct
 from dualenc.data.line_tables import ColumnKind, check_columns
 from dualenc.data.pairs import PairDataset
 from dualenc.data.tables import check_whole, default_column, first_of, open_table, peek_columns
-from dualenc.data.vector_items import VectorItems, load_npy, matrix_faults, usable
 from dualenc.data.vector_shards import Embeddings
+from dualenc.errors import DualencError, explain
 from dualenc.types import OnError
 
 VECTOR_NAMES = ("vector", "embedding", "embeddings", "vectors", "emb")
@@ -121,3 +122,17 @@ def default_ids(source: str | Path, split: str = "train", subset: str | None = N
     if detect(source) == "vectors":
         return None
     return first_of(peek_columns(source, split, subset), ID_NAMES)
+
+
+def load_npy(path: Path) -> np.ndarray:
+    """Map a .npy file of shape (N, D) into memory, one vector (D,) as (1, D); pickled objects are never loaded."""
+    if not path.is_file():
+        raise DualencError(f"{path}: no such file; give a .npy file of shape (N, D)")
+    with explain(f"{path}: no readable .npy file", "write it with numpy.save"):
+        matrix: np.ndarray = np.lib.format.open_memmap(path, mode="r")
+    if matrix.ndim == 1:
+        matrix = matrix[None]
+    if matrix.ndim != 2 or not matrix.size or matrix.dtype.kind not in "fiu":
+        contents = f"{matrix.dtype} of shape {matrix.shape}"
+        raise DualencError(f"{path}: holds {contents}, where numbers of shape (N, D) are needed")
+    return matrix

@@ -39,8 +39,7 @@ class WebDatasetPairs(PairDataset):
             of these.
         left: extension of the left file, or several by ";", the first that a sample has.
         right: the same for the right file; `json:FIELD` is a text in a field of a JSON file.
-        deduplicate: equal texts and equal images of one side are the same item and share an id. At the start this reads
-            every text, and the images that have the size of another one.
+        deduplicate: equal texts and equal images of one side share an id; this reads texts and images of equal size.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
     """
 
