@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from dualenc.arguments import run_function
-from dualenc.errors import DualencError, nearest
+from dualenc.errors import DualencError
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,8 @@ def called(function: Any, *words: str) -> dict[str, Any]:
     return CALLS[0]
 
 
-DEFAULTS = {
-    "source": "m",
-    "data": None,
-    "out": "o",
-    "batch_size": 32,
-    "rate": 0.5,
-    "json": False,
-    "quotes": None,
-    "side": "left",
-    "cutoffs": None,
-    "limit": 0.9,
-    "shown": Shown(),
-}
+DEFAULTS = {"source": "m", "data": None, "out": "o", "batch_size": 32, "rate": 0.5, "json": False, "quotes": None}
+DEFAULTS |= {"side": "left", "cutoffs": None, "limit": 0.9, "shown": Shown()}
 
 
 @pytest.mark.parametrize(
@@ -165,11 +154,6 @@ def test_help_has_a_line_for_each_option(capsys: pytest.CaptureFixture[str], mon
     with pytest.raises(SystemExit):
         run_function(train, "prog train", ["--help"])
     assert "usage: prog train RECIPE [OVERRIDES …] [options]" in capsys.readouterr().out
-
-
-def test_nearest() -> None:
-    assert nearest("indx", ["index", "search"]) == " (did you mean index?)"
-    assert nearest("qqqqq", ["index", "search"]) == ""
 
 
 def test_texts_of_a_sequence_are_not_split_at_commas() -> None:

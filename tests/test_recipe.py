@@ -116,11 +116,8 @@ def test_another_class_drops_the_arguments_of_the_one_before(recipe):
 
 
 REFUSALS = [
-    ("trainer.learning_rat=1", r"unknown key trainer\.learning_rat \(did you mean learning_rate\?\)"),
     ("trainer.lr=1", r"unknown key trainer.lr \(did you mean learning_rate\?\)"),
     ("objective.temprature=1", r"unknown key objective\.temprature \(did you mean temperature\?\)"),
-    ("objectiv.temperature=1", r"no section 'objectiv' \(did you mean objective\?\)"),
-    ("data.init_arg.path=1", r"unknown key data\.init_arg"),
     ("objective.class_path=SogCRL", r"'SogCRL' in dualenc.objectives is not .*Objective \(did you mean SogCLR\?\)"),
     ("objective.class_path=nowhere.SogCLR", "nowhere.SogCLR is not of dualenc.*--allow-module nowhere"),
     ("objective.class_path=dualenc.nowhere.SogCLR", "cannot import dualenc.nowhere"),
@@ -133,7 +130,6 @@ REFUSALS = [
     ("trainer.mixed_precision=bf8", "trainer.mixed_precision.*bf16.*bf8"),
     ("trainer.betas=[0.9]", "trainer.betas.*2 elements"),
     ("objective.temperature=warm", "objective.*temperature.*warm"),
-    ("data.path.x=3", "path.*'x'"),
     ("data=3", "data is 3; it must hold keys"),
     ("data.init_args=3", "data.init_args is 3; it must hold the arguments"),
     ("data=null", "data is missing"),

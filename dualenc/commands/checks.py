@@ -7,8 +7,7 @@ import math
 from dualenc.errors import DualencError
 
 MAX_WORKERS = 1024
-MAX_ITEMS = 1 << 20
-"""In a batch."""
+MAX_ITEMS = 1 << 20  # in a batch
 MAX_SEED = (1 << 32) - 1
 
 

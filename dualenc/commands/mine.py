@@ -35,11 +35,9 @@ def mine(
 ) -> None:
     """Mine hard negatives: documents that a model ranks high for a query and that are not judged relevant.
 
-    Known positives are removed by id and by text; queries of the same text share theirs. Documents that score too close
-    to the positive are removed as likely relevant: by default above 95 % of its score (Moreira et al. 2024); of several
-    limits the lowest counts. Each row has the scores of its positives and negatives, as of a teacher. The same command
-    resumes an interrupted run; with other limits it embeds nothing anew. The processes of `accelerate launch` share
-    the work.
+    Known positives are removed by id and by text. Documents that score too close to the positive are removed as likely
+    relevant: by default above 95 % of its score (Moreira et al. 2024); of several limits the lowest counts. The same
+    command resumes an interrupted run. The processes of `accelerate launch` share the work.
 
     Args:
         model: model folder or name, of kind query-document or vector.
