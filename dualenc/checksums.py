@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Any
 
 from dualenc.errors import DualencError
 from dualenc.reading import open_regular
+from dualenc.types import StrPath
 
 READ_AT_OPENING = 2**26
 """Bytes of a folder that opening it reads to compare checksums (40 ms)."""
 
 
-def checksum(path: str | os.PathLike[str]) -> str:
+def checksum(path: StrPath) -> str:
     """SHA-256 of a regular file, in hexadecimal."""
     digest = hashlib.sha256()
     with open_regular(path) as stream:
@@ -28,8 +28,9 @@ def checksum(path: str | os.PathLike[str]) -> str:
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """SHA-256 of files of a folder by name, several at a time."""
     names = list(names)
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
-        digests = threads.map(lambda name: checksum(folder / name), names)
+    paths = [folder / name for name in names]
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        digests = threads.map(checksum, paths)
         return dict(zip(names, digests, strict=True))
 
 
@@ -52,18 +53,20 @@ def verify_files(folder: Path, names: Iterable[str], meta: Mapping[str, Any], re
         DualencError: a file is missing or has changed, or the entries of meta.json are not those of the files.
     """
     names = sorted(names)
-    if not all(isinstance(meta.get(key), dict) and sorted(meta[key]) == names for key in ("files", "sizes")):
-        raise DualencError(f"{folder / 'meta.json'}: its checksums and sizes are not those of the files; {remedy}")
+    for key in ("files", "sizes"):
+        recorded = meta.get(key)
+        if not isinstance(recorded, dict) or sorted(recorded) != names:
+            raise DualencError(f"{folder / 'meta.json'}: its {key} are not those of the folder; {remedy}")
     for name in names:
-        if not (folder / name).is_file():
-            raise DualencError(f"{folder / name}: missing; {remedy}")
-    present = sizes(folder, names)
-    for name in names:
-        if present[name] != meta["sizes"][name]:
-            change = f"{present[name]} bytes instead of {meta['sizes'][name]}"
-            raise DualencError(f"{folder / name}: truncated or corrupt ({change}); {remedy}")
+        path = folder / name
+        if not path.is_file():
+            raise DualencError(f"{path}: missing; {remedy}")
+        size = path.stat().st_size
+        expected = meta["sizes"][name]
+        if size != expected:
+            raise DualencError(f"{path}: truncated or corrupt ({size} bytes instead of {expected}); {remedy}")
     if not whole:
-        names = _smallest(present)
+        names = _smallest(meta["sizes"])
     for name, digest in checksums(folder, names).items():
         if digest != meta["files"][name]:
             raise DualencError(f"{folder / name}: corrupt, its checksum is not that of meta.json; {remedy}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import warnings
 from functools import cache
@@ -11,8 +10,9 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from dualenc.errors import BadSample, DualencError
+from dualenc.errors import BadSample, DualencError, first_line
 from dualenc.reading import open_regular
+from dualenc.types import StrPath
 
 MAX_BYTES = 256 << 20
 """Larger image files are not read."""
@@ -59,15 +59,17 @@ def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None
         reason = f"it is no image of a known format: {', '.join(formats)}"
     except Exception as error:  # Pillow's plugins raise many kinds on broken files
         # In one line, without the address of the buffer that Pillow read from.
-        reason = re.sub(r"<_io\.[^>]*>", "it", " ".join(str(error).split())) or type(error).__name__
+        reason = re.sub(r"<_io\.[^>]*>", "it", first_line(error))
     raise BadSample(f"{where}: image cannot be decoded ({reason}); replace or remove it")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     """An image of any mode as RGB; a `ValueError` for pixels without a range that could be scaled to 8 bits."""
     # Pillow clips these modes to 0 ... 255. Of "I" only PNG and PPM are known to mean 16 bits.
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        image = image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
+    has_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
+    if has_16_bits or image.mode.startswith("I;16"):
+        integers = image.convert("I")
+        image = integers.point(lambda value: value * (1 / 257) + 0.5).convert("L")
     elif image.mode in ("I", "F"):
         raise ValueError(f"its pixels (mode {image.mode}) have no range of brightness; save it with 8 or 16 bits")
     return image.convert("RGB")
@@ -96,8 +98,8 @@ def decode_upload(data: bytes, where: str) -> Image.Image:
 def image_suffixes() -> tuple[str, ...]:
     """The suffixes of the files that are decoded, in lower case, common ones first."""
     registered = Image.registered_extensions()
-    names = [name for name, kind in registered.items() if kind in _FORMATS and name not in _COMMON_SUFFIXES]
-    return (*_COMMON_SUFFIXES, *sorted(names))
+    names = {name for name, kind in registered.items() if kind in _FORMATS}
+    return (*_COMMON_SUFFIXES, *sorted(names.difference(_COMMON_SUFFIXES)))
 
 
 @cache
@@ -107,7 +109,7 @@ def _formats() -> tuple[str, ...]:
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
-def open_image(path: str | os.PathLike[str]) -> Image.Image:
+def open_image(path: StrPath) -> Image.Image:
     """Read an image file as an upright RGB image.
 
     Raises:

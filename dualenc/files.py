@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 
 from dualenc.errors import DualencError
 from dualenc.reading import read_json_object
+from dualenc.types import StrPath
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +43,7 @@ _MAX_SWAP_SECONDS = 5.0
 class _Work:
     """A writer's folder beside its target."""
 
-    def __init__(self, target: str | os.PathLike[str]) -> None:
+    def __init__(self, target: StrPath) -> None:
         path = Path(os.path.abspath(target))
         # Of symbolic links, files replace the link, folders what it points to.
         self.target = path if path.is_file() else Path(os.path.realpath(path))
@@ -98,7 +99,7 @@ class _Work:
 
 
 @contextmanager
-def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(target: StrPath) -> Iterator[Path]:
     """Yield a path to write a file to; on success it replaces the target, after an error the old target stays."""
     check_file_target(target)
     work = _Work(target)
@@ -109,7 +110,7 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(target: str | os.PathLike[str], is_ours: Callable[[Path], bool], what: str) -> Iterator[Path]:
+def atomic_folder(target: StrPath, is_ours: Callable[[Path], bool], what: str) -> Iterator[Path]:
     """Yield a path to write a folder to; on success it replaces the target, after an error the old target stays.
 
     Args:
@@ -136,7 +137,7 @@ def _sync(file: Path) -> None:
 
 
 @contextmanager
-def locked(target: str | os.PathLike[str], wait: bool = True, option: str = "--out") -> Iterator[None]:
+def locked(target: StrPath, wait: bool = True, option: str = "--out") -> Iterator[None]:
     """Lock an output in this context, so that processes that write it take turns; the same thread may lock it again.
 
     Args:
@@ -153,7 +154,7 @@ def locked(target: str | os.PathLike[str], wait: bool = True, option: str = "--o
         yield
 
 
-def recover(target: str | os.PathLike[str], *, unfinished: bool = False) -> None:
+def recover(target: StrPath, *, unfinished: bool = False) -> None:
     """Restore a folder whose writer was killed between the two renames; call it before a folder is opened.
 
     Args:
@@ -174,19 +175,19 @@ def recover(target: str | os.PathLike[str], *, unfinished: bool = False) -> None
         raise DualencError(f"{target}: a killed process has left it in {work.folder} ({error}); move it back") from None
 
 
-def recover_inside(folder: str | os.PathLike[str]) -> None:
+def recover_inside(folder: StrPath) -> None:
     """`recover` all targets in a folder, for whoever writes there."""
     for work in sorted(Path(folder).glob(".*.part")):
         recover(work.with_name(work.name[1:].removesuffix(".part")), unfinished=True)
 
 
-def check_file_target(path: str | os.PathLike[str]) -> None:
+def check_file_target(path: StrPath) -> None:
     """Refuse a folder where a file is to be written."""
     if os.path.isdir(path):
         raise DualencError(f"{os.fspath(path)}: is a folder, and a file is written here; name a file in it, or another")
 
 
-def check_folder_target(folder: str | os.PathLike[str], is_ours: Callable[[Path], bool], what: str) -> None:
+def check_folder_target(folder: StrPath, is_ours: Callable[[Path], bool], what: str) -> None:
     """Refuse to write a folder over a file or a folder of another kind; arguments as of `atomic_folder`."""
     folder = Path(folder)
     recover(folder)
@@ -205,7 +206,7 @@ def check_writable(folder: Path) -> None:
         raise DualencError(f"{folder}: cannot be written ({error.strerror}); choose another --out") from None
 
 
-def consistent_read(folder: str | os.PathLike[str], read: Callable[[], Result]) -> Result:
+def consistent_read(folder: StrPath, read: Callable[[], Result]) -> Result:
     """Repeat `read`, which opens all that is needed of a folder, until all is of one generation of the folder."""
     meta = Path(folder) / "meta.json"
     for _ in range(_MAX_ATTEMPTS):
@@ -229,7 +230,7 @@ def version_of(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def is_folder_of(folder: str | os.PathLike[str], expected: str) -> bool:
+def is_folder_of(folder: StrPath, expected: str) -> bool:
     """Whether a folder that is replaced whole holds a format, by its meta.json."""
     path = Path(folder) / "meta.json"
 
@@ -256,7 +257,7 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def removed_if_refused(folder: str | os.PathLike[str], finished: str | None = None) -> Iterator[None]:
+def removed_if_refused(folder: StrPath, finished: str | None = None) -> Iterator[None]:
     """Remove empty folders that were made in this context, so that a refusal leaves nothing.
 
     Args:
@@ -278,7 +279,7 @@ def removed_if_refused(folder: str | os.PathLike[str], finished: str | None = No
                 path.rmdir()
 
 
-def save_array(path: str | os.PathLike[str], array: np.ndarray) -> None:
+def save_array(path: StrPath, array: np.ndarray) -> None:
     """`np.save` through Python's stream: through C's, numpy misses a disk that is full when the file is closed."""
     import numpy as np
 
@@ -286,7 +287,7 @@ def save_array(path: str | os.PathLike[str], array: np.ndarray) -> None:
         np.save(SimpleNamespace(write=stream.write), array)  # type: ignore[arg-type]
 
 
-def save_tensors(path: str | os.PathLike[str], value: Any) -> None:
+def save_tensors(path: StrPath, value: Any) -> None:
     """`torch.save` to a stream: given a path, torch misses a disk that is full when the file is closed."""
     import torch
 
@@ -294,7 +295,7 @@ def save_tensors(path: str | os.PathLike[str], value: Any) -> None:
         torch.save(value, stream)
 
 
-def write_json(target: str | os.PathLike[str], value: Any) -> None:
+def write_json(target: StrPath, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     with atomic_path(target) as part:

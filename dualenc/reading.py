@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dualenc.errors import DualencError
+from dualenc.types import StrPath
 
 _KINDS = {
     dict: "an object",
@@ -23,7 +24,7 @@ _KINDS = {
 }
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: StrPath) -> BinaryIO:
     """Open a regular file for reading bytes.
 
     Raises:
@@ -50,7 +51,7 @@ def is_utf8(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def read_json(source: str | os.PathLike[str]) -> Any:
+def read_json(source: StrPath) -> Any:
     """Read a JSON file.
 
     Raises:
@@ -67,7 +68,7 @@ def read_json(source: str | os.PathLike[str]) -> Any:
         raise DualencError(f"{source}: not valid JSON ({error}); write it again") from None
 
 
-def read_json_object(source: str | os.PathLike[str], kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_json_object(source: StrPath, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Args:

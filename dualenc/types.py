@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+StrPath: TypeAlias = "str | os.PathLike[str]"
 Side: TypeAlias = Literal["left", "right"]
 """A tower, and the items that it encodes."""
 Modality: TypeAlias = Literal["text", "image", "vector"]
