@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy import ndarray
+from numpy.random import Generator
 
 from dualenc.batching.selector import BatchSelector
 from dualenc.errors import DualencError
@@ -41,20 +43,23 @@ class MixtureBatches(BatchSelector):
         super().__init__(sum(sizes), batch_size, seed)
         self.sizes = list(sizes)
         self.one_source = one_source
-        self.draws = [round(weight * size) for size, weight in zip(sizes, weights, strict=True)]
+        self.draws: list[int] = []
+        for size, weight in zip(sizes, weights, strict=True):
+            self.draws.append(round(weight * size))
         if one_source:
             self.batches_of = [draws // batch_size for draws in self.draws]
         else:
-            self.batches_of = [sum(self.draws) // batch_size] * len(self.draws)
+            together = sum(self.draws) // batch_size
+            self.batches_of = [together] * len(self.draws)
         for number, weight in enumerate(weights):
             name = names[number] if names else f"source {number}"
-            self._check_source(number, f"{name} has {sizes[number]} pairs, of which an epoch draws", weight)
+            self._check_source(name, number, weight)
 
-    def _check_source(self, number: int, source: str, weight: float) -> None:
+    def _check_source(self, name: str, number: int, weight: float) -> None:
         size = self.sizes[number]
         draws = self.draws[number]
         batches = self.batches_of[number]
-        drawn = f"{source} {draws} at weight {weight:g}"
+        drawn = f"{name} has {size} pairs, of which an epoch draws {draws} at weight {weight:g}"
         if draws < 1:
             raise DualencError(f"{drawn}; raise its weight")
         if batches < 1 or (self.one_source and size < self.batch_size):
@@ -72,21 +77,29 @@ class MixtureBatches(BatchSelector):
         """Batches in one epoch, the same in each."""
         return sum(self.batches_of) if self.one_source else self.batches_of[0]
 
-    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
+    def select(
+        self,
+        epoch: int,
+        left: ndarray | None = None,
+        right: ndarray | None = None,
+    ) -> ndarray:
         """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings are ignored."""
         draw = self.generator(epoch)
-        counts = [self.counts(number, epoch) for number in range(len(self.sizes))]
+        counts = []
+        for number in range(len(self.sizes)):
+            counts.append(self.counts(number, epoch))
         if not self.one_source:
             return deal(np.concatenate(counts), self.num_batches, self.batch_size, draw)
         batches = []
         start = 0
         for number, size in enumerate(self.sizes):
-            dealt = deal(counts[number], self.batches_of[number], self.batch_size, draw)
+            num_batches = self.batches_of[number]
+            dealt = deal(counts[number], num_batches, self.batch_size, draw)
             batches.append(start + dealt)
             start += size
         return draw.permutation(np.concatenate(batches))
 
-    def counts(self, number: int, epoch: int) -> np.ndarray:
+    def counts(self, number: int, epoch: int) -> ndarray:
         """(M,) the number of times that each pair of a source is drawn in an epoch."""
         size = self.sizes[number]
         whole, rest = divmod(self.draws[number], size)
@@ -94,13 +107,15 @@ class MixtureBatches(BatchSelector):
         if rest:
             # A seed of its own for each order, not the epoch's generator: the order spans several epochs.
             turn, place = divmod(epoch, size // rest)
-            order = np.random.default_rng([self.seed, turn, number, 1]).permutation(size)
-            once_more = order[place * rest : (place + 1) * rest]
+            seed = [self.seed, turn, number, 1]
+            order = np.random.default_rng(seed).permutation(size)
+            start = place * rest
+            once_more = order[start : start + rest]
             counts[once_more] += 1
         return counts
 
 
-def deal(counts: np.ndarray, num_batches: int, batch_size: int, draw: np.random.Generator) -> np.ndarray:
+def deal(counts: ndarray, num_batches: int, batch_size: int, draw: Generator) -> ndarray:
     """(num_batches, B) random batches of pairs that occur several times, but never twice in a batch.
 
     Like cards: the pairs are put in random order, copies of one next to each other, and dealt out in rounds in which
@@ -114,10 +129,13 @@ def deal(counts: np.ndarray, num_batches: int, batch_size: int, draw: np.random.
         draw: random generator.
     """
     order = draw.permutation(len(counts))
-    cards = np.repeat(order, counts[order])[: num_batches * batch_size]
+    cards = np.repeat(order, counts[order])
+    cards = cards[: num_batches * batch_size]
     rounds = cards.reshape(batch_size, num_batches)
     # Rounds that begin with the last pair of the round before.
-    spanning = np.flatnonzero(rounds[1:, 0] == rounds[:-1, -1]) + 1
+    first = rounds[1:, 0]
+    last = rounds[:-1, -1]
+    spanning = 1 + np.flatnonzero(first == last)
     pairs = rounds[spanning, 0]
     rounds = draw.permuted(rounds, axis=1)
     for number, pair in zip(spanning.tolist(), pairs.tolist(), strict=True):

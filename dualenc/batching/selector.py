@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from abc import ABC, abstractmethod
 
 import numpy as np
+from numpy import ndarray
+from numpy.random import Generator
 
 from dualenc.errors import DualencError
 
 MAX_COMBINATIONS = 1_000_000
-logger = logging.getLogger(__name__)
 
 
 class BatchSelector(ABC):
@@ -45,7 +45,12 @@ class BatchSelector(ABC):
         return self.num_pairs // self.batch_size
 
     @abstractmethod
-    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
+    def select(
+        self,
+        epoch: int,
+        left: ndarray | None = None,
+        right: ndarray | None = None,
+    ) -> ndarray:
         """Choose the batches of an epoch, (num_batches, B) int64 pair indices; a pair is in a batch at most once.
 
         Args:
@@ -55,22 +60,19 @@ class BatchSelector(ABC):
             right: (N, D) embeddings of the right side; by default those of the left.
         """
 
-    def left_out(self, batches: np.ndarray) -> int:
-        """The number of pairs that are in none of the batches (num_batches, B)."""
-        return self.num_pairs - np.unique(batches).size
-
-    def generator(self, epoch: int) -> np.random.Generator:
+    def generator(self, epoch: int) -> Generator:
         """The random generator of one epoch."""
         return np.random.default_rng([self.seed, epoch])
 
-    def random_batches(self, draw: np.random.Generator) -> np.ndarray:
+    def random_batches(self, draw: Generator) -> ndarray:
         """(N // B, B): a random partition of the pairs."""
         shuffled = draw.permutation(self.num_pairs)
         number = self.num_pairs // self.batch_size
-        batches = shuffled[: number * self.batch_size].reshape(number, self.batch_size)
+        used = shuffled[: number * self.batch_size]
+        batches = used.reshape(number, self.batch_size)
         return batches.astype(np.int64, copy=False)
 
-    def check_embeddings(self, left: np.ndarray, right: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    def check_embeddings(self, left: ndarray, right: ndarray | None) -> tuple[ndarray, ndarray]:
         """Both sides as finite float32 (N, D)."""
         checked_left = self._checked_side("left", left)
         if right is None or right is left:
@@ -83,7 +85,7 @@ class BatchSelector(ABC):
             )
         return checked_left, checked_right
 
-    def _checked_side(self, side: str, embeddings: np.ndarray) -> np.ndarray:
+    def _checked_side(self, side: str, embeddings: ndarray) -> ndarray:
         rows = np.asarray(embeddings, dtype=np.float32)
         if rows.ndim != 2 or len(rows) != self.num_pairs:
             expected = f"({self.num_pairs}, D), one row per training pair"
@@ -110,8 +112,8 @@ def check_above_zero(**arguments: float) -> None:
 
 
 def batch_losses(
-    left: np.ndarray, right: np.ndarray, batches: np.ndarray, temperature: float, chunk_bytes: int = 1 << 24
-) -> np.ndarray:
+    left: ndarray, right: ndarray, batches: ndarray, temperature: float, chunk_bytes: int = 1 << 24
+) -> ndarray:
     """Loss of each batch, (num_batches,) float64 in nats: the `InfoNCE` objective of its pairs.
 
     The mean of both directions, so half of Eq. 2 in Cho et al. 2023, arXiv:2307.05906. In numpy, since batching imports
@@ -124,20 +126,25 @@ def batch_losses(
         chunk_bytes: approximate memory of the blocks of batches.
     """
     num_batches, batch_size = batches.shape
-    per_batch = 4 * batch_size * (2 * left.shape[1] + 4 * batch_size)
-    step = max(1, chunk_bytes // per_batch)
+    dim = left.shape[1]
+    per_pair = 4 * (2 * dim + 4 * batch_size)
+    step = max(1, chunk_bytes // (batch_size * per_pair))
     losses = np.empty(num_batches)
     for start in range(0, num_batches, step):
         rows = batches[start : start + step]
-        logits = np.matmul(left[rows], right[rows].swapaxes(1, 2)) / temperature  # (chunk, B, B)
+        columns = right[rows].swapaxes(1, 2)
+        logits = np.matmul(left[rows], columns)  # (chunk, B, B)
+        logits /= temperature
         positives = np.diagonal(logits, axis1=1, axis2=2)
         both = np.zeros(len(rows))
         # In each direction log Σ exp(logit) − positive logit, the mean over the anchors.
         for axis in (1, 2):
             highest = logits.max(axis=axis, keepdims=True)
-            sums = np.exp(logits - highest).sum(axis=axis, keepdims=True)
-            log_sums = (highest + np.log(sums)).squeeze(axis)
-            both += (log_sums - positives).mean(axis=1, dtype=np.float64)
+            shares = np.exp(logits - highest)
+            sums = shares.sum(axis=axis, keepdims=True)
+            log_sums = highest + np.log(sums)
+            anchors = log_sums.squeeze(axis) - positives
+            both += anchors.mean(axis=1, dtype=np.float64)
         losses[start : start + step] = both / 2
     return losses
 
@@ -150,7 +157,12 @@ class RandomBatches(BatchSelector):
 
     uniform = True
 
-    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
+    def select(
+        self,
+        epoch: int,
+        left: ndarray | None = None,
+        right: ndarray | None = None,
+    ) -> ndarray:
         """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings are ignored."""
         return self.random_batches(self.generator(epoch))
 
@@ -203,10 +215,16 @@ class OSGDBatches(BatchSelector):
         """Batches that one call of `select` returns with embeddings."""
         if self.exhaustive:
             return min(self.q, math.comb(self.num_pairs, self.batch_size))
-        full, rest = divmod(self.num_pairs // self.batch_size, self.k)
+        candidates = self.num_pairs // self.batch_size
+        full, rest = divmod(candidates, self.k)
         return full * self.q + self._share_of(rest)
 
-    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
+    def select(
+        self,
+        epoch: int,
+        left: ndarray | None = None,
+        right: ndarray | None = None,
+    ) -> ndarray:
         """As `BatchSelector.select`: the batches of the largest loss, by falling loss within each window of k."""
         candidates = self.random_batches(self.generator(epoch))
         if left is None:
@@ -221,12 +239,12 @@ class OSGDBatches(BatchSelector):
         chosen = []
         for start in range(0, len(candidates), window):
             # A stable sort, so that equal losses give equal batches on every rank.
-            order = np.argsort(-losses[start : start + window], kind="stable")
+            in_window = losses[start : start + window]
+            order = np.argsort(-in_window, kind="stable")
             count = self.q if self.exhaustive else self._share_of(len(order))
-            chosen.append(candidates[start + order[:count]])
-        selected = np.concatenate(chosen)
-        logger.info("epoch %d leaves out %d of %d pairs", epoch, self.left_out(selected), self.num_pairs)
-        return selected
+            hardest = start + order[:count]
+            chosen.append(candidates[hardest])
+        return np.concatenate(chosen)
 
     def _share_of(self, window: int) -> int:
         return math.ceil(self.q * window / self.k)

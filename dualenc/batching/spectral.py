@@ -7,6 +7,8 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+from numpy import ndarray
+from numpy.random import Generator
 from scipy.linalg import eigh
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import coo_matrix
@@ -74,7 +76,12 @@ class SpectralBatches(BatchSelector):
         self.k = k
         self.share = share
 
-    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
+    def select(
+        self,
+        epoch: int,
+        left: ndarray | None = None,
+        right: ndarray | None = None,
+    ) -> ndarray:
         """As `BatchSelector.select`; the order of the batches is random."""
         draw = self.generator(epoch)
         batches = self.random_batches(draw)
@@ -85,26 +92,39 @@ class SpectralBatches(BatchSelector):
         if self.method == "bisection":
             points = left[rows]
             points += right[rows]
-            selected = rows[bisection_batches(points, self.batch_size, draw)]
+            chosen = bisection_batches(points, self.batch_size, draw)
+            selected = rows[chosen]
         elif self.method == "bandwidth":
-            selected = rows[bandwidth_batches(left[rows], right[rows], self.batch_size)]
+            chosen = bandwidth_batches(left[rows], right[rows], self.batch_size)
+            selected = rows[chosen]
         else:
             selected = self._select_spectral(batches, left, right, draw)
         return self._mixed(selected, draw)
 
     def _select_spectral(
-        self, batches: np.ndarray, left: np.ndarray, right: np.ndarray, draw: np.random.Generator
-    ) -> np.ndarray:
+        self,
+        batches: ndarray,
+        left: ndarray,
+        right: ndarray,
+        draw: Generator,
+    ) -> ndarray:
         """Partition the pairs of each k random batches."""
         selected = []
         for first in range(0, len(batches), self.k):
-            group = batches[first : first + self.k].ravel()
+            last = first + self.k
+            group = batches[first:last].ravel()
             seed = int(draw.integers(2**31))
-            chosen = spectral_batches(left[group], right[group], self.batch_size, self.temperature, seed)
+            chosen = spectral_batches(
+                left[group],
+                right[group],
+                self.batch_size,
+                self.temperature,
+                seed,
+            )
             selected.append(group[chosen])
         return np.concatenate(selected)
 
-    def _mixed(self, selected: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    def _mixed(self, selected: ndarray, draw: Generator) -> ndarray:
         """A random share of the batches as they are, and the pairs of the others at random, in random order."""
         order = draw.permutation(len(selected))
         count = round(self.share * len(selected))
@@ -114,7 +134,7 @@ class SpectralBatches(BatchSelector):
         return draw.permutation(np.concatenate([unchanged, mixed]))
 
 
-def bisection_batches(points: np.ndarray, batch_size: int, draw: np.random.Generator) -> np.ndarray:
+def bisection_batches(points: ndarray, batch_size: int, draw: Generator) -> ndarray:
     """Balanced recursive bisection: N points into N/B neighbourhoods of exactly B, in O(N·D·log(N/B)).
 
     The min-cut of Cho et al. (equal clusters that cut little affinity), with the inner product of pair embeddings as
@@ -133,19 +153,22 @@ def bisection_batches(points: np.ndarray, batch_size: int, draw: np.random.Gener
             width = size * batch_size
             half = (size // 2) * batch_size
             # As many nodes at a time as stay in the processor's cache through all iterations.
-            step = max(1, CHUNK_FLOATS // (width * points.shape[1]))
+            floats = width * points.shape[1]
+            step = max(1, CHUNK_FLOATS // floats)
             for first in range(0, len(nodes), step):
-                places = nodes[first : first + step, None] + np.arange(width)
+                stack = nodes[first : first + step]
+                places = stack[:, None] + np.arange(width)
                 members = order[places]
                 halves = split_nodes(points[members], half, draw)
                 order[places] = np.take_along_axis(members, halves, axis=1)
         lower = sizes // 2
-        sizes = np.stack([lower, sizes - lower], axis=1).ravel()
+        upper = sizes - lower
+        sizes = np.stack([lower, upper], axis=1).ravel()
         sizes = sizes[sizes > 0]
     return order.reshape(-1, batch_size)
 
 
-def split_nodes(nodes: np.ndarray, half: int, draw: np.random.Generator) -> np.ndarray:
+def split_nodes(nodes: ndarray, half: int, draw: Generator) -> ndarray:
     """Split P nodes of S points each, (P, S, D), so that little affinity is cut.
 
     Halves that maximise the affinity within them maximise |Σ σ_i p_i|² over balanced signs σ. Its relaxation is the
@@ -162,29 +185,34 @@ def split_nodes(nodes: np.ndarray, half: int, draw: np.random.Generator) -> np.n
             weights = heights - heights.mean(axis=1, keepdims=True)
         else:
             # The direction from the mean of a node's `half` lowest points to the mean of the others.
-            lowest = np.argpartition(heights, half, axis=1)[:, :half]
+            order = np.argpartition(heights, half, axis=1)
+            lowest = order[:, :half]
             weights = np.full_like(heights, 1 / (size - half))
-            np.put_along_axis(weights, lowest, np.float32(-1 / half), axis=1)
-        direction = np.matmul(weights[:, None, :], nodes)[:, 0]
+            down = np.float32(-1 / half)
+            np.put_along_axis(weights, lowest, down, axis=1)
+        sums = np.matmul(weights[:, None, :], nodes)
+        direction = sums[:, 0]
         norms = np.linalg.norm(direction, axis=1, keepdims=True)
         direction /= norms + np.float32(1e-30)
     return np.argpartition(_heights(nodes, direction), half, axis=1)
 
 
-def _heights(nodes: np.ndarray, direction: np.ndarray) -> np.ndarray:
+def _heights(nodes: ndarray, direction: ndarray) -> ndarray:
     """(P, S): each point of (P, S, D) along its node's direction (P, D)."""
-    return np.matmul(nodes, direction[:, :, None])[:, :, 0]
+    columns = direction[:, :, None]
+    return np.matmul(nodes, columns)[:, :, 0]
 
 
-def affinity(left: np.ndarray, right: np.ndarray, batch_size: int, temperature: float) -> np.ndarray:
+def affinity(left: ndarray, right: ndarray, batch_size: int, temperature: float) -> ndarray:
     """(n, n) weights between pairs whose sum over a batch bounds its contrastive loss from below (Cho et al., Eq. 5).
 
     With embeddings u and v (n, D), w(k, l) sums log(1 + (B−1)·exp(u_i·(v_j − v_i)/τ)) and
     log(1 + (B−1)·exp(v_i·(u_j − u_i)/τ)) over (i, j) = (k, l) and (l, k). The sum of a batch's weights over i < j,
     divided by B(B−1), is at most Eq. 2, twice what `batch_losses` gives.
     """
-    logits = np.matmul(left, right.T, dtype=np.float64) / temperature
-    positives = np.diag(logits)[:, None].copy()
+    logits = np.matmul(left, right.T, dtype=np.float64)
+    logits /= temperature
+    positives = np.diag(logits).copy()[:, None]
     # With B = 1 the logarithm is −∞, and every weight log(1 + 0).
     with np.errstate(divide="ignore"):
         shift = np.log(batch_size - 1) - positives
@@ -195,7 +223,7 @@ def affinity(left: np.ndarray, right: np.ndarray, batch_size: int, temperature: 
     return weights
 
 
-def spectral_rows(weights: np.ndarray, num_clusters: int) -> np.ndarray:
+def spectral_rows(weights: ndarray, num_clusters: int) -> ndarray:
     """Lines 2 to 5: (n, k) leading eigenvectors of a graph's affinity (n, n), rows scaled to unit norm.
 
     Of D^−½ A D^−½, as in the algorithm that the paper cites (Ng, Jordan, Weiss 2001) and in its authors' code; the
@@ -206,7 +234,8 @@ def spectral_rows(weights: np.ndarray, num_clusters: int) -> np.ndarray:
     scale = 1 / np.sqrt(degrees)
     matrix = scale[:, None] * weights * scale
     size = len(weights)
-    _, vectors = eigh(matrix, subset_by_index=[size - num_clusters, size - 1], check_finite=False)
+    largest = [size - num_clusters, size - 1]
+    _, vectors = eigh(matrix, subset_by_index=largest, check_finite=False)
     if vectors.shape[1] < num_clusters:
         # LAPACK's solver for part of the spectrum may fail where eigenvalues coincide.
         _, vectors = eigh(matrix, driver="evd", overwrite_a=True, check_finite=False)
@@ -215,7 +244,7 @@ def spectral_rows(weights: np.ndarray, num_clusters: int) -> np.ndarray:
     return vectors / np.maximum(norms, tiny)
 
 
-def equal_clusters(rows: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
+def equal_clusters(rows: ndarray, num_clusters: int, seed: int) -> ndarray:
     """Lines 6 to 10: k-means, then the cheapest assignment that gives every centre as many rows.
 
     Returns (k, n/k) indices of `rows` (n, F).
@@ -229,11 +258,13 @@ def equal_clusters(rows: np.ndarray, num_clusters: int, seed: int) -> np.ndarray
         warnings.simplefilter("ignore", ConvergenceWarning)
         clusters = KMeans(num_clusters, n_init=1, random_state=seed).fit(rows)
     distances = cdist(rows, clusters.cluster_centers_)
-    _, places = linear_sum_assignment(np.repeat(distances, size, axis=1))
-    return np.argsort(places).reshape(num_clusters, size)
+    costs = np.repeat(distances, size, axis=1)
+    _, places = linear_sum_assignment(costs)
+    order = np.argsort(places)
+    return order.reshape(num_clusters, size)
 
 
-def spectral_batches(left: np.ndarray, right: np.ndarray, batch_size: int, temperature: float, seed: int) -> np.ndarray:
+def spectral_batches(left: ndarray, right: ndarray, batch_size: int, temperature: float, seed: int) -> ndarray:
     """Partition n pairs, (n, D) each side, into batches of large loss: Algorithm 1 of Cho et al. 2023, in O(n³).
 
     Returns (n/B, B) rows of the embeddings; the seed is that of k-means.
@@ -246,7 +277,7 @@ def spectral_batches(left: np.ndarray, right: np.ndarray, batch_size: int, tempe
     return equal_clusters(rows, num_clusters, seed)
 
 
-def bandwidth_batches(left: np.ndarray, right: np.ndarray, batch_size: int) -> np.ndarray:
+def bandwidth_batches(left: ndarray, right: ndarray, batch_size: int) -> ndarray:
     """Partition pairs, (N, D) float32 each side, along a reverse Cuthill–McKee order of their nearest-neighbour graph.
 
     Source: Sachidananda et al. 2023, Global Selection of Contrastive Batches via Optimization on Sample Permutations,
@@ -261,23 +292,26 @@ def bandwidth_batches(left: np.ndarray, right: np.ndarray, batch_size: int) -> n
     return order.astype(np.int64).reshape(-1, batch_size)
 
 
-def neighbor_graph(left: np.ndarray, right: np.ndarray, neighbors: int) -> csr_matrix:
+def neighbor_graph(left: ndarray, right: ndarray, neighbors: int) -> csr_matrix:
     """Symmetric (N, N) graph: an edge from i to the `neighbors` other j with the largest left_i·right_j."""
     import faiss
 
     size, dim = right.shape
     index: Any = faiss.IndexFlatIP(dim)
     if size > EXACT_UP_TO:
-        index = faiss.IndexIVFFlat(index, dim, math.isqrt(size), faiss.METRIC_INNER_PRODUCT)
+        lists = math.isqrt(size)
+        index = faiss.IndexIVFFlat(index, dim, lists, faiss.METRIC_INNER_PRODUCT)
         index.nprobe = PROBES
         index.train(right)
     index.add(right)
     # One neighbour more, since a pair is usually its own nearest.
     _, nearest = index.search(left, neighbors + 1)
-    sources = np.repeat(np.arange(size), neighbors + 1)
+    rows = np.arange(size)
+    sources = np.repeat(rows, neighbors + 1)
     targets = nearest.ravel()
     valid = (targets >= 0) & (targets != sources)
     ones = np.ones(valid.sum(), dtype=np.float32)
     edges = (sources[valid], targets[valid])
-    graph = coo_matrix((ones, edges), shape=(size, size)).tocsr()
-    return graph + graph.T
+    graph = coo_matrix((ones, edges), shape=(size, size))
+    directed = graph.tocsr()
+    return directed + directed.T

@@ -116,24 +116,6 @@ class RetrievalSet(NamedTuple):
     corpus: Corpus
     qrels: dict[str, dict[str, int]]
 
-    def first_queries(self, count: int) -> RetrievalSet:
-        """The collection with its first so many queries, and the whole corpus."""
-        queries = self.queries.take(range(min(count, len(self.queries))))
-        return RetrievalSet(queries, self.corpus, {query: self.qrels[query] for query in queries.ids})
-
-    def sampled(self, max_documents: int, seed: int = 0) -> RetrievalSet:
-        """The collection with every judged document and a random sample of the others, `max_documents` together.
-
-        Retrieval among fewer documents is easier: scores compare only with scores on the same sample.
-        """
-        judged = {document for grades in self.qrels.values() for document in grades}
-        is_judged = np.array([name in judged for name in self.corpus.ids], bool)
-        others = np.flatnonzero(~is_judged)
-        number = min(len(others), max(0, max_documents - int(is_judged.sum())))
-        drawn = np.random.default_rng(seed).choice(others, number, replace=False)
-        rows = np.sort(np.concatenate([np.flatnonzero(is_judged), drawn]))
-        return RetrievalSet(self.queries, self.corpus.take(rows), self.qrels)
-
 
 def held_out(pairs: PairDataset) -> RetrievalSet:
     """Held-out pairs as a retrieval test: left items are the queries, the right items of all pairs the corpus."""

@@ -103,13 +103,7 @@ class PlainEncoding:
 
 
 class EncodeCall(NamedTuple):
-    """A call of `CachedEncoding.encode`, to be repeated with its graph.
-
-    Attributes:
-        chunks: rows of each chunk.
-        random_states: of the CPU and the GPU before each chunk.
-        leaves: (n, D) embeddings, which get the gradient of the loss.
-    """
+    """A call of `CachedEncoding.encode`, to be repeated with its graph; `leaves` (n, D) get the loss's gradient."""
 
     side: Side
     inputs: Inputs

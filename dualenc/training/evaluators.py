@@ -61,10 +61,6 @@ class RetrievalEvaluator(Evaluator):
         path: BEIR folder; or give pairs.
         split: its judgements, qrels/SPLIT.tsv.
         pairs: held-out pairs; the right items that they bring are the corpus.
-        max_queries: measure on the first so many queries only.
-        max_documents: search only so many documents: all that are judged for a query that is measured, and a random
-            sample of the others, the same in every run. Scores are higher than on the whole corpus.
-        keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed as its copy.
         batch_size: items encoded at once.
         primary: the metric to keep the best weights by: ndcg, recall, mrr, map, precision or hit at 1, 3, 5, 10 or 100.
 
@@ -83,37 +79,20 @@ class RetrievalEvaluator(Evaluator):
         *,
         split: str = "test",
         pairs: PairDataset | None = None,
-        max_queries: int | None = None,
-        max_documents: int | None = None,
-        keep_self_matches: bool = False,
         batch_size: int = 64,
         primary: str = "ndcg@10",
     ) -> None:
-        for name, value in (("max_queries", max_queries), ("max_documents", max_documents)):
-            if value is not None and value < 1:
-                raise DualencError(f"RetrievalEvaluator: {name} is {value}; it must be at least 1")
         if path is not None and pairs is None:
             self.name = Path(path).resolve().name
-            whole = read_beir(str(path), split)
+            self.collection = read_beir(str(path), split)
         elif path is None and pairs is not None:
             self.name = "held-out pairs"
-            whole = held_out(pairs)
+            self.collection = held_out(pairs)
         else:
             raise DualencError("RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs")
-        self.collection = whole
-        limits = []
-        if max_queries is not None:
-            self.collection = self.collection.first_queries(max_queries)
-            limits.append(f"first {max_queries} queries")
-        # The corpus stays whole unless a sample is asked for: fewer documents would make retrieval easier.
-        if max_documents is not None and max_documents < len(whole.corpus):
-            self.collection = self.collection.sampled(max_documents)
-            limits.append(f"a sample of {len(self.collection.corpus):,} of {len(whole.corpus):,} documents")
-        report_self_matches(self.name, self.collection, keep_self_matches)
-        shown_limits = f" ({', '.join(limits)})" if limits else ""
-        self.data = (self.name + shown_limits, split if pairs is None else None)
-        self.modalities = {"left": whole.queries.modality, "right": whole.corpus.modality}
-        self.keep_self_matches = keep_self_matches
+        report_self_matches(self.name, self.collection, keep_self_matches=False)
+        self.data = (self.name, split if pairs is None else None)
+        self.modalities = {"left": self.collection.queries.modality, "right": self.collection.corpus.modality}
         self.batch_size = batch_size
         self.primary = primary
 
@@ -123,10 +102,10 @@ class RetrievalEvaluator(Evaluator):
         queries = embed_side(model, "left", collection.queries, self.batch_size, progress=bars[0])
         documents = embed_side(model, "right", collection.corpus, self.batch_size, progress=bars[1])
         device = next(model.parameters()).device
-        keep = self.keep_self_matches
-        qrels = None if keep else collection.qrels
+        # An unjudged document with the id of the query is a copy of it, and is left out.
+        qrels = collection.qrels
         run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, qrels=qrels, device=device)
-        result = Result("model", self.name, run, collection.qrels, len(documents.ids), keep_self_matches=keep)
+        result = Result("model", self.name, run, qrels, len(documents.ids))
         if self.primary in result.means:
             scores = {query: metrics[self.primary] for query, metrics in result.per_query.items()}
             self.query_scores = query_scores(self.primary, scores, _texts(collection.queries, queries.ids))

@@ -217,11 +217,11 @@ class Loop:
 
     def all_bad(self) -> dict[int, str]:
         """Reason by pair index of all samples left out so far, on any rank; all ranks call it together."""
-        every: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         # Ranks read different pairs in each epoch, so several may have met the same one.
         for bad in distributed.gather_objects(self.bad):
-            every |= bad
-        return every
+            reasons |= bad
+        return reasons
 
     def _begin(self) -> None:
         """Open the log and write the recipe: after the first step the folder belongs to this run."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, nearest
 from dualenc.hard_negatives import Rule
-from dualenc.training.optim import OptimizerName, ScheduleName, check_optimizer, check_schedule
+from dualenc.training.optim import OptimizerName, ScheduleName, check_optimizer
 from dualenc.types import OnError
 
 MixedPrecision = Literal["no", "bf16", "fp16", "auto"]
@@ -21,11 +20,19 @@ FREE_SETTINGS = (
 )
 """Settings that the weights do not depend on: a run may be resumed with others."""
 
-_AT_LEAST_ONE = (
+_COUNTS = (
     *("batch_size", "epochs", "max_steps", "gradient_accumulation", "chunk_size", "evaluate_every"),
     *("patience", "save_every", "keep_checkpoints", "log_every", "mine_every", "mine_negatives"),
 )
-_AT_LEAST_ZERO = ("seed", "num_workers")
+_INTERVALS = {
+    **dict.fromkeys(_COUNTS, "[1, inf)"),
+    **dict.fromkeys(("seed", "num_workers", "weight_decay", "warmup"), "[0, inf)"),
+    **dict.fromkeys(("learning_rate", "timeout_minutes", "max_gradient_norm"), "(0, inf)"),
+    **dict.fromkeys(("momentum", "held_out"), "[0, 1)"),
+    "layer_decay": "(0, 1]",
+    "weight_average": "(0, 1)",
+}
+"""Values that numbers may have; None is always one."""
 
 
 @dataclass(kw_only=True)
@@ -121,14 +128,14 @@ class TrainerSettings:
         if not os.fspath(self.output):
             raise DualencError("output is empty; name a folder")
         self.freeze = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
-        self._check_ranges()
+        for name, interval in _INTERVALS.items():
+            value = getattr(self, name)
+            if value is not None and not _is_in(interval, value):
+                raise DualencError(f"{name} is {value}; it must be in {interval}")
+        self._check_choices()
         self._check_combinations()
         # The rule checks its own arguments.
         _ = self.mining_rule
-        check_optimizer(
-            self.optimizer, self.learning_rate, self.weight_decay, self.momentum, self.betas, self.layer_decay
-        )
-        check_schedule(self.schedule, self.warmup)
 
     @property
     def mining_rule(self) -> Rule:
@@ -139,22 +146,17 @@ class TrainerSettings:
             # It begins with the name of an argument.
             raise DualencError(f"mine_{error}") from None
 
-    def _check_ranges(self) -> None:
-        limits = dict.fromkeys(_AT_LEAST_ONE, 1) | dict.fromkeys(_AT_LEAST_ZERO, 0)
-        for name, lowest in limits.items():
+    def _check_choices(self) -> None:
+        check_optimizer(self.optimizer)
+        for name, choices in (("schedule", get_args(ScheduleName)), ("on_error", get_args(OnError))):
             value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise DualencError(f"{name} is {value}; it must be at least {lowest}")
-        if self.held_out is not None and not 0 <= self.held_out < 1:
-            raise DualencError(f"held_out is {self.held_out}; give a share of the pairs from 0 to below 1, such as 0.1")
-        if not 0 < self.timeout_minutes < math.inf:
-            raise DualencError(f"timeout_minutes is {self.timeout_minutes}; it must be more than 0")
-        if self.on_error not in get_args(OnError):
-            raise DualencError(f"on_error is {self.on_error!r}; choose one of {', '.join(get_args(OnError))}")
-        if self.max_gradient_norm is not None and not 0 < self.max_gradient_norm < math.inf:
-            raise DualencError(f"max_gradient_norm is {self.max_gradient_norm}; it must be above 0; null leaves it out")
-        if self.weight_average is not None and not 0 < self.weight_average < 1:
-            raise DualencError(f"weight_average is {self.weight_average}; it must be between 0 and 1, such as 0.999")
+            if value not in choices:
+                near = nearest(str(value), choices)
+                raise DualencError(f"{name} is {value!r}{near}; choose one of {', '.join(choices)}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise DualencError(f"betas are {list(self.betas)}; give two numbers in [0, 1), such as [0.9, 0.999]")
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise DualencError(f"warmup is {self.warmup}; give a number of steps, or a share of all steps below 1")
 
     def _check_combinations(self) -> None:
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
@@ -164,3 +166,11 @@ class TrainerSettings:
                 f"mine_every is {self.mine_every}, and training ends before so many epochs are over; give more epochs, "
                 "or mine beforehand (dualenc mine)"
             )
+
+
+def _is_in(interval: str, value: float) -> bool:
+    """Whether a number is in an interval such as "[0, 1)"."""
+    lowest, highest = (float(end) for end in interval[1:-1].split(","))
+    is_above = lowest < value or (value == lowest and interval[0] == "[")
+    is_below = value < highest or (value == highest and interval[-1] == "]")
+    return is_above and is_below

@@ -20,17 +20,14 @@ _STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr
 
 
 class Stopped(SystemExit):
-    """A signal has stopped the training after a step; a SystemExit, so that a script does not continue without a model.
-
-    Its code is 128 + the signal's number, as shells count: 143 for SIGTERM, 138 for SIGUSR1 on Linux.
-    """
+    """A signal has stopped the training: a SystemExit of 128 + its number, so that no script continues."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
 
 
 class Interrupted(KeyboardInterrupt):
-    """The same after Ctrl-C: a KeyboardInterrupt, which does not end an interactive session as a SystemExit does."""
+    """The same after Ctrl-C: a KeyboardInterrupt, which does not end an interactive session."""
 
 
 def stopped_by(number: int) -> BaseException:

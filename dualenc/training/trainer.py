@@ -218,7 +218,12 @@ class Trainer:
                 f"batching is for batches of {batching.batch_size} of {batching.num_pairs} pairs, but batch_size is "
                 f"{settings.batch_size} and the data has {len(pairs)} pairs; give both the same"
             )
-        _check_uniform(objective, batching)
+        remedy = objective.needs_uniform_batches
+        if remedy and not batching.uniform:
+            raise DualencError(
+                f"{type(batching).__name__} chooses the batches, but {objective.name} as set assumes random ones; give "
+                f"it {remedy}, or leave batching out and weigh all sources of a mixture 1"
+            )
         _check_modalities(model, pairs, evaluator)
         if objective.needs_teacher and pairs.scores is None:
             raise DualencError(
@@ -227,22 +232,6 @@ class Trainer:
             )
         if settings.mine_every is not None:
             check_minable(pairs, objective)
-
-
-def _check_uniform(objective: Objective, batching: BatchSelector) -> None:
-    """Refuse selected batches for an objective whose estimate assumes random ones."""
-    remedy = objective.needs_uniform_batches
-    if not remedy or batching.uniform:
-        return
-    chooser = type(batching).__name__
-    alternative = "leave batching out"
-    if isinstance(batching, MixtureBatches):
-        chooser = "the mixture"
-        alternative = "weigh all sources 1 in mixed batches"
-    raise DualencError(
-        f"{chooser} chooses the batches, but {objective.name} as set assumes random ones; give it {remedy}, or "
-        f"{alternative}"
-    )
 
 
 def _check_modalities(model: DualEncoder, pairs: PairDataset, evaluator: Evaluator | None) -> None:

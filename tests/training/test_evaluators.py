@@ -100,44 +100,21 @@ def beir(folder, documents, queries, qrels):
     return write_beir(folder, *records, {"dev": qrels})
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_judged_document_with_the_id_of_its_query_is_found(model, tmp_path, caplog, keep):
+def test_a_judged_document_with_the_id_of_its_query_is_found(model, tmp_path, caplog):
     """Of three queries the first two are judged with the document of their id, the second with junk alone."""
     ids = ["0", "1", "2"]
     folder = beir(tmp_path / "toy", ids, ids, [("0", "0", 1), ("1", "1", -2), ("2", "1", 1)])
-    evaluator = RetrievalEvaluator(folder, split="dev", keep_self_matches=keep)
+    evaluator = RetrievalEvaluator(folder, split="dev")
     assert "3 of 3 queries have the id of a document: 2 of these" in caplog.text
+    assert evaluator.data == ("toy", "dev")
     assert evaluator(model)["recall@100"] == pytest.approx(2 / 3)
     corpus, queries = evaluator.collection.corpus, evaluator.collection.queries
     with torch.no_grad():
         left = model("left", model.left.prepare([str(queries.items[2])]))
         right = model("right", model.right.prepare([str(item) for item in corpus.items]))
     order = (-(left @ right.T)).argsort(dim=1)[0].tolist()
-    if not keep:
-        order.remove(2)
+    order.remove(2)
     assert evaluator.query_scores.scores["2"] == pytest.approx(1 / np.log2(2 + order.index(1)))
-
-
-def test_a_sampled_corpus_holds_all_judged_documents_and_is_the_same_in_every_run(model, tmp_path):
-    """Each query asks for the document of its number."""
-    documents, queries = [f"d{i}" for i in range(30)], [f"q{i}" for i in range(6)]
-    folder = beir(tmp_path / "toy", documents, queries, [(f"q{i}", f"d{i}", 1) for i in range(6)])
-    limits = {"split": "dev", "max_queries": 4}
-    evaluator = RetrievalEvaluator(folder, **limits, max_documents=10, primary="hit@1")
-    assert evaluator.data == ("toy (first 4 queries, a sample of 10 of 30 documents)", "dev")
-    collection = evaluator.collection
-    assert list(collection.qrels) == queries[:4]
-    assert set(documents[:4]) <= set(collection.corpus.ids)
-    assert len(collection.corpus) == 10
-    again = RetrievalEvaluator(folder, **limits, max_documents=10)
-    assert again.collection.corpus.ids == collection.corpus.ids
-    # Scores among fewer documents cannot be lower.
-    sampled, whole = evaluator(model), RetrievalEvaluator(folder, **limits)(model)
-    assert {"ndcg@10", "hit@1"} < sampled.keys()
-    assert sampled["mrr@10"] >= whole["mrr@10"]
-    # Judged documents stay even where they are more than asked for; a limit above the corpus changes nothing.
-    assert len(RetrievalEvaluator(folder, split="dev", max_documents=2).collection.corpus) == 6
-    assert RetrievalEvaluator(folder, split="dev", max_documents=99).data == ("toy", "dev")
 
 
 def test_what_cannot_be_measured_is_refused():
@@ -145,7 +122,6 @@ def test_what_cannot_be_measured_is_refused():
     for make, message in (
         (lambda: RetrievalEvaluator(), "give either path"),
         (lambda: RetrievalEvaluator("x", pairs=tiny_pairs()), "give either path"),
-        (lambda: RetrievalEvaluator(pairs=tiny_pairs(), max_documents=0), "max_documents is 0"),
         (lambda: KNNEvaluator(views, views), "train has no labels"),
     ):
         with pytest.raises(DualencError, match=message):

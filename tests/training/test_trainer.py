@@ -312,7 +312,7 @@ SIZES = {"num_left": 38, "num_right": 38}
         ({"pairs": tiny_pairs(right_modality="image")}, "the right side of the pairs is image"),
         ({"objective": Distilled(InfoNCE())}, "the data holds no scores"),
         ({"objective": EMC2(num_left=24), "batching": OSGDBatches(24, 6)}, r"OSGDBatches chooses .*proposals=64"),
-        ({"pairs": WEIGHED, "objective": ISIR(**SIZES)}, "the mixture chooses the batches, but ISIR .*proposals=64"),
+        ({"pairs": WEIGHED, "objective": ISIR(**SIZES)}, "MixtureBatches chooses the batches, but ISIR .*proposals=64"),
         ({"pairs": WEIGHED, "objective": GlobalCache(**SIZES)}, "GlobalCache as set assumes random ones"),
         ({"pairs": WEIGHED, "batching": OSGDBatches(38, 6)}, "which OSGDBatches does not know"),
         ({"mine_every": 1, "pairs": views(), "objective": SogCLR(num_left=24, views=True)}, "two views of images"),
