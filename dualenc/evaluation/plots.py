@@ -1,4 +1,4 @@
-"""Figures for reports, drawn with matplotlib; each function returns a figure and keeps no global state."""
+"""Curves for reports, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe & Ito's palette, which colour-blind readers can distinguish.
@@ -20,11 +19,19 @@ def lines(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, xlabel: str = "", ylabel: str = ""
 ) -> Figure:
     """Curves of (x, y) points by name."""
-    figure, axes = _axes(xlabel, ylabel)
+    # matplotlib is imported where a figure is drawn: `dualenc search` prints tables without it.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(axis="y", alpha=0.3)
     for number, (name, (x, y)) in enumerate(series.items()):
         marker = "o" if len(x) <= 30 else None
         axes.plot(x, y, label=literal(name), color=COLOURS[number % len(COLOURS)], marker=marker, markersize=4)
-    _legend(axes, len(series))
+    if len(series) > 1:
+        axes.legend(frameon=False)
     return figure
 
 
@@ -42,20 +49,3 @@ def as_svg(figure: Figure) -> str:
     with matplotlib.rc_context({"svg.hashsalt": "dualenc", "svg.fonttype": "none"}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()
-
-
-def _axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    # matplotlib is imported where a figure is drawn: `dualenc search` prints tables without it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.grid(axis="y", alpha=0.3)
-    return figure, axes
-
-
-def _legend(axes: Axes, series: int) -> None:
-    if series > 1:
-        axes.legend(frameon=False)
