@@ -119,10 +119,7 @@ def _open_versions(
 class Study:
     """The results of all parts: metrics, rows of the table of retrieval, and further tables.
 
-    Args:
-        tower, prepare_views: the image tower, and images and seeds to its augmented inputs.
-        source, clean: the corrupted images, and the images without corruption, if they are at hand.
-        images: how many to use, the seed of corruptions and augmentation, and the number of workers.
+    `images` says how many to use, the seed of corruptions and augmentation, and the number of workers.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.evaluation.query_scores import QueryScores
-    from dualenc.evaluation.report import Figure, Table
+    from dualenc.evaluation.report import Table
 
 MAX_VALUE = 1e100
 Row = dict[str, object]
@@ -28,7 +28,8 @@ def report(run: str, *others: str, out: str | None = None) -> None:
         others: more runs to compare it with.
         out: the file to write; by default report.html in RUN.
     """
-    from dualenc.evaluation.report import Table, check_report_target, print_table, write_report
+    from dualenc.evaluation.plots import lines
+    from dualenc.evaluation.report import Figure, Table, check_report_target, print_table, write_report
 
     target = Path(out or Path(run) / "report.html")
     check_report_target(target)
@@ -45,19 +46,16 @@ def report(run: str, *others: str, out: str | None = None) -> None:
     if len(runs) == 1:
         facts |= runs[0].settings
     title = "Training" if len(runs) == 1 else "Trainings side by side"
-    write_report(target, title, facts=facts, figures=_curves(runs), tables=[*tables, *_queries(runs)])
+    figures = []
+    for name in _logged_names(runs):
+        curves = {each.name: each.curve(name) for each in runs if each.curve(name)[0]}
+        figures.append(Figure(name, lines(curves, xlabel="step")))
+    write_report(target, title, facts=facts, figures=figures, tables=[*tables, *_queries(runs)])
     print(printable(f"report: {target}"))
 
 
 class RunRecords(NamedTuple):
-    """The records of a run.
-
-    Attributes:
-        name: of the folder.
-        lines: of its metrics.jsonl.
-        settings: of its recipe.yaml, by "section.key" as overrides name them; empty for a run from Python.
-        scores: of single queries, by the step of the evaluation.
-    """
+    """Lines of a run's metrics.jsonl, its recipe's settings by "section.key", and scores of single queries by step."""
 
     name: str
     lines: list[dict[str, Any]]
@@ -151,18 +149,6 @@ def _differences(runs: Sequence[RunRecords]) -> list[Row]:
         if len(set(values.values())) > 1:
             rows.append({"setting": name, **values})
     return rows
-
-
-def _curves(runs: Sequence[RunRecords]) -> list[Figure]:
-    """One plot for each logged quantity, with a curve for each run."""
-    from dualenc.evaluation.plots import lines
-    from dualenc.evaluation.report import Figure
-
-    figures = []
-    for name in _logged_names(runs):
-        drawn = {each.name: each.curve(name) for each in runs if each.curve(name)[0]}
-        figures.append(Figure(name, lines(drawn, xlabel="step")))
-    return figures
 
 
 def _queries(runs: Sequence[RunRecords]) -> list[Table]:

@@ -61,13 +61,10 @@ def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
 
 
 class ImageVersions(Dataset[Any]):
-    """Row i is image i under every condition, prepared for a tower.
+    """Row i is image i under C conditions, prepared for a tower.
 
-    Args:
-        source, conditions: the images, and C pairs of corruption and severity.
-        prepare: the tower's; called with seeds (training augmentation) if `views` is above 0.
-        views: number V of augmented views of each version; 0 for the preprocessing of evaluation.
-        seed: of the augmentation, which is a function of seed, image, condition and view.
+    With V `views` above 0, each version is augmented V times, by seeds of seed, image, condition and view; with 0 it is
+    prepared as in evaluation.
     """
 
     def __init__(
@@ -106,11 +103,9 @@ class ImageVersions(Dataset[Any]):
 
 
 class Encoded(NamedTuple):
-    """A block of images, encoded.
+    """A block of images: (n,) numbers, (n, V, C, D) features, and (number, reason) of images that cannot be read.
 
-    Attributes:
-        indices, features: (n,) numbers of the images and (n, V, C, D); V is 1 without augmentation.
-        bad: (number, reason) of images that cannot be read; they are not among `indices`.
+    V is 1 without augmentation; `indices` lacks the images that cannot be read.
     """
 
     indices: list[int]
@@ -223,8 +218,7 @@ def summarise(nearest: Nearest, versions: Sequence[str] = ()) -> dict[str, float
 
 
 def confusions(nearest: Nearest) -> npt.NDArray[np.float64]:
-    """(K, K) how often a view of version k (row) finds version j (column), by (N, 2, K) of `nearest_versions`; rows sum
-    to 1 less the ties."""
+    """(K, K) how often a view of version k (row) finds version j (column); rows sum to 1 less the ties."""
     numbers = np.arange(nearest.shape[2])
     counts = (nearest[..., None] == numbers).sum(axis=(0, 1))
     return counts / (2 * len(nearest))

@@ -15,13 +15,10 @@ from dualenc.types import Vectors
 
 
 class Matched(NamedTuple):
-    """Embedded images and texts that belong together.
+    """Embedded images and texts that belong together: (I,) and (T,) rows of their embeddings.
 
-    Attributes:
-        image_rows: (I,) rows of the image embeddings that have a text.
-        text_rows: (T,) rows of the text embeddings that have an image.
-        captions: for each of the I images its texts, counted among the T.
-        text_of_pair: (M,) for each pair its text, counted among the T; a duplicate caption is a query twice.
+    `captions` are for each of the I images its texts, counted among the T; `text_of_pair` (M,) is for each pair its
+    text, so that a duplicate caption is a query twice.
     """
 
     image_rows: npt.NDArray[np.int64]
@@ -36,11 +33,9 @@ def match_captions(
     image_ids: Sequence[int],
     text_ids: Sequence[int],
 ) -> Matched:
-    """Match pairs of image and text with embeddings; a pair that lost a side to a bad sample is left out.
+    """Match pairs, (M,) image and text ids, with the ids of the rows of embeddings.
 
-    Args:
-        left_id, right_id: (M,) image and text id of each pair.
-        image_ids, text_ids: id of each row of the embeddings.
+    A pair that lost a side to a bad sample is left out.
     """
     image_row = {number: row for row, number in enumerate(image_ids)}
     text_row = {number: row for row, number in enumerate(text_ids)}

@@ -123,11 +123,8 @@ def recall_at(ranks: npt.NDArray[np.int64], cutoffs: Sequence[int] = (1, 5, 10))
 class Comparison(NamedTuple):
     """Paired bootstrap of run B against run A, for one metric.
 
-    Attributes:
-        queries, mean_a, mean_b: number of queries, and means of both runs.
-        difference, low, high: `mean_b` − `mean_a` and its confidence interval.
-        p_value: two-sided: how often the difference would be as large by the choice of queries alone.
-        better, worse: queries on which B scores higher, or lower.
+    `difference` is `mean_b` − `mean_a`, `low` and `high` its confidence interval, `p_value` two-sided: how often the
+    difference would be as large by the choice of queries alone; B scores `better` or `worse` on so many queries.
     """
 
     queries: int

@@ -218,8 +218,7 @@ class Measured:
         step_errors: relative distance of a step's gradient from the exact gradient of the same anchors, for a sample.
         mean_errors: relative distance of the running mean gradient, noise included.
         values, seconds: reported loss and duration of each step.
-        encodes: items requested by id, per pair.
-        state_bytes: size of the objective's tables.
+        encodes, state_bytes: items requested by id, per pair, and size of the objective's tables.
     """
 
     bias: Bias = field(default_factory=lambda: Bias(0.0, math.inf))

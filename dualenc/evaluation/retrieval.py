@@ -78,8 +78,8 @@ def bm25_run(
 ) -> dict[str, dict[str, float]]:
     """The k best documents of each query by BM25, as `dualenc.search.lexical` splits and scores texts.
 
-    Documents that share no word with the query are not retrieved, so a query may find fewer than k, or none. Equal
-    scores are ordered by descending document id, as trec_eval does.
+    Documents that share no word with the query are not retrieved. Equal scores are ordered by descending id, as
+    trec_eval does.
     """
     # Equal scores are found by ascending row.
     rows = sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True)
@@ -95,14 +95,10 @@ HEADLINES = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
 
 
 class Result:
-    """Scores of one system on one collection.
+    """Scores of one system, such as a model, on one collection of `num_documents`, by its run and the judgements.
 
-    Args:
-        system, dataset: names of the model or method, and of the collection.
-        run, qrels: score of each retrieved document by query id, and the judgements.
-        num_documents: size of the corpus.
-        keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed, so that
-            trec_eval finds the same numbers in the file of the run.
+    Unless `keep_self_matches`, an unjudged document whose id is the query's is removed from the run, too, so that
+    trec_eval finds the same numbers in its file.
     """
 
     def __init__(

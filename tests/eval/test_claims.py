@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 from pathlib import Path
 from types import ModuleType
 
-import datasets
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.eval.scripts import load_script
 
@@ -22,39 +18,9 @@ def claims() -> ModuleType:
     return load_script("claims.py")
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noise in two colours, which are the classes: 40 images to train on and to validate, 12 to test."""
-    folder = tmp_path_factory.mktemp("colours")
-    random = np.random.default_rng(0)
-    for name, count in (("train", 40), ("test", 12)):
-        rows: dict[str, list[object]] = {"image": [], "label": []}
-        for row in range(count):
-            pixels = random.integers(0, 100, (32, 32, 3), dtype=np.uint8)
-            pixels[:, :, row % 2] += 120
-            content = io.BytesIO()
-            Image.fromarray(pixels).save(content, "png")
-            rows["image"].append(content.getvalue())
-            rows["label"].append(row % 2)
-        datasets.Dataset.from_dict(rows).to_parquet(folder / f"{name}.parquet")
-    return folder
-
-
 def options(out: Path, **other: float) -> argparse.Namespace:
     given = {"batch_size": 4, "learning_rate": 1e-3, "steps": 3, "pairs": 28, "test": 12, "versions": 3, "seeds": 2}
     return argparse.Namespace(out=str(out), epochs=2, rate=0.01, **{**given, **other})
-
-
-def test_a_seed_chooses_among_the_stored_views(claims: ModuleType) -> None:
-    plain = torch.arange(3, dtype=torch.uint8).view(3, 1, 1, 1)
-    augmented = torch.arange(6, dtype=torch.uint8).view(3, 2, 1, 1, 1)
-    prepare = claims.StoredViews(plain, augmented)
-
-    def pixels(*given: object) -> list[int]:
-        return ((prepare(*given)["image"].flatten() + 1) * 127.5).round().int().tolist()
-
-    assert pixels([2, 0]) == [2, 0]
-    assert pixels([2, 0, 2], [100, 7, 5]) == [4, 1, 5]
 
 
 def test_with_fixed_statistics_an_embedding_depends_on_its_image_alone(claims: ModuleType) -> None:
@@ -102,25 +68,3 @@ def test_the_temperature_is_the_best_on_validation_with_the_first_seed(claims: M
     assert rows[0]["linear"] == pytest.approx(0.3)
     assert rows[0]["linear sd"] == pytest.approx(0.1 * 2**0.5)
     assert rows[1]["linear"] == pytest.approx(0.7)
-
-
-def test_an_arm_is_in_a_table_and_no_table_names_another(claims: ModuleType) -> None:
-    assert {name for names in claims.EXPERIMENTS.values() for name in names} == set(claims.ARMS)
-
-
-@pytest.mark.nightly
-def test_arms_are_trained_measured_and_kept(claims: ModuleType, images: Path, tmp_path: Path) -> None:
-    given = options(tmp_path)
-    task = claims.Task(str(images), given.pairs, given.test, given.versions)
-    assert task.versions.shape == (3, 2, 19, 3, 16, 16)
-    names = ["SimCLR, bisection", "SogCLR, OSGD"]
-    comparison = claims.Comparison(task, given)
-    rows = comparison.table(names, 2)
-    assert rows == comparison.table(names, 2)  # from the files
-    for row in rows:
-        # The classes are colours, which any network passes on.
-        assert row["linear"] > 0.7
-        assert all(0 <= row[metric] <= 1 for metric in ("knn20", "nn1", "pair", "version"))
-    ends = claims.convergence(claims.scaled(task.augmented[:, :2]), given)
-    assert [row["objective"] for row in ends] == list(claims.ON_FINITE_SET)
-    assert (tmp_path / "finite-28-2.svg").stat().st_size > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualenc.data import Corpus, PairDataset, RetrievalSet
+from dualenc.data import Corpus, RetrievalSet
 from dualenc.encoders import VectorEncoder
 from tests.eval.scripts import load_script
 
@@ -57,22 +57,6 @@ def test_memory_counts_the_inputs_of_a_batch_and_of_out_of_batch_items(name: str
     assert found["peak"] > found["inputs"]
 
 
-def test_an_objective_that_memory_does_not_know_is_named() -> None:
-    with pytest.raises(SystemExit, match="InfoNEC not known; choose from InfoNCE"):
-        load_script("bench/memory.py").main(objectives=["InfoNEC"])
-
-
-def test_a_training_step_is_timed_by_the_difference_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load_script("bench/training.py")
-    clock = [0.0]
-
-    def train(steps: int) -> None:
-        clock[0] += 100 + 2 * steps
-
-    monkeypatch.setattr("common.in_turn.__defaults__", (0, lambda: clock[0]))
-    assert script.seconds_per_step({"a": train}, few=3, steps=5, repeats=2) == {"a": [2.0, 2.0]}
-
-
 @pytest.mark.slow
 def test_training_steps_of_two_tools_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("bench/training.py")
@@ -90,30 +74,18 @@ def test_training_steps_of_two_tools_are_measured(tmp_path: Path, capsys: pytest
     assert sorted(file.name for file in (tmp_path / "traces").iterdir()) == names
 
 
-def test_a_row_that_training_does_not_know_is_named() -> None:
-    with pytest.raises(SystemExit, match=r"rows InfoNEC not known; choose from InfoNCE"):
-        load_script("bench/training.py").main(rows=["InfoNEC"])
-
-
-@pytest.mark.parametrize("repeats", [0, 1])
-def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str], repeats: int) -> None:
+def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"vectors": 1000, "dim": 16, "queries": 20, "seconds": 0, "factories": ["Flat"]}
-    load_script("bench/index.py").main(repeats=repeats, **settings)
+    load_script("bench/index.py").main(repeats=1, **settings)
     printed = capsys.readouterr().out
     assert "dualenc 1.0000, faiss 1.0000" in printed
-    assert printed.count("ratio") == 2 + repeats
+    assert printed.count("ratio") == 3
 
 
 def test_exact_searches_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("bench/exact_search.py")
     script.main(documents=300, dim=16, queries=20, k=7, repeats=1)
     assert sum(line.startswith(("| FAISS", "| torch")) for line in capsys.readouterr().out.splitlines()) >= 2
-    scores, columns = np.array([[0.9, 0.5, 0.1]], np.float32), np.array([[4, 2, 7]])
-    assert script.check_alike((scores, columns), (scores, columns)) == (0, 0)
-    with pytest.raises(AssertionError, match="scores differ"):
-        script.check_alike((scores + 1e-5, columns), (scores, columns))
-    with pytest.raises(AssertionError, match="another document"):
-        script.check_alike((scores, columns[:, [1, 0, 2]]), (scores, columns))
 
 
 @pytest.mark.slow
@@ -136,57 +108,9 @@ def test_prefixes_are_judged_by_exact_search() -> None:
     assert found[2] < found[6]
 
 
-@pytest.mark.slow
-def test_mined_negatives_and_scores_stand_with_the_pairs_of_their_query(tmp_path: Path) -> None:
-    rows = [
-        {"query_id": "1", "pos_id": ["0", "2"], "neg_id": ["3"], "pos_scores": [0.9, 0.8], "neg_scores": [0.5]},
-        {"query_id": "0", "pos_id": ["1"], "neg_id": ["0", "3"], "pos_scores": [0.7], "neg_scores": [0.6, 0.4]},
-    ]
-    (tmp_path / "mined.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    vectors = np.eye(4, dtype=np.float32)
-    kinds = {"left_modality": "vector", "right_modality": "vector"}
-    pairs = PairDataset(vectors, vectors, [0, 1, 1, 2], [1, 0, 2, 3], **kinds)  # nothing was mined for query 2
-    found = load_script("hard_negatives.py").with_negatives(pairs, tmp_path / "mined.jsonl")
-    assert found.negatives.values.tolist() == [0, 3, 3, 3]
-    assert found.negatives.lengths.tolist() == [2, 1, 1, 0]
-    np.testing.assert_allclose(found.scores, [0.7, 0.9, 0.8, np.nan])
-    np.testing.assert_allclose(found.negative_scores, [0.6, 0.4, 0.5, 0.5])
-
-
 def test_filtered_searches_are_exact_where_everything_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("bench/filtered.py")
     script.main(vectors=500, dim=8, queries=5, factories=("Flat", "HNSW8"), shares=(0.5, 0.05))
     flat, hnsw = capsys.readouterr().out.split("HNSW8")
     assert flat.count("recall@10 1.000") == 2
     assert "5.0% kept: recall@10 1.000" in hnsw
-
-
-def test_finetuning_tunes_past_the_edge_and_fills_its_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take two seconds; quality is best at τ = 0.05 and four times the first rate."""
-    script = load_script("finetuning.py")
-    trained: list[int] = []
-
-    class Model:
-        def __init__(self, settings: dict[str, float]) -> None:
-            self.distance = abs(settings["temperature"] - 0.05) + abs(settings["rate"] - 4 * script.RATES[0])
-
-        def eval(self) -> dict[str, float]:
-            return {"ndcg@10": -self.distance}
-
-    def train(task: object, row: object, settings: dict[str, float], steps: int) -> tuple[Model, float]:
-        trained.append(steps)
-        return Model(settings), 2.0 * steps
-
-    monkeypatch.setattr(script, "train", train)
-    task = script.Task(None, lambda quality: quality, lambda quality: quality, None)
-    kept = script.Results(tmp_path / "runs.jsonl")
-    trainings = script.Trainings(task, script.Row("InfoNCE"), {"row": "InfoNCE"}, kept)
-    assert trainings.tune(20, script.RATES) == (0.05, 4 * script.RATES[0])
-    assert trainings.tune(20, [1e-5]) == (0.05, 1e-5), "a single rate is taken as it is"
-    assert set(trained[2:]) == {10}
-    found = trainings.measure(60, 0.05, script.RATES[0], 1, tuning=False)
-    assert (found["steps"], found["seconds"]) == (30, 60)
-    before = len(trained)
-    assert script.Results(tmp_path / "runs.jsonl").find({"budget": 60})["steps"] == 30
-    assert trainings.measure(60, 0.05, script.RATES[0], 1, tuning=False) == found
-    assert len(trained) == before

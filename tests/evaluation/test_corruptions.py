@@ -165,11 +165,6 @@ def test_the_layouts_are_recognised(cifar_c: Path, tmp_path: Path) -> None:
         read_corrupted(tmp_path / "nowhere")
 
 
-def test_an_index_out_of_range_is_not_another_severity(cifar_c: Path) -> None:
-    with pytest.raises(IndexError):
-        read_corrupted(cifar_c).image(4, "fog", 1)
-
-
 DAMAGE = [
     (
         lambda folder: np.save(folder / "fog.npy", np.zeros((15, 32, 32, 3), np.uint8)),

@@ -67,14 +67,6 @@ def test_label_histograms_count_every_pair_once() -> None:
     assert found.negative_mean == pytest.approx(np.mean(cosines[False]), abs=1e-6)
 
 
-def test_overlap_runs_from_apart_to_alike() -> None:
-    apart = label_similarities(np.repeat(np.eye(2), 3, axis=0), np.repeat([0, 1], 3))
-    assert apart.overlap == 0.0
-    assert (apart.positive_mean, apart.negative_mean) == (pytest.approx(1.0), pytest.approx(0.0))
-    alike = label_similarities(np.ones((6, 2)), np.repeat([0, 1], 3))
-    assert alike.overlap == pytest.approx(1.0)
-
-
 def test_mistakes_are_one_line_in_geometry() -> None:
     rows = vectors(4, 3, 0)
     with pytest.raises(DualencError, match="two or more"):
@@ -83,4 +75,9 @@ def test_mistakes_are_one_line_in_geometry() -> None:
         label_similarities(rows, np.zeros(4, int))
     with pytest.raises(DualencError, match="row 2 of the embeddings"):
         uniformity(np.where(np.arange(4)[:, None] == 2, np.nan, rows))
+
+
+def test_known_values() -> None:
     assert uniformity(np.eye(4)) == pytest.approx(-4.0), "orthogonal rows are √2 apart: −t·2"
+    assert label_similarities(np.repeat(np.eye(2), 3, axis=0), np.repeat([0, 1], 3)) == pytest.approx((1, 0, 0))
+    assert label_similarities(np.ones((6, 2)), np.repeat([0, 1], 3)).overlap == pytest.approx(1.0)

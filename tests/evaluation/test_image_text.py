@@ -48,12 +48,6 @@ def test_equals_topk_of_torch(seed: int, count: int, per_image: int) -> None:
         assert scores[f"text_to_image_recall@{k}"] == pytest.approx(found.any(1).float().mean().item())
 
 
-def test_a_caption_of_two_images_is_right_for_both() -> None:
-    images = np.eye(2, dtype=np.float32)
-    ranks = both_ways_ranks(images, np.array([[0.0, 1.0]], np.float32), [[0], [0]])
-    assert ranks["text_to_image"].tolist() == [1]
-
-
 def test_captions_are_matched_by_id_and_pairs_that_lost_a_side_are_left_out() -> None:
     """Image 1 and text 12 could not be read; image 2 had only text 12; text 11 only image 1; 10 stands twice."""
     left, right = np.array([0, 0, 1, 2, 3, 0]), np.array([10, 13, 11, 12, 13, 10])

@@ -4,20 +4,65 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dualenc.cli import main
+from dualenc.data.beir import read_qrels
 from tests.commands import toy
 
 mteb = pytest.importorskip("mteb", reason="mteb is not installed; pip install mteb")
 
 
+def text_task(folder: Path) -> Any:
+    """The test split of a BEIR folder, as a task of which nothing comes from the hub."""
+    from datasets import Dataset
+    from mteb.abstasks.retrieval import AbsTaskRetrieval
+    from mteb.abstasks.task_metadata import TaskMetadata
+
+    def dataset(path: Path) -> Dataset:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return Dataset.from_list(rows).rename_columns({"_id": "id"})
+
+    class LocalTexts(AbsTaskRetrieval):
+        metadata = TaskMetadata(
+            name="LocalTexts",
+            dataset={"path": "local/data", "revision": "local"},
+            description="Read from a folder.",
+            reference=None,
+            type="Retrieval",
+            category="t2t",
+            modalities=["text"],
+            eval_splits=["test"],
+            eval_langs=["eng-Latn"],
+            main_score="ndcg_at_10",
+            date=("1960-01-01", "1970-01-01"),
+            domains=["Academic"],
+            task_subtypes=[],
+            license="not specified",
+            annotations_creators="expert-annotated",
+            dialect=[],
+            sample_creation="found",
+            bibtex_citation="",
+        )
+
+        def load_data(self, num_proc: int | None = None, **_: Any) -> None:
+            split = {
+                "corpus": dataset(folder / "corpus.jsonl"),
+                "queries": dataset(folder / "queries.jsonl"),
+                "relevant_docs": read_qrels(folder / "qrels" / "test.tsv"),
+                "top_ranked": None,
+            }
+            self.dataset = {"default": {"test": split}}  # type: ignore[typeddict-item]
+            self.data_loaded = True
+
+    return LocalTexts()
+
+
 @pytest.mark.slow
 def test_a_model_folder_scores_in_mteb_as_in_our_evaluation(tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
-
-    from tests.evaluation.mteb_tasks import text_task
 
     model = toy.text_model(tmp_path / "texts")
     data = toy.write_beir(tmp_path / "beir", documents=120, queries=30)
