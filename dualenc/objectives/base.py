@@ -316,7 +316,7 @@ class Objective(nn.Module):
     def _metrics(self, batch: EncodedBatch, temperature: Tensor) -> Metrics:
         batch = batch.detached()
 
-        def compute() -> tuple[dict[str, Tensor], Tensor]:
+        def compute() -> dict[str, Tensor]:
             with torch.autocast(batch.ids.device.type, enabled=False):
                 return batch_metrics(self._directions(batch, temperature), self.corpus.log_num_negatives)
 
@@ -335,11 +335,8 @@ class Objective(nn.Module):
 
 
 class Estimate(torch.autograd.Function):
-    """`Estimate.apply(value, scores, weights)`: losses with a value (X, A) whose gradient in the scores is `weights`.
-
-    The gradient of the global loss is Σ_c p_c·∇s_c/τ − ∇s⁺/τ: it needs the negatives' weights p_c only, while the value
-    needs the whole corpus. `scores` and `weights` are (X, A, C); no gradient flows through a weight.
-    """
+    """`Estimate.apply(value, scores, weights)`: losses with a value (X, A) whose gradient in the scores (X, A, C) is
+    `weights` (X, A, C): that of L is Σ_c p_c·∇s_c/τ − ∇s⁺/τ, while its value needs the whole corpus."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
@@ -356,14 +353,11 @@ class Estimate(torch.autograd.Function):
 
 
 def temperature_term(positive_scores: Tensor, weight_sum: Tensor) -> Tensor:
-    """(X, A) zeros with the gradient (1 − Σ_c w_c)·∇(s⁺/τ), to add where an estimator's weights need not sum to 1.
-
-    L is a function of s − s⁺, so that its gradient in log τ is −Σ_c w_c·(s_c − s⁺)/τ: without this term every error of
-    the sum would move τ by as much as s⁺/τ.
+    """(X, A) zeros with the gradient (1 − Σ_c w_c)·∇(s⁺/τ), to add where an estimator's weights need not sum to 1: L is
+    a function of s − s⁺, and without this term every error of the sum (X, A) would move τ by as much as s⁺/τ.
 
     Args:
         positive_scores: (X, A) s⁺/τ with a detached s⁺, so that the term reaches τ alone; of a kernel q, log q⁺.
-        weight_sum: (X, A) Σ_c w_c.
     """
     missing = (1 - weight_sum).detach()[..., None]
     return Estimate.apply(torch.zeros_like(weight_sum), positive_scores[..., None], missing)

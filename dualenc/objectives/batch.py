@@ -56,14 +56,7 @@ def gather_batch(
     ids: Mapping[str, Tensor | None],
     weights: Tensor | None,
 ) -> EncodedBatch:
-    """Check what `Objective.forward` was given, and gather it over ranks.
-
-    Args:
-        objective: its id spaces and views decide what is valid.
-        embeddings: left, right, negatives, keys_left and keys_right (b, D).
-        ids: left_id, right_id, left_positives, right_positives, negative_id.
-        weights: (b,) or None.
-    """
+    """Check the arguments of `Objective.forward` by its id spaces and views, and gather them over ranks."""
     for name, tensor in (("left", embeddings["left"]), ("right", embeddings["right"]), ("left_id", ids["left_id"])):
         if tensor is None:
             fail(name, "is None; pass a tensor")
@@ -102,11 +95,7 @@ def gather_batch(
 
 
 def two_towers(batch: EncodedBatch, num_left: int, temperature: Tensor) -> Anchors:
-    """Left anchors against all right items, and right anchors against all left items (X = 2).
-
-    Args:
-        num_left: where right items begin in per-item tables.
-    """
+    """Left anchors against all right items, and right anchors against all left ones (X = 2)."""
     lists = []
     for side, other in ((0, 1), (1, 0)):
         own = (batch.ids[side], batch.ids[other], batch.all_ids[side], batch.all_ids[other])

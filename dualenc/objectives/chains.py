@@ -167,12 +167,7 @@ class ChainObjective(Objective):
         return ChainState(chains, state, started, start_scores, log_partition, is_found, column), keys
 
     def plan_encoding(self, chain: ChainState, keys: Tensor, needed: Tensor) -> ChainPlan:
-        """What to embed: this rank's share of the draws, and states that are not among the proposals.
-
-        Args:
-            chain, keys: from `visit`.
-            needed: (X, A) whether the state's embedding is needed.
-        """
+        """What to embed: this rank's share of the draws, and the states needed (X, A) that no proposal stands for."""
         items = self.items_of_state(chain.state)  # (X, A, S)
         is_known = chain.is_found | ~needed[..., None]
         states = items.masked_fill(is_known, PADDING).flatten(1)
@@ -201,13 +196,8 @@ class ChainObjective(Objective):
     def chain_losses(
         self, block: Anchors, chain: ChainState, weights: Tensor, scores: Tensor, state_scores: Tensor
     ) -> Tensor:
-        """(X, a) losses with the gradient Σ_c w_c·∇(s_c/τ) − ∇(s⁺/τ) over proposals and states.
-
-        Args:
-            weights: (X, a, C + S) of the proposals, then of the states.
-            scores: (X, a, C) of the proposals.
-            state_scores: (X, a, S) of the states.
-        """
+        """(X, a) losses with the gradient Σ_c w_c·∇(s_c/τ) − ∇(s⁺/τ), over scores (X, a, C) of the proposals and
+        (X, a, S) of the states, with weights (X, a, C + S)."""
         positive = block.positive_scores
         all_scores = torch.cat([scores, state_scores, positive[..., None]], dim=-1)
         pull = torch.full_like(positive, -1.0)[..., None]
@@ -222,11 +212,7 @@ class ChainObjective(Objective):
         return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights)
 
     def store(self, anchors: Anchors, chain: ChainState, state: Tensor, *tables: tuple[Tensor, Tensor]) -> None:
-        """Write the new states (X, A) of the chains; of several anchors of one chain, the first with a state counts.
-
-        Args:
-            tables: further tables, and their new values (X, A).
-        """
+        """Write new states (X, A) and values (X, A) of further tables; a chain takes its first anchor's state."""
         self.record(after=state)
         if not self.updates_state:
             return

@@ -124,12 +124,8 @@ def check_teacher(num_pairs: int, num_negatives: int, scores: Tensor, rows: Tens
 
 
 def margin_mse(student: Tensor, teacher: Tensor, is_scored: Tensor) -> tuple[Tensor, Tensor]:
-    """(b,) squared errors of the margins, summed over negatives; and how many margins count.
-
-    Args:
-        student, teacher: (b, 1 + K) scores, of the positive first.
-        is_scored: (b, 1 + K) where the teacher has a score.
-    """
+    """(b,) squared errors of the margins, summed over negatives, and how many margins count; by scores (b, 1 + K), the
+    positive's first, and where the teacher has one."""
     margins = student[:, :1] - student[:, 1:]
     targets = teacher[:, :1] - teacher[:, 1:]
     errors = (margins - targets).square().masked_fill(~is_scored[:, 1:], 0.0)

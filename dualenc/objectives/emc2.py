@@ -161,14 +161,11 @@ def metropolis_hastings(
 
     Args:
         start: (n,) s/τ of the state that each chain comes with; -inf for none, which accepts the first proposal.
-        scores: (C, n) s/τ of each proposal, in the order of the walk.
-        is_negative: (C, n) whether a proposal is one for this chain.
-        log_uniform: (C, n) logs of draws in [0, 1).
+        scores, is_negative, log_uniform: (C, n) of each proposal, in the order of the walk.
         burn_in: share of a chain's proposals before steps count.
 
     Returns:
-        (C + 1, n) share of the counted steps that a chain spends on each proposal and, last, on the state that it came
-        with, where a chain without proposals stays; (n,) where it ends.
+        (C + 1, n) share of the counted steps on each proposal and, last, on the start; (n,) where the chain ends.
     """
     num_proposals, num_chains = scores.shape
     num_steps = is_negative.sum(axis=0)

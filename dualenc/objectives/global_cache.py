@@ -135,7 +135,8 @@ class GlobalCache(MemoryObjective):
         is_known = torch.stack([is_known for _, is_known in recalled])  # (X, C + R)
         shares = mean_shares(queries, anchors.hidden_items, log_sum, items, remembered, pools)
         # (B − 1)/(M − 1) + R·q/c: shares are those of a copy, so divided by c already.
-        in_batch = [self._expected_in_batch(anchors, direction) for direction in anchors.directions]
+        others = max(anchors.num_batch // self.num_views - 1, 0)
+        in_batch = [min(others / max(self.corpus.size(x) - 1, 1), 1.0) for x in anchors.directions]
         expected = queries.new_tensor(in_batch)[:, None] + num_draws * shares.where(is_known, 0.0)
         log_expected = expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
         # All ranks made the same draws; each encodes a part of them.
@@ -229,12 +230,6 @@ class GlobalCache(MemoryObjective):
         log_seen = torch.logaddexp(log_seen, log_batch.masked_fill(~with_batch, -torch.inf))
         log_mean = log_seen - number.clamp(min=torch.finfo(number.dtype).tiny).log()
         return log_mean + self.corpus.log_num_negatives(anchors)
-
-    def _expected_in_batch(self, anchors: Anchors, direction: int) -> float:
-        """How often a pair that is not the anchor's was to be expected in the batch."""
-        others_in_batch = max(anchors.num_batch // self.num_views - 1, 0)
-        others = max(self.corpus.size(direction) - 1, 1)
-        return min(others_in_batch / others, 1.0)
 
     def _num_blocks(self, direction: int) -> int | None:
         """How many blocks of the memory a step looks at; None for all."""
@@ -336,11 +331,9 @@ def mean_shares(
     An item outside the pool has its share, had it been sampled: e^s/(Z + e^s/π), with π the chance of the pool.
 
     Args:
-        queries: (X, A, D) anchors over τ.
-        hidden: (X, A, K) ascending items that an anchor does not see, padded with -1.
-        log_sum: (X, A) log Z of each anchor, -inf for nothing.
+        queries, hidden, log_sum: of each anchor over τ, see `EmbeddingMemory.attend`.
         items, remembered: (X, n) and (X, n, D).
-        pools: of each direction, what was looked at; None for all.
+        pools: of each direction; None for the whole memory.
     """
     sees = log_sum.isfinite()
     log_shares = queries @ remembered.mT - log_sum.where(sees, torch.inf)[..., None]  # (X, A, n)

@@ -105,17 +105,8 @@ class ISIR(ChainObjective):
 
 
 def isir_step(proposed: Tensor, states: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """One transition of each chain.
-
-    Args:
-        proposed: (X, A, C) log weights of the proposals; -inf where one is not a negative.
-        states: (X, A, S) log weights of the state; -inf where there is none, or a proposal stands for it.
-        uniform: (X, A) draws in [0, 1).
-
-    Returns:
-        (X, A, C + S) the softmax over both, 0 in a row without negatives; (X, A) the column of the next state, C or
-        more where the chain stays.
-    """
+    """One transition of each chain, by log weights of proposals (X, A, C) and of the state (X, A, S), and draws (X, A):
+    (X, A, C + S) the softmax over both; (X, A) the column of the next state, C or more where it stays."""
     logits = torch.cat([proposed, states], dim=-1)
     # A row of -inf only is 0/0.
     weights = torch.softmax(logits, dim=-1).nan_to_num(0.0)

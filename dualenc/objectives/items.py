@@ -17,9 +17,7 @@ Encode = Callable[[Side, Tensor], Tensor]
 """`encode(side, ids)` embeds n items, whose ids are on the CPU, as (n, D). With several processes all make the same
 calls in the same order, even for no items. It may have a method `encode.sides([(side, ids), …]) -> [(n, D), …]`, which
 embeds items of both sides at once."""
-
-CANDIDATE_SIDES: tuple[Side, Side] = ("right", "left")
-"""The candidates' side of directions 0 and 1."""
+CANDIDATE_SIDES: tuple[Side, Side] = ("right", "left")  # of directions 0 and 1
 
 
 class OutsideEncoder:

@@ -167,11 +167,9 @@ class EncodedOnce:
         return torch.stack([rows[item] for item in numbers])
 
 
-def metrics_by_dim(outputs: dict[int, ObjectiveOutput]) -> tuple[dict[str, Tensor], Tensor]:
-    """The metrics of the greatest length under their names, the others' followed by `@d`; the greatest's estimates."""
-    widest = outputs[max(outputs)].metrics
-    scalars = dict(widest)
+def metrics_by_dim(outputs: dict[int, ObjectiveOutput]) -> dict[str, Tensor]:
+    """The metrics of the greatest length under their names, those of the others followed by `@d`."""
+    scalars = dict(outputs[max(outputs)].metrics)
     for dim in sorted(outputs, reverse=True)[1:]:
         scalars |= {f"{name}@{dim}": value for name, value in outputs[dim].metrics.items()}
-    assert isinstance(widest, Metrics)
-    return scalars, widest.per_anchor
+    return scalars

@@ -97,7 +97,7 @@ class EmbeddingMemory(nn.Module):
         return self.has_every_slot and self.num_seen >= self.num_expected
 
     def expect(self, num_rows: int) -> None:
-        """Set how many rows the batches of an epoch bring: then, or at twice the slots of a sample, it is complete."""
+        """Set after how many rows of batches it is complete: those of an epoch, or twice the slots of a sample."""
         self.num_expected = num_rows
         if self.num_slots < self.num_items:
             self.num_expected = min(num_rows, 2 * self.num_slots)

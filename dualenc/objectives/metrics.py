@@ -12,51 +12,36 @@ from dualenc.objectives.anchors import Anchors, log_mean
 
 
 class Metrics(Mapping[str, Tensor]):
-    """Detached scalars for logging, averaged over this rank's anchors, and computed when the first of them is read.
+    """Detached scalars for logging, averaged over this rank's anchors; `compute` is called when the first is read."""
 
-    Args:
-        compute: gives the scalars by name, and (2b,) the `batch_estimate` of each anchor, left ones first.
-    """
-
-    def __init__(self, compute: Callable[[], tuple[dict[str, Tensor], Tensor]]) -> None:
+    def __init__(self, compute: Callable[[], dict[str, Tensor]]) -> None:
         self._compute = compute
 
     @cached_property
-    def _results(self) -> tuple[dict[str, Tensor], Tensor]:
+    def _values(self) -> dict[str, Tensor]:
         return self._compute()
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._results[0][name]
+        return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._results[0])
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._results[0])
+        return len(self._values)
 
     def __repr__(self) -> str:
         return repr({name: float(value) for name, value in self.items()})
 
-    @property
-    def per_anchor(self) -> Tensor:
-        """(2b,) the `batch_estimate` of each anchor, left ones first."""
-        return self._results[1]
-
 
 @torch.no_grad()
-def batch_metrics(
-    directions: list[Anchors], log_num_negatives: Callable[[Anchors], Tensor]
-) -> tuple[dict[str, Tensor], Tensor]:
+def batch_metrics(directions: list[Anchors], log_num_negatives: Callable[[Anchors], Tensor]) -> dict[str, Tensor]:
     """In-batch estimate of L(θ), share of anchors whose positive is above all negatives, similarity of positives, τ.
 
     Args:
         directions: all anchors of this rank.
         log_num_negatives: gives (X, A) the log of the number of negatives that anchors have in the corpus.
-
-    Returns:
-        Scalars by name; (2b,) the estimate of each anchor, 0 without negatives.
     """
-    per_anchor = []
     estimates = []  # (X,) each
     accuracies = []
     similarities = []
@@ -65,19 +50,17 @@ def batch_metrics(
         has_negatives = batch_mean > -torch.inf
         positive = anchors.positive_scores
         estimate = batch_mean + log_num_negatives(anchors) - positive
-        estimate = estimate.where(has_negatives, 0.0)
-        per_anchor.append(estimate.flatten())
-        # A rank without anchors reports 0, not NaN.
-        estimates.append(estimate.sum(dim=-1) / has_negatives.sum(dim=-1).clamp(min=1))
+        # A rank without anchors, or anchors without negatives, report 0, not NaN.
+        estimate = estimate.where(has_negatives, 0.0).sum(dim=-1)
+        estimates.append(estimate / has_negatives.sum(dim=-1).clamp(min=1))
         accuracies.append((positive > hardest).to(positive).mean(dim=-1).nan_to_num())
         similarities.append(anchors.positive_similarities.mean(dim=-1).nan_to_num())
-    means = {
+    return {
         "batch_estimate": torch.cat(estimates).mean(),
         "accuracy": torch.cat(accuracies).mean(),
         "positive_similarity": torch.cat(similarities).mean(),
         "temperature": directions[0].temperature,
     }
-    return means, torch.cat(per_anchor)
 
 
 def _log_mean_and_hardest(block: Anchors) -> tuple[Tensor, Tensor]:

@@ -111,11 +111,7 @@ class SACLR(Objective):
         return -torch.log1p(distance.clamp(min=0))
 
     def _log_mean_kernel(self, block: Anchors, uniform: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(X, A) log of the mean of q over the sampled negatives, LOG_NOTHING without any; (X, A) if there are any.
-
-        Args:
-            uniform: (X, A) draws that choose one negative; without them all count.
-        """
+        """(X, A) log of the mean of q over negatives, all or the one that draws (X, A) choose; (X, A) if any exist."""
         not_sampled = block.not_negative
         has_negatives = ~not_sampled.all(dim=-1)
         if uniform is not None:
@@ -134,13 +130,7 @@ class SACLR(Objective):
         return not_negative | torch.cat([not_chosen] * self.num_views, dim=-1)
 
     def _update_scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor) -> Tensor:
-        """(X, A) log 1/s with this step counted in; in the authors' variant log 1/(s·n) from before it.
-
-        Args:
-            log_positive: (X, A) log q⁺.
-            log_mean: (X, A) log of the mean of q over the sampled negatives.
-            log_num: (X, A) log n.
-        """
+        """(X, A) log 1/s with this step counted in; in the authors' variant log 1/(s·n) from before it."""
         log_new = self._log_xi(anchors, log_positive, log_mean, log_num)
         rows = anchors.rows
         if self.form == "matrix":

@@ -178,12 +178,7 @@ class ISogCLR(SogCLR):
         return Estimate.apply(value, similarities, weights)
 
     def _move_temperatures(self, anchors: Anchors, slope: Tensor, usable: Tensor) -> None:
-        """v ← momentum·v + (1 − momentum)·slope, τ ← τ − rate·v; an item with several rows takes their mean slope.
-
-        Args:
-            slope: (X, A) ∂F_a/∂τ.
-            usable: (X, A) whether the anchor has negatives.
-        """
+        """v ← momentum·v + (1 − momentum)·slope, τ ← τ − rate·v, by slopes ∂F_a/∂τ (X, A) of usable anchors (X, A)."""
         rows = anchors.gather(anchors.rows).flatten()
         usable = anchors.gather(usable).flatten()
         # Two captions of one image are two slopes of one temperature.
