@@ -1,8 +1,7 @@
 """Command-line arguments from the signature of a typed function, parsed by argparse.
 
-A parameter that may be given by position is a positional argument, a keyword-only one an option: `batch_size: int = 32`
-becomes `--batch-size 32`. Options that several commands share stand in a dataclass; its fields become options of the
-command. A list is split at commas; a sequence is not, since its texts may hold commas: one for each time it is typed.
+Keyword-only parameters become options: `batch_size: int = 32` is `--batch-size 32`. The fields of a dataclass become
+options, too. A list is split at commas; a sequence is not: its texts may hold commas, and the option is repeated.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from dualenc.errors import DualencError, nearest
 
 CLASS_KEYS = ("class_path", "init_args")
-RESERVED_KEYS = (*CLASS_KEYS, "dict_kwargs")
-"""Keys with a meaning for jsonargparse, which plain data must not have; nor any that begins with two underscores."""
+RESERVED_KEYS = (*CLASS_KEYS, "dict_kwargs")  # with a meaning for jsonargparse
 PLAIN_TYPES = (type(None), bool, int, float, str, os.PathLike)
 LISTS = (list, tuple, Sequence)
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from dualenc.objectives import GlobalCache
     from dualenc.training.trainer import Trainer
 
+# Read after the standard library, if they are installed.
 PACKAGES = ("numpy", "scipy", "sklearn", "pandas", "matplotlib", "networkx", "sympy", "PIL", "torch", "datasets")
-"""Packages that are read after the standard library, if they are installed."""
 SKIPPED_FOLDERS = {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "_vendor"}
 MIN_LENGTH = 80  # characters that must follow the summary line
 FORMAT = "dualenc quickstart"
@@ -69,8 +69,7 @@ def quickstart(
 ) -> None:
     """Train a small text encoder from scratch on the documentation already on this machine; needs no network.
 
-    A query is the summary line of a docstring, its document the qualified name and the rest. The docstrings of the
-    standard library and of installed packages are read with `ast`, never imported.
+    A query is the summary line of a docstring, its document the qualified name and the rest. Sources are parsed only.
 
     Args:
         out: folder for the data, the model, the embeddings and the index; replaced by the next quickstart.
