@@ -8,6 +8,7 @@ values.
 from __future__ import annotations
 
 import builtins
+import enum
 import importlib
 import inspect
 import os
@@ -15,14 +16,15 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dualenc.errors import DualencError, nearest
 
 CLASS_KEYS = ("class_path", "init_args")
 RESERVED_KEYS = (*CLASS_KEYS, "dict_kwargs")  # with a meaning for jsonargparse
-PLAIN_TYPES = (type(None), bool, int, float, str, os.PathLike)
+TEXTS = (str, os.PathLike)
 LISTS = (list, tuple, Sequence)
+DATA_TYPES = (type(None), bool, int, float, enum.Enum, Mapping, *TEXTS, *LISTS)
 
 
 class Section(NamedTuple):
@@ -152,7 +154,10 @@ class Check:
         """Whether an attribute of a module is a class for a place of this type: a base class, or a Callable."""
         if not inspect.isclass(cls) or inspect.isabstract(cls) or not self._is_allowed(cls.__module__):
             return False
-        return issubclass(cls, base) if inspect.isclass(base) else "__call__" in dir(cls)
+        origin = typing.get_origin(base) or base
+        if origin is Callable:
+            return "__call__" in dir(cls)
+        return inspect.isclass(origin) and issubclass(cls, origin)
 
     def _is_allowed(self, module: str) -> bool:
         return any(module == name or module.startswith(f"{name}.") for name in self.allowed)
@@ -169,8 +174,12 @@ class Check:
         if isinstance(value, (list, tuple)):
             item_hint, *_ = typing.get_args(_container(choices, LISTS)) or (Any,)
             return [self._value(item, item_hint, f"{place}[{index}]") for index, item in enumerate(value)]
-        if isinstance(value, str) and classes and _container(choices, (str, os.PathLike)) is None:
-            raise self._refusal(place, f"is {value!r}; it must name {_described(classes)}, by class_path and init_args")
+        if isinstance(value, str) and classes:
+            # jsonargparse tries the types in order, and imports what a text names before it tries a later `str`.
+            text_type = _container(choices, TEXTS)
+            if text_type is None or choices.index(text_type) > choices.index(classes[0]):
+                expected = f"it must name {_described(classes)}, by class_path and init_args"
+                raise self._refusal(place, f"is {value!r}; {expected}")
         if value is None and not {type(None), Any, object}.intersection(choices):
             raise self._refusal(place, f"is null; it must be {_described(choices)}")
         return value
@@ -249,22 +258,19 @@ def _container(choices: Iterable[Any], kinds: Any) -> Any:
 
 
 def _is_class_place(hint: Any) -> bool:
-    """Whether an object of some class must be made for a parameter of this type."""
-    if hint is Callable or typing.get_origin(hint) is Callable:
-        return True
-    if not inspect.isclass(hint) or typing.get_origin(hint) is not None or hint in (Any, object):
+    """Whether jsonargparse makes or imports something for a value of this type."""
+    origin = typing.get_origin(hint) or hint
+    if hint in (Any, object) or origin is Literal:
         return False
-    return not issubclass(hint, (*PLAIN_TYPES, Mapping, list, tuple))
+    return not inspect.isclass(origin) or not issubclass(origin, DATA_TYPES)
 
 
 def _described(choices: Iterable[Any]) -> str:
     """Types as an error shows them."""
     words = []
     for choice in choices:
-        if choice in PLAIN_TYPES:
-            words.append(choice.__name__)
-        elif inspect.isclass(choice):
+        if _is_class_place(choice) and inspect.isclass(choice):
             words.append(f"a class derived from {choice.__module__}.{choice.__qualname__}")
         else:
-            words.append("a class of callables")
+            words.append(getattr(choice, "__name__", str(choice)))
     return " or ".join(words)

@@ -168,6 +168,8 @@ def test_yaml_makes_no_objects(text: str, canary: Canary, capsys: pytest.Capture
 
 
 OWN = """
+from collections.abc import Callable
+from typing import Generic
 from PIL import Image
 from torch import Tensor
 from torch.nn import Linear
@@ -187,6 +189,11 @@ class View:
 
 class NotCallable:
     pass
+
+class Odd(DCL):
+    def __init__(self, *, a: DCL | str = "", b: type[DCL] = DCL, c: type = DCL, d: Callable | str = "",
+                 e: list[type] = (), f: Generic = None, **common):
+        super().__init__(**common)
 """
 
 
@@ -207,8 +214,13 @@ def test_modules_that_the_user_allows(canary: Canary) -> None:
         config = make_recipe(settings, allow_modules=allowed).settings
         assert config["objective"]["init_args"]["sharpness"] == 2
     settings["model"]["init_args"]["augment"] = call(f"{parts}.NotCallable")
-    with pytest.raises(DualencError, match="is not a class of callables"):
+    with pytest.raises(DualencError, match=r"'NotCallable' in .* is not Callable"):
         make_recipe(settings, allow_modules=[parts])
+    for name in "abcdef":
+        for value in (f"{EVIL}.X", [f"{EVIL}.X"], call(f"{EVIL}.X")):
+            with pytest.raises(DualencError):
+                make_recipe(recipe() | {"objective": call(f"{parts}.Odd", **{name: value})}, allow_modules=[parts])
+            canary.assert_silent()
     with pytest.raises(DualencError, match="'system' in os is not a class"):
         make_recipe(recipe() | {"objective": call("os.system", command="true")}, allow_modules=["os"])
     # A class that an allowed module only imports is not its own.
