@@ -42,26 +42,32 @@ def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
         The data set with ids, and the texts by id.
     """
     if not isinstance(dataset, Dataset):
-        kind = type(dataset).__name__
-        raise DualencError(f"the data set is of type {kind}; give one split as a datasets.Dataset, with all its rows")
+        raise DualencError(f"the data set is of type {type(dataset).__name__}; give one split as a datasets.Dataset")
     names = dataset.column_names
     if len(names) < 2 or "label" in names:
         raise DualencError(f"the columns are {', '.join(names)}; give anchor, positive and negatives, without a label")
     table = dataset.with_format("arrow")[:]
     for name in names:
-        if not (pa.types.is_string(table[name].type) or pa.types.is_large_string(table[name].type)):
-            raise DualencError(f"column {name} holds {table[name].type}, not texts; keep columns of texts")
-        if count := table[name].null_count:
-            advice = f"remove them: dataset.filter(lambda row: row[{name!r}] is not None)"
-            raise DualencError(f"column {name} has no text in {count} rows; {advice}")
-    left_ids, left = _distinct(table[names[0]].chunks)
-    right_chunks = [chunk for name in names[1:] for chunk in table[name].chunks]
+        column = table[name]
+        if column.type not in (pa.string(), pa.large_string()):
+            raise DualencError(f"column {name} holds {column.type}, not texts; keep columns of texts")
+        if column.null_count:
+            raise DualencError(
+                f"column {name} has no text in {column.null_count} rows; "
+                f"remove them: dataset.filter(lambda row: row[{name!r}] is not None)"
+            )
+    anchors = table[names[0]]
+    left_ids, left = _distinct(anchors.chunks)
+    right_chunks = []
+    for name in names[1:]:
+        right_chunks += table[name].chunks
     right_ids, right = _distinct(right_chunks)
-    ids = np.concatenate([left_ids[None], right_ids.reshape(len(names) - 1, -1)])
+    ids = np.vstack([left_ids, right_ids.reshape(-1, len(anchors))])
     left_counts = np.bincount(ids[0], minlength=len(left))
+    # Of pairs, without negatives.
     right_counts = np.bincount(ids[1], minlength=len(right))
-    with_labels = dataset.add_column("label", ids.T.tolist())
-    return with_labels, PairTexts(left, right, (left_counts, right_counts))
+    texts = PairTexts(left, right, (left_counts, right_counts))
+    return dataset.add_column("label", ids.T.tolist()), texts
 
 
 def _distinct(chunks: Sequence[pa.Array]) -> tuple[np.ndarray, pa.Array]:

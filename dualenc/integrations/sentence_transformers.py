@@ -58,11 +58,11 @@ class GlobalLoss(nn.Module):
         if objective.needs_encode and texts is None:
             raise DualencError(f"{objective.name} encodes texts outside the batch; pass the texts of with_ids")
         if texts is not None and objective.num_left is not None:
-            sizes = (objective.num_left, objective.num_right)
-            if sizes != (texts.num_left, texts.num_right):
+            if (objective.num_left, objective.num_right) != (texts.num_left, texts.num_right):
                 expected = f"num_left={texts.num_left}, num_right={texts.num_right}"
-                raise DualencError(f"{objective.name} has num_left={sizes[0]}, num_right={sizes[1]}; give {expected}")
-            objective.set_counts(*(torch.from_numpy(counts) for counts in texts.counts))
+                raise DualencError(f"{objective.name} is of other texts; give {expected}")
+            left_counts, right_counts = texts.counts
+            objective.set_counts(torch.from_numpy(left_counts), torch.from_numpy(right_counts))
         self.model = model
         self.objective = objective
         self.texts = texts
@@ -75,33 +75,34 @@ class GlobalLoss(nn.Module):
 
     def loss(self, embeddings: Sequence[Tensor], labels: Tensor, encode: Encode) -> Tensor:
         """The loss of embeddings (b, D) of each column."""
-        left, right, *negatives = [normalize(embedding.float(), dim=-1) for embedding in embeddings]
+        unit_vectors = [normalize(embedding.float(), dim=-1) for embedding in embeddings]
+        left, right, *negatives = unit_vectors
         self._dim = left.shape[-1]
         if labels is None or labels.shape != (len(left), len(embeddings)):
             raise DualencError("labels are not the ids of the columns' texts; train on what with_ids returns")
         left_id, right_id, *negative_ids = labels.T.contiguous()
         if not (self.model.training and torch.is_grad_enabled()):
-            temperature = self.objective.temperature.item()
-            return InfoNCE(temperature=temperature).eval()(left, right, left_id, right_id).loss
+            in_batch = InfoNCE(temperature=self.objective.temperature.item())
+            return in_batch.eval()(left, right, left_id, right_id).loss
         self.objective.train()
         mined: dict[str, Tensor] = {}
-        if negatives and not self.objective.takes_mined:
-            raise DualencError(f"{self.objective.name} takes no mined negatives; remove their columns")
         if negatives:
-            ids = torch.stack(negative_ids)
-            # A negative that a row repeats counts once.
-            columns = [(ids[:column] != ids[column]).all(dim=0) for column in range(len(ids))]
-            is_first = torch.cat(columns)
-            mined = {"negatives": torch.cat(negatives)[is_first], "negative_id": ids.flatten()[is_first]}
-        encode = encode if self.objective.needs_encode else None  # type: ignore[assignment]
-        return self.objective(left, right, left_id, right_id, encode, **mined).loss
+            if not self.objective.takes_mined:
+                raise DualencError(f"{self.objective.name} takes no mined negatives; remove their columns")
+            mined = _distinct_negatives(negatives, torch.stack(negative_ids))
+        own_encode = encode if self.objective.needs_encode else None
+        return self.objective(left, right, left_id, right_id, own_encode, **mined).loss
 
     def tokenize(self, side: Side, ids: Tensor) -> Features:
         """The model's inputs for texts outside the batch."""
         assert self.texts is not None
-        features = self._module().preprocess(self.texts(side, ids), prompt=self.prompts[side])
+        texts = self.texts(side, ids)
+        features: Features = self._module().preprocess(texts, prompt=self.prompts[side])
         device = self.objective.log_temperature.device
-        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in features.items()}
+        for name, value in features.items():
+            if isinstance(value, Tensor):
+                features[name] = value.to(device)
+        return features
 
     def encode(self, side: Side, ids: Tensor) -> Tensor:
         """(n, D) unit vectors of texts outside the batch."""
@@ -111,17 +112,26 @@ class GlobalLoss(nn.Module):
 
     def _embed(self, features: Features) -> Tensor:
         """(n, D) unit vectors of tokenized texts outside the batch."""
-        # A copy, as modules may change what they are given.
-        return normalize(self._module()(dict(features))["sentence_embedding"].float(), dim=-1)
+        # A copy, as modules may change their input.
+        outputs = self._module()(dict(features))
+        return normalize(outputs["sentence_embedding"].float(), dim=-1)
 
     def _module(self) -> SentenceTransformer:
-        # Of the model itself: processes encode different numbers of texts outside the batch, and each call of
-        # DistributedDataParallel may be collective. Gradients are averaged all the same.
+        # Processes encode different numbers of texts, and each call of DistributedDataParallel may be collective.
         return getattr(self.model, "module", self.model)
 
     def get_config_dict(self) -> Mapping[str, Any]:
         """The settings in model cards."""
         return {"objective": self.objective.name, "temperature": self.objective.temperature.item()}
+
+
+def _distinct_negatives(negatives: list[Tensor], ids: Tensor) -> dict[str, Tensor]:
+    """Mined negatives and their ids (columns, b), those that a row repeats once."""
+    is_first = torch.ones_like(ids, dtype=torch.bool)
+    for column in range(1, len(ids)):
+        is_first[column] = (ids[:column] != ids[column]).all(dim=0)
+    mask = is_first.flatten()
+    return {"negatives": torch.cat(negatives)[mask], "negative_id": ids.flatten()[mask]}
 
 
 class CachedGlobalLoss(CachedLossMixin, GlobalLoss):
@@ -146,7 +156,8 @@ class CachedGlobalLoss(CachedLossMixin, GlobalLoss):
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
         assert labels is not None
-        loss = self.loss([torch.cat(parts) for parts in reps], labels, self._encode_without_graph)
+        embeddings = [torch.cat(parts) for parts in reps]
+        loss = self.loss(embeddings, labels, self._encode_without_graph)
         if not with_backward:
             return loss
         own = [parameter for parameter in self.objective.parameters() if parameter.requires_grad]
@@ -164,7 +175,8 @@ class CachedGlobalLoss(CachedLossMixin, GlobalLoss):
         """As `encode`, but in mini-batches, to which `_backward` takes the gradients."""
         parts = [self.encode(side, ids[:0])]
         for start in range(0, len(ids), self.mini_batch_size):
-            features = self.tokenize(side, ids[start : start + self.mini_batch_size])
+            chunk_ids = ids[start : start + self.mini_batch_size]
+            features = self.tokenize(side, chunk_ids)
             random_state = RandContext(*features.values())
             with torch.no_grad():
                 embeddings = self._embed(features)
@@ -182,7 +194,8 @@ class CachedGlobalLoss(CachedLossMixin, GlobalLoss):
         for features, random_state, cached in outside:
             if cached.grad is not None:
                 with torch.enable_grad(), random_state:
-                    (torch.sum(self._embed(features) * cached.grad) * grad_output).backward()
+                    embeddings = self._embed(features)
+                    torch.autograd.backward(embeddings, cached.grad * grad_output)
 
 
 class GlobalLossTrainer(ObjectiveStateMixin, SentenceTransformerTrainer):  # type: ignore[misc]
