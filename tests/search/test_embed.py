@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +82,6 @@ def test_workers_do_not_change_the_result(data: Any) -> None:
     assert alone.ids == helped.ids
 
 
-def test_autocast_is_close(tmp_path: Path) -> None:
-    tower = PixelTower()
-    exact = embed(tower, images(), progress=False)
-    rough = embed(tower, images(), autocast="bfloat16", progress=False)
-    assert not np.array_equal(exact.vectors, rough.vectors)
-    np.testing.assert_allclose(exact.vectors, rough.vectors, atol=0.02)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -131,37 +120,6 @@ def test_a_run_with_bad_samples_resumes(tmp_path: Path) -> None:
     assert again.meta["skipped"] == 2
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_shards")
-def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
-    folder = tmp_path / "emb"
-
-    def run_slowly() -> None:
-        embed(LetterTower(delay=0.05), corpus(), folder, progress=False)
-
-    process = multiprocessing.get_context("fork").Process(target=run_slowly)
-    process.start()
-    deadline = time.time() + 60
-    while not (folder / "data-00000.arrow").exists() and time.time() < deadline:
-        time.sleep(0.01)
-    os.kill(process.pid or 0, signal.SIGKILL)
-    process.join()
-    assert not (folder / "data-00002.arrow").exists()
-    first = (folder / "data-00000.arrow").stat().st_mtime_ns
-    tower = LetterTower()
-    resumed = embed(tower, corpus(), folder, progress=False)
-    assert (folder / "data-00000.arrow").stat().st_mtime_ns == first
-    assert sum(rows for rows, _ in tower.widths) <= 200
-    np.testing.assert_array_equal(np.asarray(resumed.vectors), embed(LetterTower(), corpus(), progress=False).vectors)
-
-
-def test_a_finished_folder_costs_nothing_again(tmp_path: Path) -> None:
-    embed(LetterTower(), corpus(), tmp_path / "emb", progress=False)
-    tower = LetterTower()
-    embed(tower, corpus(), tmp_path / "emb", progress=False)
-    assert tower.widths == []
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -183,7 +141,7 @@ def test_embeddings_of_something_else_are_not_taken_for_done(tmp_path: Path, cha
 @pytest.mark.usefixtures("short_shards")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path, num_workers: int) -> None:
-    """One image file changes, but not its size and time, and another that did not decode is mended."""
+    """One image file changes, but not its size and time, and another that did not decode is repaired."""
     (tmp_path / "images").mkdir()
     for row in range(110):
         Image.new("RGB", (2, 2), (row, row, 7)).save(tmp_path / "images" / f"{row:03}.bmp")
@@ -222,19 +180,6 @@ def test_large_sets_of_images_are_told_apart_by_size_and_time(tmp_path: Path, mo
     data = open_corpus(tmp_path / "images")
     again = embed(PixelTower(), data, tmp_path / "emb", progress=False)
     np.testing.assert_allclose(np.asarray(again.vectors), embed(PixelTower(), data, progress=False).vectors)
-
-
-@pytest.mark.usefixtures("short_shards")
-def test_changed_texts_are_embedded_again(tmp_path: Path) -> None:
-    embed(LetterTower(), corpus(), tmp_path / "emb", progress=False)
-    changed = texts(300)
-    changed[299] += "!"
-    tower = LetterTower()
-    again = embed(tower, Corpus(corpus().ids, changed), tmp_path / "emb", progress=False)
-    assert sum(rows for rows, _ in tower.widths) == 100, "one shard of three"
-    np.testing.assert_allclose(again.vectors[299], LetterTower().slowly(changed[299:])[0], atol=1e-6)
-    assert again.snippets is not None
-    assert again.snippets[299].endswith("!")
 
 
 def test_the_checksum_follows_weights_and_prompt() -> None:

@@ -89,15 +89,6 @@ def test_equals_a_flat_faiss_index(by: By, dtype: type) -> None:
 
 
 @EITHER
-def test_equal_embeddings_are_ordered_by_id_throughout(by: By) -> None:
-    same = np.ones((500, 4), np.float32)
-    ids = [f"{number:03d}" for number in range(500)]
-    with searching(by):
-        _, columns = exact_search(same[:2], same, 3, document_ids=ids, document_block=200)
-    assert [[ids[column] for column in row] for row in columns] == [["499", "498", "497"]] * 2
-
-
-@EITHER
 def test_the_two_zeros_tie_and_extremes_are_in_order(by: By) -> None:
     documents = np.array([[1e-30], [0.0], [-1e-30], [3e38], [-0.0], [-3e38], [1.0]], np.float32)
     with searching(by):
@@ -111,7 +102,7 @@ def test_the_two_zeros_tie_and_extremes_are_in_order(by: By) -> None:
 def test_processes_share_the_queries_and_get_the_same_bits(by: By, world: int) -> None:
     generator = np.random.default_rng(1)
     queries, documents = generator.standard_normal((50, 8)), generator.standard_normal((100, 8))
-    shares: list[subject.Found] = []
+    shares: list[subject.Results] = []
     rank_slice = distributed.rank_slice
     with searching(by):
         alone = exact_search(queries, documents, 10, query_block=8)

@@ -99,24 +99,6 @@ def test_training_follows_the_number_of_lists() -> None:
     assert training_rows(new_index(8, "SQ8", "ip"), 10**6) == 65536
 
 
-@pytest.mark.parametrize(
-    ("factory", "words"),
-    [
-        ("Flatt", "could not parse index string Flatt"),
-        ("IVFx,Flat", "could not parse index string IVFx"),
-        ("PQ3", "should be a multiple of the number of subquantizers"),
-        ("", "could not parse"),
-    ],
-)
-def test_a_bad_factory_string_is_told_in_faiss_words(factory: str, words: str) -> None:
-    with pytest.raises(DualencError, match=words) as error:
-        new_index(8, factory, "cosine")
-    message = str(error.value)
-    assert "\n" not in message
-    assert "Error in" not in message
-    assert ".cpp" not in message
-
-
 BAD = """
 HNSW0 HNSW1 HNSW0,Flat HNSW-1 HNSW99999999 HNSW32_0+PQ4 HNSW32,PQ0 NSG0 NSG1
 IVF0,Flat IVF-1,Flat IVF999999999,Flat IVF99999999999999999999,Flat IVF701,Flat IVF10,PQ7

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -18,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dualenc.data.items import write_items
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search import Index, is_index
@@ -142,11 +135,6 @@ def test_fewer_results_than_asked_for() -> None:
     assert set(ids[0, :3]) == set(IDS[:3])
 
 
-def test_one_query_is_a_batch_of_one() -> None:
-    index = Index.build(clustered(50), IDS[:50])
-    assert search_ids(index, clustered(50)[7], 1)[1].tolist() == [[IDS[7]]]
-
-
 def test_search_parameters_change_the_search() -> None:
     index = Index.build(clustered(2000), IDS, "IVF64,Flat", nprobe=1)
     few = search_ids(index, clustered(200, seed=1))[1]
@@ -170,236 +158,124 @@ def test_zero_vectors_have_cosine_zero() -> None:
     assert scores[0][ids[0] == "doc 3"] == 0
 
 
-def test_nothing_is_measured_when_not_asked_to() -> None:
-    meta = Index.build(clustered(200), IDS[:200], "HNSW8", recall_queries=0).meta
-    assert "recall_at_10" not in meta
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Index.build(clustered(200), IDS[:200]).save(tmp_path / "index")
+    return tmp_path / "index"
 
 
-@pytest.mark.nightly
-def test_control_c_ends_the_training_of_a_product_quantizer(tmp_path: Path) -> None:
-    """FAISS itself looks at signals between the iterations of a k-means only, and in OPQ not for minutes."""
-    script = """
-import numpy as np
-import pyarrow as pa
-from dualenc.search import Index
-vectors = np.random.default_rng(0).normal(size=(60_000, 256)).astype("float32")
-print("training", flush=True)
-Index.build(vectors, factory="OPQ64,PQ64")
-"""
-    root = str(Path(__file__).resolve().parents[2])
-    command = [sys.executable, "-c", script]
-    environment = {**os.environ, "PYTHONPATH": root}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Shells have what they run in the background ignore Ctrl-C.
-    pipes["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, env=environment, **pipes) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline() == "training\n"
-        time.sleep(1.5)
-        assert process.poll() is None, "otherwise the training is too short to be interrupted"
-        process.send_signal(signal.SIGINT)
-        sent = time.monotonic()
-        _, errors = process.communicate(timeout=120)
-        assert time.monotonic() - sent < 5
-        assert errors.rstrip().endswith("KeyboardInterrupt")
-        assert process.returncode == -signal.SIGINT
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "one byte"])
+def test_a_corrupt_file(folder: Path, damage: str, verify: bool) -> None:
+    path = folder / "index.faiss"
+    content = bytearray(path.read_bytes())
+    content[99] ^= 1
+    path.write_bytes({"truncated": content[:-50], "empty": b"", "one byte": content}[damage])
+    with pytest.raises(DualencError, match=r"index\.faiss: (truncated or )?corrupt.*build the index again"):
+        Index.open(folder, verify=verify)
 
 
-class TestErrors:
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        Index.build(clustered(200), IDS[:200]).save(tmp_path / "index")
-        return tmp_path / "index"
+def test_a_large_file_is_compared_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "index.faiss"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    others = sum(other.stat().st_size for other in folder.iterdir() if other != path)
+    monkeypatch.setattr("dualenc.checksums.READ_AT_OPENING", others)
+    assert len(Index.open(folder)) == 200
+    with pytest.raises(DualencError, match=r"index\.faiss: corrupt, its checksum"):
+        Index.open(folder, verify=True)
+    path.write_bytes(content)
+    items = (folder / "items.arrow").read_bytes()
+    (folder / "items.arrow").write_bytes(items.replace(b"doc 7", b"doc X"))
+    with pytest.raises(DualencError, match=r"items\.arrow: corrupt, its checksum"):
+        Index.open(folder)
 
-    @pytest.mark.parametrize(
-        ("damage", "verify"),
-        [
-            (lambda b: b[:-50], True),
-            (lambda b: b[:-50], False),
-            (lambda b: b"", True),
-            (lambda b: b"", False),
-            # One byte of one vector: FAISS reads it, only the checksum can tell.
-            (lambda b: b[:99] + b"x" + b[100:], True),
-        ],
-    )
-    def test_a_corrupt_file(self, folder: Path, damage: Any, verify: bool) -> None:
-        path = folder / "index.faiss"
-        path.write_bytes(damage(path.read_bytes()))
-        with pytest.raises(
-            DualencError, match=r"index\.faiss: (truncated or )?corrupt.*build the index again"
-        ) as error:
-            Index.open(folder, verify=verify)
-        assert "\n" not in str(error.value)
 
-    def test_a_large_file_is_compared_on_request(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = folder / "index.faiss"
-        content = path.read_bytes()
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        with pytest.raises(DualencError, match=r"index\.faiss: corrupt, its checksum"):
-            Index.open(folder)
-        others = sum(other.stat().st_size for other in folder.iterdir() if other != path)
-        monkeypatch.setattr("dualenc.checksums.READ_AT_OPENING", others)
-        assert len(Index.open(folder)) == 200
-        with pytest.raises(DualencError, match=r"index\.faiss: corrupt, its checksum"):
-            Index.open(folder, verify=True)
-        path.write_bytes(content[:-1])
-        with pytest.raises(DualencError, match=r"index\.faiss: truncated or corrupt"):
-            Index.open(folder)
-        path.write_bytes(content)
-        items = (folder / "items.arrow").read_bytes()
-        (folder / "items.arrow").write_bytes(items.replace(b"doc 7", b"doc X"))
-        with pytest.raises(DualencError, match=r"items\.arrow: corrupt, its checksum"):
-            Index.open(folder)
+@pytest.mark.parametrize("name", ["index.faiss", "items.arrow", "order.npy", "meta.json"])
+def test_a_missing_file(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(DualencError, match=name):
+        Index.open(folder)
 
-    @pytest.mark.parametrize("name", ["index.faiss", "items.arrow", "order.npy", "meta.json"])
-    def test_a_missing_file(self, folder: Path, name: str) -> None:
-        (folder / name).unlink()
-        with pytest.raises(DualencError, match=name):
-            Index.open(folder)
 
-    def test_items_of_another_index(self, folder: Path) -> None:
-        write_items(folder, ["a", "b"])
-        with pytest.raises(DualencError, match=r"(items|order)\.\w+: truncated or corrupt \(\d+ bytes instead of"):
-            Index.open(folder)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../../etc/passwd": "0" * 64}},
+        {"dim": 10**30},
+        {"count": -1},
+        {"metric": "l2"},
+        {"side": {}},
+        {"output": 7},
+        {"model": ["m"]},
+        {"model_checksum": 7},
+        {"search_parameters": 5},
+        {"version": 99},
+        {"format": "dualenc embeddings"},
+    ],
+)
+def test_a_meta_that_describes_no_index(folder: Path, change: dict[str, Any]) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, **change}))
+    with pytest.raises(DualencError):
+        Index.open(folder)
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"files": {}},
-            {"files": []},
-            {"files": {"../../etc/passwd": "0" * 64}},
-            {"dim": "16"},
-            {"dim": 10**30},
-            {"count": -1},
-            {"count": None},
-            {"metric": "l2"},
-            {"metric": ["cosine"]},
-            {"side": "middle"},
-            {"side": {}},
-            {"output": 7},
-            {"model": ["m"]},
-            {"model_checksum": 7},
-            {"version": "2"},
-            {"version": 3},
-            {"version": True},
-            {"format": 7},
-        ],
-    )
-    def test_a_meta_of_the_wrong_shape(self, folder: Path, change: dict[str, Any]) -> None:
-        meta = json.loads((folder / "meta.json").read_text())
-        (folder / "meta.json").write_text(json.dumps({**meta, **change}))
-        with pytest.raises(DualencError) as error:
-            Index.open(folder)
-        assert "\n" not in str(error.value)
 
-    @pytest.mark.parametrize("content", ["[]", "7", "null", "{}", "", "[" * 10**5, "\x00"])
-    def test_a_meta_that_is_no_object(self, folder: Path, content: str) -> None:
-        (folder / "meta.json").write_text(content)
-        with pytest.raises(DualencError, match="index") as error:
-            Index.open(folder)
-        assert "\n" not in str(error.value)
+def test_stored_vectors_that_are_not_what_they_say(tmp_path: Path) -> None:
+    unit = clustered(200)
+    for number, (factor, words) in enumerate([(3.0, "has length 3 instead of 1"), (0.9, "has length 0.9 ")]):
+        scaled = unit * np.where(np.arange(200) == 150, factor, 1)[:, None].astype(np.float32)
+        with pytest.raises(DualencError, match=f"the vector of 'doc 150' {words}"):
+            Index.build(on_disk(tmp_path / str(number), scaled, normalized=True))
+    embeddings = Embeddings(IDS[:200], unit.astype(np.float16), {"normalized": True})
+    assert len(Index.build(embeddings)) == 200, "half precision is near enough"
 
-    def test_a_killed_replacement_leaves_an_index(self, folder: Path) -> None:
-        (folder.parent / ".index.part").mkdir()
-        folder.rename(folder.parent / ".index.part" / "old-index")
-        assert is_index(folder)
-        assert len(Index.open(folder)) == 200
 
-    def test_stored_vectors_that_are_not_what_they_say(self, tmp_path: Path) -> None:
-        unit = clustered(200)
-        for number, (factor, words) in enumerate([(3.0, "has length 3 instead of 1"), (0.9, "has length 0.9 ")]):
-            scaled = unit * np.where(np.arange(200) == 150, factor, 1)[:, None].astype(np.float32)
-            with pytest.raises(DualencError, match=f"the vector of 'doc 150' {words}"):
-                Index.build(on_disk(tmp_path / str(number), scaled, normalized=True))
-        embeddings = Embeddings(IDS[:200], unit.astype(np.float16), {"normalized": True})
-        assert len(Index.build(embeddings)) == 200, "half precision is near enough"
-        broken = unit.copy()
-        broken[7, 3] = np.nan
-        with pytest.raises(DualencError, match="the vector of 'doc 7' is not finite"):
-            Index.build(Embeddings(IDS[:200], broken, {"normalized": True}))
+BROKEN = np.where(np.arange(200)[:, None] == 150, np.nan, clustered(200))
 
-    def test_a_duplicate_id(self) -> None:
-        with pytest.raises(DualencError, match="'doc 3' is a duplicate, at rows 3 and 9"):
-            Index.build(clustered(20), [*IDS[:9], "doc 3", *IDS[10:20]])
 
-    @pytest.mark.parametrize(
-        "options",
-        [{"nprobe": 0}, {"nprobe": -1}, {"nprobe": 17}, {"ef_search": 0}],
-    )
-    def test_numbers_out_of_range(self, options: dict[str, Any]) -> None:
-        with pytest.raises(DualencError, match=r"is -?[0-9]+; give a number from 1 to"):
-            Index.build(clustered(200), IDS[:200], "IVF16,Flat", **options)
+@pytest.mark.parametrize(
+    ("vectors", "options", "message"),
+    [
+        (clustered(20), {"ids": [*IDS[:9], "doc 3", *IDS[10:20]]}, "'doc 3' is a duplicate, at rows 3 and 9"),
+        (clustered(20), {"ids": IDS[:3]}, "3 ids for 20 vectors"),
+        (np.empty((0, 4), np.float32), {}, "no vectors"),
+        (BROKEN, {}, "the vector of '150' is not finite"),
+        (np.zeros(5), {}, "give numbers as a matrix"),
+        (np.array([["a"]]), {}, "give numbers as a matrix"),
+        (clustered(200), {"factory": "IVF16,Flat", "nprobe": 0}, "nprobe is 0; give a number from 1 to 16"),
+        (clustered(200), {"factory": "IVF16,Flat", "nprobe": 17}, "nprobe is 17"),
+        (clustered(200), {"factory": "HNSW8", "ef_search": 0}, "efSearch is 0"),
+        (clustered(20), {"ef_search": 8}, "efSearch=8 does not apply"),
+        (clustered(200), {"factory": "IVF1000,Flat"}, "has 1000 lists for 200 vectors; try auto"),
+        (clustered(200), {"factory": "IVF150,Flat", "train_rows": 100}, "cannot be trained on 100 vectors: Number of"),
+    ],
+)
+def test_what_cannot_be_built(vectors: np.ndarray, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DualencError, match=message) as error:
+        Index.build(vectors, **options)
+    assert "\n" not in str(error.value)
+    assert ".cpp" not in str(error.value)
 
-    @pytest.mark.parametrize("options", [{"nprobe": 0}, {"nprobe": -5}, {"nprobe": 999}, {"ef_search": -1}])
-    def test_search_parameters_out_of_range(self, options: dict[str, Any]) -> None:
-        index = Index.build(clustered(200), IDS[:200], "IVF16,Flat")
-        with pytest.raises(DualencError, match="; give"):
-            search_ids(index, clustered(1), **options)
 
-    @pytest.mark.parametrize(
-        "vectors", [np.zeros(5), np.zeros((5, 0)), np.array([["a"]]), np.array([[None]]), np.zeros((2, 3), complex)]
-    )
-    def test_vectors_that_are_no_matrix_of_numbers(self, vectors: np.ndarray) -> None:
-        with pytest.raises(DualencError, match="give"):
-            Index.build(vectors)
+@pytest.mark.parametrize(
+    ("queries", "options", "message"),
+    [
+        (clustered(5, 8), {}, r"\(5, 8\) for an index of dimension 16"),
+        (np.full((1, 16), np.nan), {}, "row 0 is not finite"),
+        (clustered(1), {"k": 0}, "k is 0"),
+        (clustered(1), {"nprobe": 8}, "nprobe=8 does not apply"),
+        (clustered(1), {"ef_search": -1}, "efSearch is -1"),
+    ],
+)
+def test_what_cannot_be_searched(folder: Path, queries: np.ndarray, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DualencError, match=message):
+        Index.open(folder).search_rows(queries, **options)
 
-    def test_no_index_at_all(self, tmp_path: Path) -> None:
-        with pytest.raises(DualencError, match="no such folder; make an index with"):
-            Index.open(tmp_path / "nowhere")
-        (tmp_path / "meta.json").write_text('{"format": "dualenc embeddings"}')
-        with pytest.raises(DualencError, match="not an index"):
-            Index.open(tmp_path)
 
-    def test_a_newer_format(self, folder: Path) -> None:
-        meta = json.loads((folder / "meta.json").read_text())
-        (folder / "meta.json").write_text(json.dumps({**meta, "version": 99}))
-        with pytest.raises(DualencError, match="format 99 of another dualenc"):
-            Index.open(folder)
-
-    def test_queries_of_another_dimension(self, folder: Path) -> None:
-        with pytest.raises(DualencError, match=r"\(5, 8\) for an index of dimension 16; embed them with the model"):
-            search_ids(Index.open(folder), clustered(5, 8))
-
-    def test_queries_that_are_not_finite(self, folder: Path) -> None:
-        queries = clustered(5)
-        queries[2, 3] = np.nan
-        with pytest.raises(DualencError, match="row 2 is not finite"):
-            search_ids(Index.open(folder), queries)
-
-    def test_vectors_that_are_not_finite(self) -> None:
-        vectors = clustered(200)
-        vectors[150, 3] = np.inf
-        with pytest.raises(DualencError, match="the vector of 'doc 150' is not finite"):
-            Index.build(vectors, IDS[:200])
-
-    def test_k_below_one(self, folder: Path) -> None:
-        with pytest.raises(DualencError, match="k is 0"):
-            search_ids(Index.open(folder), clustered(1), 0)
-
-    def test_a_parameter_of_another_kind_of_index(self, folder: Path) -> None:
-        with pytest.raises(DualencError, match="nprobe=8 does not apply"):
-            search_ids(Index.open(folder), clustered(1), nprobe=8)
-        with pytest.raises(DualencError, match="efSearch=8 does not apply"):
-            Index.build(clustered(20), IDS[:20], ef_search=8)
-
-    def test_more_lists_than_vectors(self) -> None:
-        with pytest.raises(DualencError, match=r"'IVF1000,Flat' has 1000 lists for 200 vectors; try auto") as e:
-            Index.build(clustered(200), IDS[:200], "IVF1000,Flat")
-        assert "\n" not in str(e.value)
-        assert ".cpp" not in str(e.value)
-        with pytest.raises(DualencError, match=r"'IVF150,Flat' cannot be trained on 100 vectors: Number of") as e:
-            Index.build(clustered(200), IDS[:200], "IVF150,Flat", train_rows=100)
-        assert "\n" not in str(e.value)
-        assert ".cpp" not in str(e.value)
-
-    def test_no_vectors(self) -> None:
-        with pytest.raises(DualencError, match="no vectors"):
-            Index.build(np.empty((0, 4), np.float32), [])
-
-    def test_one_id_per_vector(self) -> None:
-        with pytest.raises(DualencError, match="3 ids for 200 vectors"):
-            Index.build(clustered(200), IDS[:3])
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(DualencError, match="no such folder; make an index with"):
+        Index.open(tmp_path / "nowhere")
 
 
 def test_hits_have_id_score_text_and_columns() -> None:

@@ -141,10 +141,6 @@ def test_limits_are_never_above_a_positive_and_the_lowest_counts(
     assert Rule(relative=None).ceiling(scores) == math.inf
 
 
-def test_the_default_is_95_percent_of_the_positive() -> None:
-    assert Rule().ceiling(np.array([0.8])) == pytest.approx(0.76)
-
-
 def test_random_negatives_come_from_the_window_and_differ_by_seed(tmp_path: Path) -> None:
     window = {
         row["query_id"]: row["neg_id"] for row in run(tmp_path, Rule(relative=None, num_negatives=40, last_rank=40))[0]
@@ -268,19 +264,12 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["mined.jsonl"]
 
 
-def test_unfinished_work_of_other_settings_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualenc.search.mining.QUERIES_PER_BLOCK", 10)
-    calls = 0
-
-    def stopping(texts: Sequence[tuple[str, str]]) -> np.ndarray:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        return judge(texts)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Rule(num_negatives=3), rescore=stopping, rescored_by="sine")
+def test_unfinished_work_of_other_settings_is_not_taken_over(tmp_path: Path) -> None:
+    work = tmp_path / ".mined.jsonl.mining"
+    work.mkdir()
+    (work / "settings.json").write_text('{"settings": "of another run"}')
+    for name in ("rows-00000.jsonl", "positives-00000.npy"):
+        (work / name).write_text("{}")
     rows, _ = run(tmp_path, Rule(num_negatives=2))
     (tmp_path / "mined.jsonl").unlink()
     assert rows == run(tmp_path, Rule(num_negatives=2))[0]
@@ -340,14 +329,6 @@ def test_of_vectors_the_rows_name_ids(tmp_path: Path, form: Any) -> None:
         np.testing.assert_array_equal(np.stack(pair.negatives), right[best])
 
 
-def test_the_form_of_sentence_transformers_is_for_texts(tmp_path: Path) -> None:
-    np.save(tmp_path / "q.npy", unit(20, 0))
-    pairs = VectorPairs(tmp_path / "q.npy", tmp_path / "q.npy")
-    vectors = Embeddings([str(i) for i in range(20)], unit(20, 0))
-    with pytest.raises(DualencError, match="sentence-transformers need texts"):
-        mine(vectors, vectors, pairs, tmp_path / "m.jsonl", form="sentence-transformers")
-
-
 def test_histogram_counts_every_score_once_in_few_bins() -> None:
     report = Report()
     generator = np.random.default_rng(0)
@@ -363,22 +344,22 @@ def test_histogram_counts_every_score_once_in_few_bins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "options",
     [
-        ({"num_negatives": 0}, "num_negatives is 0; give a number from 1 up"),
-        ({"first_rank": 5, "last_rank": 4}, "first_rank is 5; give a number from 1 to 4"),
-        ({"first_rank": 0}, "first_rank is 0; give a number from 1 to 100"),
-        ({"percentile": 101.0}, "percentile is 101.0; give a number from 0 to 100"),
-        ({"relative": -0.1}, "relative is -0.1; give a number from 0 up"),
-        ({"relative": math.nan}, "relative is nan"),
-        ({"margin": math.inf}, "margin is inf"),
-        ({"max_score": math.nan}, "max_score is nan"),
-        ({"seed": -1}, "seed is -1"),
+        {"num_negatives": 0},
+        {"first_rank": 5, "last_rank": 4},
+        {"first_rank": 0},
+        {"percentile": 101.0},
+        {"relative": -0.1},
+        {"relative": math.nan},
+        {"margin": math.inf},
+        {"seed": -1},
     ],
 )
-def test_numbers_out_of_range_are_told(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(DualencError, match="^" + message):
-        Rule(**given)
+def test_numbers_out_of_range(options: dict[str, Any]) -> None:
+    name, value = next(iter(options.items()))
+    with pytest.raises(DualencError, match=f"^{name} is {value}; give a number from"):
+        Rule(**options)
 
 
 def test_what_cannot_be_mined_is_told(tmp_path: Path) -> None:
@@ -392,6 +373,10 @@ def test_what_cannot_be_mined_is_told(tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="a score is not finite"):
         run(tmp_path, Rule(), rescore=lambda texts: np.full(len(texts), np.nan), rescored_by="nan")
     assert not list(tmp_path.iterdir()), "nothing half-written"
+    kind: Any = "vector"
+    items = PairDataset(queries.vectors, documents.vectors, [0], [0], left_modality=kind, right_modality=kind)
+    with pytest.raises(DualencError, match="sentence-transformers need texts"):
+        mine(queries, documents, items, tmp_path / "x.jsonl", form="sentence-transformers")
 
 
 @pytest.fixture(scope="module")

@@ -109,17 +109,8 @@ def test_the_whole_text_is_read_and_not_its_snippet(made: Path, tmp_path: Path) 
 def test_texts_beside_an_engine(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("embed", made / "model", made / "docs.jsonl", "--out", tmp_path / "emb")
     run("push", tmp_path / "emb", tmp_path / "store", "--out", tmp_path / "pushed")
-    words = (
-        "search",
-        tmp_path / "pushed",
-        "fox dog",
-        "--qdrant-path",
-        tmp_path / "store",
-        "--rerank",
-        made / "judge",
-        "--rerank-top",
-        60,
-    )
+    words: list[Any] = ["search", tmp_path / "pushed", "fox dog", "--qdrant-path", tmp_path / "store"]
+    words += ["--rerank", made / "judge", "--rerank-top", 60]
     assert "keeps no texts for a cross-encoder to read" in failure(capsys, *words)
     run("index", tmp_path / "pushed", "--texts")
     assert "60 texts kept for cross-encoders" in capsys.readouterr().out
@@ -144,12 +135,8 @@ def test_texts_are_never_those_of_another_index(made: Path, tmp_path: Path) -> N
     with pytest.raises(DualencError, match="is of other texts than the index"):
         Searcher.open(folder, made / "model", cross_encoder=judge)
     run("index", folder, made / "docs.jsonl", "--texts")
-    assert (
-        len(
-            Searcher.open(folder, made / "model", cross_encoder=judge).search([Query("left", "fox", k=5, rerank=59)])[0]
-        )
-        == 5
-    )
+    searcher = Searcher.open(folder, made / "model", cross_encoder=judge)
+    assert len(searcher.search([Query("left", "fox", k=5, rerank=59)])[0]) == 5
     content = (folder / "texts" / "items.arrow").read_bytes()
     (folder / "texts" / "items.arrow").write_bytes(content[:-9])
     with pytest.raises(DualencError, match=r"items\.arrow: truncated or corrupt"):
@@ -231,24 +218,6 @@ def test_a_folder_that_leads_to_code_is_refused_before_it_is_loaded(
     with pytest.raises(DualencError, match=message) as error:
         open_cross_encoder(str(judge))
     assert "\n" not in str(error.value)
-
-
-def test_no_command_calls_what_a_cross_encoder_names(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    judge = tmp_path / "judge"
-    shutil.copytree(made / "judge", judge)
-    path = judge / "config_sentence_transformers.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"activation_fn": HOSTILE}))
-    (tmp_path / "pairs.jsonl").write_text('{"query": "fox", "positive": "hen"}\n{"query": "cat", "positive": "dog"}\n')
-    beir = toy.write_beir(tmp_path / "beir")
-    for words in (
-        ("search", made / "index", "fox dog", "--rerank", judge),
-        ("serve", made / "index", "--port", 0, "--rerank", judge),
-        ("mine", made / "model", tmp_path / "pairs.jsonl", "--out", tmp_path / "out.jsonl", "--cross-encoder", judge),
-        ("evaluate", "retrieval", made / "model", beir, "--out", tmp_path / "out", "--rerank", judge),
-    ):
-        assert f"activation_fn '{HOSTILE}' is no activation of torch.nn" in failure(capsys, *words), words
 
 
 @pytest.mark.parametrize("activation", ["torch.nn.modules.linear.Identity", "torch.nn.Tanh", None])

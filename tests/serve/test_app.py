@@ -155,21 +155,7 @@ def test_what_is_refused(client: TestClient, body: Any, message: str) -> None:
     check_refused(client.post("/search", content=json.dumps(body), headers=HEADERS), message)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"[" * 100_000,
-        b'{"text":' * 50_000,
-        b'{"k":' + b"9" * 10_000 + b"}",
-        b'{"text": "\xff\xfe"}',
-        b'{"text": "a", "k": 1e400}',
-        b"{'text': 'fox'}",
-        b"\xef\xbb\xbf{}",
-        b"null,",
-        b"",
-    ],
-    ids=lambda body: repr(body[:12]),
-)
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"text": "\xff\xfe"}', b'{"text": "a", "k": 1e400}', b""])
 def test_what_is_no_json(client: TestClient, body: bytes) -> None:
     check_refused(client.post("/search", content=body, headers=HEADERS))
 
