@@ -73,17 +73,6 @@ MODELS = {
     "image": COMMANDS["embed-images"],
     "clip": "embed {clip} {pictures} --out out",
 }
-OPTIONS = {
-    "embed": ("batch-size=0", "num-workers=-1", "batch-size=nan", "dtype=foo", "side=foo", "dim=0"),
-    "index": ("nprobe=0", "target-recall=2", "factory=IVF0,Flat", "factory=PQ3", "memory=2␣apples", "metric=foo"),
-    "mine": ("pick=foo", "against=foo", "form=foo"),
-    "search": ("k=0", "nprobe=-1", "rerank-top=0", "where=year>1", "filter=year>1", "model={image}", "rerank={text}"),
-    "retrieval": ("depth=0", "batch-size=-1", "split=nothing", "split=../test"),
-    "zero-shot": ("batch-size=0",),
-    "probe": ("seed=-1", "l2=-1", "shots=0", "limit=0"),
-    "corrupted": ("severity=0", "severity=6", "corruptions=foo", "limit=-1"),
-    "compare": ("samples=0", "confidence=1", "metrics=foo"),
-}
 MISTAKES = (
     "embed {text} {pictures} --out out",
     "embed {image} {docs.jsonl} --out out",
@@ -272,19 +261,6 @@ def test_mistakes(box: Box, line: str) -> None:
         if f"--out {{{name}}}" in line:
             box.copy(name)
     assert not box.run(line)
-
-
-@pytest.mark.parametrize(
-    ("command", "option"), [(command, option) for command, options in OPTIONS.items() for option in options]
-)
-def test_values_of_options(box: Box, command: str, option: str) -> None:
-    assert not box.run(f"{COMMANDS[command]} --{option}")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_unknown_options_and_missing_arguments(box: Box, command: str) -> None:
-    assert not box.run(f"{COMMANDS[command]} --no-such-option 3")
-    assert not box.run(COMMANDS[command].split(" {")[0])
 
 
 @pytest.mark.parametrize("folder", OUR_FOLDERS)
