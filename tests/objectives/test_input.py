@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from dualenc.encoders.dual import unit_norm
 from dualenc.errors import DualencError
 from dualenc.objectives import (
     DCL,
@@ -35,8 +34,6 @@ GOOD = {"left": EYE, "right": EYE, "left_id": IDS}
 BAD_CALLS: list[tuple[str, dict[str, Any]]] = [
     ("left_id holds ids in [0, 99]", {"left_id": torch.tensor([0, 1, 2, 99])}),
     ("left_id holds ids in [-1, 2]", {"left_id": torch.tensor([0, 1, 2, -1])}),
-    ("left_id holds ids in [0, 200]", {"left_id": torch.tensor([0, 1, 2, 200], dtype=torch.uint8)}),
-    ("right_id holds ids in [0, 50]", {"right_id": torch.tensor([0, 1, 2, 50])}),
     ("left_id has shape (3,)", {"left_id": torch.arange(3)}),
     ("left_id has shape (4,) (torch.bool)", {"left_id": torch.ones(4, dtype=torch.bool)}),
     ("right_id has shape (4,) (torch.float32)", {"right_id": torch.arange(4.0)}),
@@ -45,15 +42,12 @@ BAD_CALLS: list[tuple[str, dict[str, Any]]] = [
     ("left_id is a list", {"left_id": [0, 1, 2, 3]}),
     ("right_id is a ndarray", {"right_id": np.arange(4)}),
     ("left has shape (4,)", {"left": torch.ones(4)}),
-    ("left is a ndarray", {"left": EYE.numpy()}),
     ("right has shape (3, 4)", {"right": EYE[:3]}),
     ("right holds NaN", {"right": EYE * torch.nan}),
-    ("right holds NaN", {"right": unit_norm(EYE / 0)}),
     ("left holds NaN or infinite", {"left": EYE / 0}),
     ("left has rows of norm in [1, 4000]", {"left": torch.diag(torch.tensor([1.0, 4000.0, 1.0, 1.0]))}),
     ("right has rows of norm in [0.98, 1]", {"right": torch.diag(torch.tensor([0.98, 1.0, 1.0, 1.0]))}),
     ("left holds zero vectors", {"left": torch.diag(torch.tensor([1.0, 0.0, 1.0, 1.0]))}),
-    ("right holds zero vectors", {"right": unit_norm(1e30 * torch.ones(4, 4))}),
     ("left has rows of norm in [4000, 4000]", {"left": 4000 * EYE.half(), "right": EYE.half()}),
     ("negatives and negative_id", {"negatives": EYE}),
     ("negatives and negative_id", {"negative_id": IDS}),
@@ -64,10 +58,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any]]] = [
     ("left_positives holds ids in [0, 10]", {"left_positives": torch.tensor([[0], [1], [2], [10]])}),
     ("left_positives holds ids in [-2, 2]", {"left_positives": torch.tensor([[0], [1], [2], [-2]])}),
     ("right_positives holds ids in [0, 12]", {"right_positives": torch.tensor([[0], [1], [2], [12]])}),
-    ("left_positives has shape (4, 1) (torch.float32)", {"left_positives": torch.zeros(4, 1)}),
-    ("left_positives is a list", {"left_positives": [[0]] * 4}),
     ("right_positives has shape (4,)", {"right_positives": IDS}),
-    ("right_positives has shape (3, 1)", {"right_positives": torch.arange(3)[:, None]}),
     ("weights is a list", {"weights": [1.0] * 4}),
     ("weights has shape (3,)", {"weights": torch.ones(3)}),
     ("weights holds numbers in [-0.5, 1]", {"weights": torch.tensor([1, -0.5, 1, 1])}),
