@@ -20,6 +20,7 @@ from dualenc.files import check_file_target, check_folder_target, check_writable
 from dualenc.reading import read_json_object
 from dualenc.search.embed import embed, tower_checksum
 from dualenc.terminal import printable
+from dualenc.types import StrPath
 
 if TYPE_CHECKING:
     from dualenc.commands.options import OutputOptions
@@ -126,7 +127,7 @@ def start_processes(device: str | None = None) -> torch.device:
 
 
 @contextmanager
-def writing(out: str | os.PathLike[str], wait: bool = False, option: str = "--out") -> Iterator[None]:
+def writing(out: StrPath, wait: bool = False, option: str = "--out") -> Iterator[None]:
     """Lock an output for a command (`dualenc.files.locked`): the main process holds the lock, a refusal ends all."""
     problem = ""
     with ExitStack() as stack:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dualenc.encoders import Tower
 
 PrepareImages = Callable[..., Inputs]
-EncodeInputs = Callable[[Inputs], npt.NDArray[np.floating]]
+EncodeInputs = Callable[[Inputs], Vectors]
 Condition = tuple[str, int]
 """A corruption and its severity."""
 
@@ -109,7 +109,7 @@ class Encoded(NamedTuple):
     """
 
     indices: list[int]
-    features: npt.NDArray[np.floating]
+    features: Vectors
     bad: list[tuple[int, str]]
 
 
@@ -147,7 +147,7 @@ def encode_versions(
                 bad.append((index, str(row)))
             else:
                 raise row
-        features: npt.NDArray[np.floating] = np.zeros((0, num_views, num_conditions, 0))
+        features: Vectors = np.zeros((0, num_views, num_conditions, 0))
         if good:
             parts = list(good.values())
             encoded = np.asarray(encode({name: torch.cat([part[name] for part in parts]) for name in parts[0]}))
@@ -225,7 +225,7 @@ def confusions(nearest: Nearest) -> npt.NDArray[np.float64]:
 
 
 def robustness_rows(
-    errors: npt.NDArray[np.floating], corruptions: Sequence[str], severities: Sequence[int]
+    errors: Vectors, corruptions: Sequence[str], severities: Sequence[int]
 ) -> list[dict[str, str | float]]:
     """Table rows from (K, S) error rates: accuracies of each corruption and their mean, and a last row of means."""
     rows: list[dict[str, str | float]] = []

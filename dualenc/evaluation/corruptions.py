@@ -20,6 +20,7 @@ from dualenc.decoding import open_image
 from dualenc.errors import DualencError, nearest
 from dualenc.reading import open_regular
 from dualenc.seeds import derive_seed
+from dualenc.types import Integers
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -53,7 +54,7 @@ class CorruptedImages:
     """Corrupted versions of the same N images; (N,) labels and class names where known."""
 
     corruptions: tuple[str, ...]
-    labels: npt.NDArray[np.int64] | None = None
+    labels: Integers | None = None
     class_names: list[str] | None = None
 
     def __len__(self) -> int:
@@ -69,9 +70,7 @@ class CleanImages(CorruptedImages):
 
     corruptions: tuple[str, ...] = ("clean",)
 
-    def __init__(
-        self, images: Images, labels: npt.NDArray[np.int64] | None = None, class_names: list[str] | None = None
-    ):
+    def __init__(self, images: Images, labels: Integers | None = None, class_names: list[str] | None = None):
         self.images = images
         self.labels = labels
         self.class_names = class_names
@@ -92,7 +91,7 @@ class GeneratedCorruptions(CleanImages):
         corruptions: Sequence[str] = ALL,
         *,
         seed: int = 0,
-        labels: npt.NDArray[np.int64] | None = None,
+        labels: Integers | None = None,
         class_names: list[str] | None = None,
     ):
         for name in corruptions:
@@ -170,7 +169,7 @@ class CifarC(CorruptedImages):
     Pixels are memory-mapped; the object pickles to its paths.
     """
 
-    labels: npt.NDArray[np.int64]
+    labels: Integers
 
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)

@@ -85,7 +85,7 @@ def label_similarities(embeddings: Vectors, labels: Integers) -> Similarities:
     return Similarities(float(means[0]), float(means[1]), float(shares.min(axis=0).sum()))
 
 
-def _similarity_blocks(rows: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+def _similarity_blocks(rows: Vectors) -> Iterator[tuple[int, Vectors]]:
     """(n, N) cosines of consecutive unit rows with all of them, with the number of the first."""
     for start in range(0, len(rows), BLOCK_ROWS):
         yield start, rows[start : start + BLOCK_ROWS] @ rows.T

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Scores, best_positive_ranks, recall_at, rows_at_once
-from dualenc.types import Vectors
+from dualenc.types import Integers, Vectors
 
 
 class Matched(NamedTuple):
@@ -21,15 +20,15 @@ class Matched(NamedTuple):
     text, so that a duplicate caption is a query twice.
     """
 
-    image_rows: npt.NDArray[np.int64]
-    text_rows: npt.NDArray[np.int64]
+    image_rows: Integers
+    text_rows: Integers
     captions: list[list[int]]
-    text_of_pair: npt.NDArray[np.int64]
+    text_of_pair: Integers
 
 
 def match_captions(
-    left_id: npt.NDArray[np.integer],
-    right_id: npt.NDArray[np.integer],
+    left_id: Integers,
+    right_id: Integers,
     image_ids: Sequence[int],
     text_ids: Sequence[int],
 ) -> Matched:
@@ -55,9 +54,7 @@ def match_captions(
     return Matched(image_rows, text_rows, captions, text_of_pair)
 
 
-def both_ways_ranks(
-    images: Vectors, texts: Vectors, captions: Sequence[Iterable[int]]
-) -> dict[str, npt.NDArray[np.int64]]:
+def both_ways_ranks(images: Vectors, texts: Vectors, captions: Sequence[Iterable[int]]) -> dict[str, Integers]:
     """Rank of the best right answer of every image among the texts, and of every text among the images.
 
     Args:
@@ -79,7 +76,7 @@ def both_ways_ranks(
     }
 
 
-def both_ways_recall(ranks: dict[str, npt.NDArray[np.int64]], cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:
+def both_ways_recall(ranks: dict[str, Integers], cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:
     """Recall@k of both directions, such as "image_to_text_recall@1", and their mean "mean_recall".
 
     Image to text, any one of the image's captions among the first k counts, as in the literature on Flickr30k and
@@ -92,7 +89,7 @@ def both_ways_recall(ranks: dict[str, npt.NDArray[np.int64]], cutoffs: Sequence[
     return {**scores, "mean_recall": float(np.mean(list(scores.values())))}
 
 
-def _shared_ranks(queries: Vectors, candidates: Vectors, positives: list[list[int]]) -> npt.NDArray[np.int64]:
+def _shared_ranks(queries: Vectors, candidates: Vectors, positives: list[list[int]]) -> Integers:
     """`best_positive_ranks` in blocks shared among the processes; their size does not depend on the processes."""
     rows = rows_at_once(len(candidates))
     starts = range(0, len(queries), rows)

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pytrec_eval
 import scipy.stats
 
 from dualenc.errors import DualencError
+from dualenc.types import Integers, Vectors
 
 Run = Mapping[str, Mapping[str, float]]
 Qrels = Mapping[str, Mapping[str, int]]
@@ -81,10 +81,10 @@ def remove_self_matches(run: Run, qrels: Qrels) -> dict[str, dict[str, float]]:
 
 
 def best_positive_ranks(
-    queries: npt.NDArray[np.floating],
-    candidates: npt.NDArray[np.floating],
+    queries: Vectors,
+    candidates: Vectors,
     positives: Sequence[Iterable[int]],
-) -> npt.NDArray[np.int64]:
+) -> Integers:
     """Rank, from 1, of the best-scored positive of each query among all candidates, by inner product.
 
     A tie counts against the model, so that a collapsed encoder gets no credit.
@@ -115,7 +115,7 @@ def rows_at_once(candidates: int) -> int:
     return max(1, min(256, 2**25 // max(candidates, 1)))
 
 
-def recall_at(ranks: npt.NDArray[np.int64], cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:
+def recall_at(ranks: Integers, cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:
     """Share of queries with a positive among the first k, by ranks (A,) from 1 of each query's best positive."""
     return {f"recall@{k}": float(np.mean(ranks <= k)) for k in cutoffs}
 
@@ -139,8 +139,8 @@ class Comparison(NamedTuple):
 
 
 def paired_bootstrap(
-    a: Sequence[float] | npt.NDArray[np.floating],
-    b: Sequence[float] | npt.NDArray[np.floating],
+    a: Sequence[float] | Vectors,
+    b: Sequence[float] | Vectors,
     *,
     samples: int = 10_000,
     confidence: float = 0.95,

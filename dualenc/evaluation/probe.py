@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
@@ -28,7 +27,7 @@ MAX_ITERATIONS = 500
 """Of L-BFGS, for each λ."""
 
 
-def unit_rows(features: Vectors, what: str = "features") -> npt.NDArray[np.float32]:
+def unit_rows(features: Vectors, what: str = "features") -> Vectors:
     """Rows (N, D) scaled to unit norm, as contiguous float32; a zero row stays zero. Errors call them `what`."""
     rows = np.ascontiguousarray(features, dtype=np.float32)
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -46,7 +45,7 @@ def knn_predict(
     k: int = 20,
     temperature: float | None = 0.07,
     device: str | torch.device = "cpu",
-) -> npt.NDArray[np.int64]:
+) -> Integers:
     """Class (A,) of each test vector by a vote of its k nearest training vectors (Wu et al. 2018, §3.4).
 
     A neighbour at cosine s votes exp(s/τ); equal votes go to the lower class, as in scikit-learn.
@@ -195,7 +194,7 @@ def few_shot(
     return results
 
 
-def draw_per_class(labels: Integers, count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+def draw_per_class(labels: Integers, count: int, rng: np.random.Generator) -> Integers:
     """Rows of `count` different images of every class of `labels` (N,)."""
     classes, sizes = np.unique(labels, return_counts=True)
     if count < 1 or sizes.min() < count:

@@ -19,6 +19,7 @@ from dualenc.evaluation.plots import as_svg
 from dualenc.files import atomic_path, check_file_target
 from dualenc.reading import open_regular
 from dualenc.terminal import printable
+from dualenc.types import StrPath
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -86,7 +87,7 @@ def print_table(table: Table) -> None:
 
 
 def write_report(
-    path: str | os.PathLike[str],
+    path: StrPath,
     title: str,
     *,
     facts: Mapping[str, object],
@@ -106,7 +107,7 @@ def write_report(
         part.write_text(page, encoding="utf-8")
 
 
-def check_report_target(path: str | os.PathLike[str]) -> None:
+def check_report_target(path: StrPath) -> None:
     """Refuse to write a page over a folder, or a file that is no page of dualenc."""
     check_file_target(path)
     if os.path.exists(path):

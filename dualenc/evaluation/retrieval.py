@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
 import torch
 
 from dualenc import distributed
@@ -16,6 +15,7 @@ from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores,
 from dualenc.evaluation.runs import ranked, write_per_query, write_trec
 from dualenc.search.exact import exact_search
 from dualenc.search.lexical import Lexical
+from dualenc.types import Vectors
 
 if TYPE_CHECKING:
     from dualenc.data import RetrievalSet
@@ -25,9 +25,9 @@ logger = logging.getLogger("dualenc.evaluation")
 
 def retrieve(
     query_ids: Sequence[str],
-    queries: npt.NDArray[Any],
+    queries: Vectors,
     document_ids: Sequence[str],
-    documents: npt.NDArray[Any],
+    documents: Vectors,
     *,
     depth: int = 100,
     qrels: Qrels | None = None,

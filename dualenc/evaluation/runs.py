@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Run, Scores
 from dualenc.files import atomic_path
 from dualenc.reading import open_regular
+from dualenc.types import StrPath
 
-PathLike = str | os.PathLike[str]
 
-
-def write_trec(path: PathLike, run: Run, tag: str = "dualenc") -> None:
+def write_trec(path: StrPath, run: Run, tag: str = "dualenc") -> None:
     """Write a run as `query Q0 document rank score tag` lines, ranked as trec_eval ranks them.
 
     Scores are written so that reading them gives the same float32; an id with white space is an error.
@@ -29,7 +27,7 @@ def write_trec(path: PathLike, run: Run, tag: str = "dualenc") -> None:
                 stream.write(f"{query} Q0 {document} {rank} {documents[document]:.9g} {tag}\n")
 
 
-def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
+def read_trec(path: StrPath) -> dict[str, dict[str, float]]:
     """Read a TREC run file; the ranks in it are ignored, as trec_eval does."""
     run: dict[str, dict[str, float]] = {}
     for place, line in read_lines(path):
@@ -48,7 +46,7 @@ def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
     return run
 
 
-def write_per_query(path: PathLike, per_query: Mapping[str, Scores], dataset: str = "") -> None:
+def write_per_query(path: StrPath, per_query: Mapping[str, Scores], dataset: str = "") -> None:
     """Write one JSON object per query and line: `{"dataset": …, "query": …, "ndcg@10": …, …}`."""
     # An id may be a file name that is not UTF-8: its invalid bytes are escaped as in JSON.
     with atomic_path(path) as part, open(part, "w", encoding="utf-8", errors="backslashreplace") as stream:
@@ -57,7 +55,7 @@ def write_per_query(path: PathLike, per_query: Mapping[str, Scores], dataset: st
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def read_per_query(path: PathLike) -> dict[str, Scores]:
+def read_per_query(path: StrPath) -> dict[str, Scores]:
     """Read a log of `write_per_query`: the metrics by query id."""
     per_query: dict[str, Scores] = {}
     for place, line in read_lines(path):
@@ -91,7 +89,7 @@ def check_trec_names(names: Iterable[str], what: str) -> None:
             raise DualencError(f"{what} {name!r} is empty, holds white space or is not UTF-8, {remedy}")
 
 
-def read_lines(path: PathLike) -> Iterator[tuple[str, str]]:
+def read_lines(path: StrPath) -> Iterator[tuple[str, str]]:
     """Lines of a text file that are not blank, each with its place; one line at a time is in memory."""
     try:
         stream = open_regular(path)

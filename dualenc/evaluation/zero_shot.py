@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Scores, best_positive_ranks
 from dualenc.evaluation.probe import unit_rows
 from dualenc.evaluation.runs import read_lines
-from dualenc.types import Vectors
+from dualenc.types import Integers, StrPath, Vectors
 
 TEMPLATES: tuple[str, ...] = (
     "a photo of a {}.",
@@ -28,7 +26,7 @@ TEMPLATES: tuple[str, ...] = (
 """Prompts for objects of any kind; `{}` stands for the class."""
 
 
-def read_templates(path: str | os.PathLike[str]) -> list[str]:
+def read_templates(path: StrPath) -> list[str]:
     """Prompt templates from a text file, one on each line, `{}` standing for the class; blank lines are left out."""
     templates = []
     for place, line in read_lines(path):
@@ -50,16 +48,14 @@ def class_prompts(class_names: Sequence[str], templates: Sequence[str] = TEMPLAT
     return [template.replace("{}", name) for name in class_names for template in templates]
 
 
-def class_embeddings(prompts: Vectors, num_classes: int) -> npt.NDArray[np.float32]:
+def class_embeddings(prompts: Vectors, num_classes: int) -> Vectors:
     """Ensemble the (C · T, D) embeddings of `class_prompts`: for each class the mean of its unit vectors, (C, D) unit
     vectors."""
     rows = unit_rows(prompts, "prompts")
     return unit_rows(rows.reshape(num_classes, -1, rows.shape[1]).mean(axis=1), "classes")
 
 
-def zero_shot_ranks(
-    images: Vectors, classes: Vectors, labels: Sequence[int] | npt.NDArray[np.integer]
-) -> npt.NDArray[np.int64]:
+def zero_shot_ranks(images: Vectors, classes: Vectors, labels: Sequence[int] | Integers) -> Integers:
     """Rank, from 1, of each image's own class among all classes; ties count against the model.
 
     `images` are (A, D), `classes` (C, D) embeddings, `labels` (A,) class numbers from 0.
@@ -68,8 +64,8 @@ def zero_shot_ranks(
 
 
 def zero_shot_accuracy(
-    ranks: npt.NDArray[np.int64],
-    labels: Sequence[int] | npt.NDArray[np.integer],
+    ranks: Integers,
+    labels: Sequence[int] | Integers,
     num_classes: int,
     cutoffs: Sequence[int] = (1, 5),
 ) -> Scores:
