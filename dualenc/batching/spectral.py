@@ -101,26 +101,14 @@ class SpectralBatches(BatchSelector):
             selected = self._select_spectral(batches, left, right, draw)
         return self._mixed(selected, draw)
 
-    def _select_spectral(
-        self,
-        batches: ndarray,
-        left: ndarray,
-        right: ndarray,
-        draw: Generator,
-    ) -> ndarray:
+    def _select_spectral(self, batches: ndarray, left: ndarray, right: ndarray, draw: Generator) -> ndarray:
         """Partition the pairs of each k random batches."""
         selected = []
         for first in range(0, len(batches), self.k):
             last = first + self.k
             group = batches[first:last].ravel()
             seed = int(draw.integers(2**31))
-            chosen = spectral_batches(
-                left[group],
-                right[group],
-                self.batch_size,
-                self.temperature,
-                seed,
-            )
+            chosen = spectral_batches(left[group], right[group], self.batch_size, self.temperature, seed)
             selected.append(group[chosen])
         return np.concatenate(selected)
 

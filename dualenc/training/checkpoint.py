@@ -142,7 +142,8 @@ def mark_run(folder: Path) -> None:
 
 def check_run_folder(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> None:
     """Refuse to write into a folder that holds anything but a run, or over files that are not of a run."""
-    check_folder_target(output, _may_be_used, "run of dualenc")
+    # A run that was killed at its beginning has left its lock file.
+    check_folder_target(output, lambda path: os.listdir(path) == [LOCK] or is_folder_of(path, FORMAT), "run of dualenc")
     replaced = RUN_FILES if overwrite and not resume else ("model",)
     for name in (LOCK, *replaced):
         path = Path(output) / name
@@ -150,10 +151,6 @@ def check_run_folder(output: str | os.PathLike[str], *, resume: bool, overwrite:
             raise DualencError(
                 f"{path}: was not written by a training and is not replaced; move it, or choose another trainer.output"
             )
-
-
-def _may_be_used(folder: Path) -> bool:
-    return os.listdir(folder) == [LOCK] or is_folder_of(folder, FORMAT)
 
 
 def _lock(lock: FileLock) -> None:

@@ -63,9 +63,6 @@ class RetrievalEvaluator(Evaluator):
         pairs: held-out pairs; the right items that they bring are the corpus.
         batch_size: items encoded at once.
         primary: the metric to keep the best weights by: ndcg, recall, mrr, map, precision or hit at 1, 3, 5, 10 or 100.
-
-    Raises:
-        DualencError: neither or both of path and pairs are given, or unreadable data.
     """
 
     metric_names = tuple(
@@ -157,9 +154,6 @@ class KNNEvaluator(Evaluator):
         k: neighbours that vote.
         temperature: weight exp(s/τ) of a vote; null counts votes equally.
         batch_size: images encoded at once.
-
-    Raises:
-        DualencError: images without labels.
     """
 
     primary = "knn_accuracy"

@@ -72,11 +72,6 @@ class Batch(NamedTuple):
         values = {name: getattr(self, name) for name in names}
         return {name: None if value is None else value.to(device, non_blocking=True) for name, value in values.items()}
 
-    @property
-    def size(self) -> int:
-        """b, the number of pairs."""
-        return self.indices.shape[0]
-
 
 class BatchLoader:
     """Loads batches by pair indices; the same ones whatever the number of workers."""
@@ -144,7 +139,7 @@ class BatchLoader:
             right=self._prepared("right", [pair.right for pair in pairs], right_seeds),
             left_positives=self._positives("left", left_id),
             right_positives=self._positives("right", right_id),
-            weights=self._weights(pairs),
+            weights=None if self.pairs.weights is None else torch.tensor([pair.weight for pair in pairs]),
             bad=tuple(bad),
             **self._mined(pairs, right_seeds),
             **self._teacher(pairs),
@@ -191,11 +186,6 @@ class BatchLoader:
         if listed.shape[1] <= 1:
             return None
         return torch.from_numpy(np.ascontiguousarray(listed))
-
-    def _weights(self, pairs: list[Pair]) -> Tensor | None:
-        if self.pairs.weights is None:
-            return None
-        return torch.tensor([pair.weight for pair in pairs], dtype=torch.float32)
 
     def _teacher(self, pairs: list[Pair]) -> dict[str, Any]:
         """`teacher_scores` and `teacher_rows` of a `Batch`; {} without a teacher."""

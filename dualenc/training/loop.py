@@ -32,7 +32,7 @@ from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.mining import NegativeMiner
 from dualenc.training.plan import BatchPlan
 from dualenc.training.settings import FREE_SETTINGS, TrainerSettings
-from dualenc.training.signals import StopSignals, stopped_by
+from dualenc.training.signals import Interrupted, Stopped, StopSignals
 from dualenc.training.step import TrainStep
 
 _POSITION = ("steps", "epoch", "batch", "batches_done", "evaluation_due")
@@ -151,6 +151,12 @@ class Loop:
 
     def run(self, resume: bool) -> dict[str, float]:
         """Train to the last step, from scratch or the latest checkpoint. Returns the metrics of the saved model."""
+        try:
+            return self._run(resume)
+        finally:
+            self.log.close()
+
+    def _run(self, resume: bool) -> dict[str, float]:
         # Before the checkpoint, which restores the generators that it knows.
         seed_everything(self.settings.seed, distributed.rank())
         state = self.checkpoints.load_latest(self.settings.seed) if resume else None
@@ -185,10 +191,6 @@ class Loop:
     def is_finished(self) -> bool:
         """Whether no step follows."""
         return self.steps >= self.total_steps or self.best.out_of_patience
-
-    def close(self) -> None:
-        """Close the progress bar and the trackers."""
-        self.log.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the rest of the run depends on; all ranks call it together."""
@@ -358,7 +360,7 @@ class Loop:
             if settings.save_every is None:
                 saved = "nothing is saved, as save_every is null"
             self.log.info(f"stopped by {signal.Signals(stop).name} after step {self.steps}: {saved}")
-            raise stopped_by(stop)
+            raise Interrupted if stop == signal.SIGINT else Stopped(stop)
 
     def _write_log(self) -> None:
         self._fail_if_bad(self.meter.bad_step())

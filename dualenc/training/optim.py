@@ -64,7 +64,8 @@ def build_optimizer(
     if info.has_betas and info.num_betas == 2:
         arguments["betas"] = betas
     if info.opt_class in (torch.optim.SGD, torch.optim.AdamW):
-        arguments["fused"] = _can_fuse(trainable_parameters(modules))
+        parameters = trainable_parameters(modules)
+        arguments["fused"] = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
     if name in ("lars", "larc", "nlars", "nlarc"):
         # Otherwise timm adapts no group without weight decay, which it takes for norms and biases.
         for group in groups:
@@ -76,10 +77,6 @@ def build_optimizer(
         return create_optimizer_v2(groups, name, lr=learning_rate, momentum=momentum, **arguments)
     except Exception as error:
         raise DualencError(f"optimizer {name!r} cannot be made: {' '.join(str(error).split())}") from error
-
-
-def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
 
 
 def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

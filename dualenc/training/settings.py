@@ -80,9 +80,6 @@ class TrainerSettings:
         deterministic: deterministic algorithms on a GPU: same seed, same run.
         overwrite: start anew in a folder that holds a run; a folder of other files is refused.
         progress: show progress bars of training and evaluation.
-
-    Raises:
-        DualencError: an argument out of range.
     """
 
     output: str | os.PathLike[str]

@@ -30,11 +30,6 @@ class Interrupted(KeyboardInterrupt):
     """The same after Ctrl-C: a KeyboardInterrupt, which does not end an interactive session."""
 
 
-def stopped_by(number: int) -> BaseException:
-    """The exception of a training that this signal has stopped, to raise once the checkpoint is written."""
-    return Interrupted() if number == signal.SIGINT else Stopped(number)
-
-
 class StopSignals:
     """Signal handlers of a run: in this context SIGTERM, SIGUSR1 and a first Ctrl-C are only noted.
 

@@ -119,10 +119,7 @@ class Trainer:
             counts = [torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES]
             objective.to(accelerator.device).set_counts(*counts)
             loop = Loop(settings, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {})
-            try:
-                metrics = loop.run(resume)
-            finally:
-                loop.close()
+            metrics = loop.run(resume)
         return TrainingResult(
             model_folder=loop.best.folder,
             steps=loop.steps,

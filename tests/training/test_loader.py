@@ -56,7 +56,7 @@ def test_the_number_of_workers_and_the_first_batch_change_nothing(num_workers):
 def test_bad_samples_are_left_out_and_named_or_stop_the_run(num_workers):
     pairs = tiny_pairs(bad=(int(PLAN[1, 2]), *PLAN[2].tolist()))
     batches = list(make_loader(pairs, num_workers=num_workers).batches(PLAN))
-    assert [batch.size for batch in batches] == [6, 5, 0, 6]
+    assert [len(batch.indices) for batch in batches] == [6, 5, 0, 6]
     assert (batches[2].left, batches[2].right) == ({}, {})
     ((index, reason),) = batches[1].bad
     assert index == PLAN[1, 2]
