@@ -128,7 +128,8 @@ def rank_numbers(local_numbers: Sequence[int], device: torch.device) -> list[lis
     own = torch.tensor(local_numbers, device=device)
     numbers = [torch.empty_like(own) for _ in range(world_size())]
     dist.all_gather(numbers, own)
-    columns: list[list[int]] = torch.stack(numbers, dim=1).tolist()
+    table = torch.stack(numbers, dim=1)
+    columns: list[list[int]] = table.tolist()
     return columns
 
 
@@ -143,7 +144,8 @@ def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = No
 def share(tensor: Tensor) -> tuple[Tensor, list[int]]:
     """This rank's `rank_slice` of a tensor (n, ...) that all ranks have, and the sizes of all ranks' slices."""
     slices = [rank_slice(len(tensor), of_rank=number) for number in range(world_size())]
-    return tensor[slices[rank()]], [part.stop - part.start for part in slices]
+    sizes = [part.stop - part.start for part in slices]
+    return tensor[slices[rank()]], sizes
 
 
 def gather(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
@@ -237,7 +239,9 @@ class GradientAverage:
         if self._missing is None:
             return
         self._missing[number] -= 1
-        while len(self._sent) < len(self.buckets) and self._missing[len(self._sent)] == 0:
+        for missing in self._missing[len(self._sent) :]:
+            if missing:
+                break
             self._send()
 
     @explain_lost_process()
