@@ -58,7 +58,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Restore all generators at the end, so that an evaluation does not change what the training draws."""
     state = random_state()
     try:

@@ -12,7 +12,7 @@ from dualenc import distributed
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective
-from dualenc.seeds import random_state_kept
+from dualenc.seeds import preserve_random_state
 from dualenc.training.evaluators import Evaluator
 
 Metrics = dict[str, float]
@@ -113,7 +113,7 @@ class BestModel:
             arguments["progress"] = f"after step {step}" if step else "before training"
         self.model.eval()
         try:
-            with random_state_kept(), torch.no_grad():
+            with preserve_random_state(), torch.no_grad():
                 metrics = self.evaluator(self.model, **arguments)
         finally:
             self.model.train()

@@ -25,7 +25,7 @@ from dualenc.objectives.base import Objective
 from dualenc.search.embed import embed
 from dualenc.search.exact import MAX_QUERY_BLOCKS, QUERY_BLOCK, exact_search
 from dualenc.search.mining import Exclusions, paired_scores
-from dualenc.seeds import derive_seed, random_state_kept
+from dualenc.seeds import derive_seed, preserve_random_state
 from dualenc.types import Side
 
 BATCH_SIZE = 64
@@ -92,7 +92,7 @@ class NegativeMiner:
         begin = time.perf_counter()
         left_ids = np.unique(self.pairs.left_id)
         # Workers that read images draw a seed from the global generator.
-        with random_state_kept():
+        with preserve_random_state():
             queries = self._embed("left", self.left.take(left_ids))
             documents = self._embed("right", self.right)
         rule = replace(self.rule, seed=derive_seed("mined", self.rule.seed, epoch, bits=32))

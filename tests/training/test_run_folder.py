@@ -16,7 +16,7 @@ import torch
 
 from dualenc.errors import DualencError
 from dualenc.reading import read_json
-from dualenc.seeds import random_state_kept, seed_everything
+from dualenc.seeds import preserve_random_state, seed_everything
 from dualenc.training import checkpoint as run_folder
 from dualenc.training.checkpoint import Checkpoints
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
@@ -167,7 +167,7 @@ def test_the_latest_state_and_the_generators_come_back(tmp_path):
         checkpoints.save(step, {})
     seed_everything(1)
     checkpoints.save(100, {"weights": torch.arange(3), "nested": {"lr": 0.1, "names": ["a"], "pair": (1, None)}})
-    with random_state_kept():
+    with preserve_random_state():
         expected = draws()
     assert draws() == expected
     seed_everything(1, rank=1)
