@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
 from torch import nn
@@ -52,26 +51,6 @@ def test_the_lines_of_the_model_card_load_the_backbone_in_timm_with_equal_featur
     features = model.left.features({"image": pixels})
     assert features.shape == (3, model.left.feature_dim)
     assert (theirs["model"](pixels) - features).abs().max() < 1e-5
-
-
-def calls_of_timm() -> dict[str, str]:
-    """What the documentation says of loading a folder in timm: the call, by the file that it stands in."""
-    root = Path(__file__).parents[2]
-    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "examples").rglob("*.py")]
-    found = {str(page.relative_to(root)): page.read_text("utf-8") for page in pages}
-    found["model card"] = ImageEncoder(**BACKBONES["plain"]).model_card("model", {})
-    calls = {name: re.findall(r'timm\.create_model\(\\?"local-dir:[^)]*\)', text) for name, text in found.items()}
-    return {f"{name}: {call}": call for name, some in calls.items() for call in some}
-
-
-@pytest.mark.parametrize("call", calls_of_timm())
-def test_timm_loads_the_weights_as_the_documentation_says(call: str, images: list[Image.Image], tmp_path: Path) -> None:
-    model = ImageEncoder(**BACKBONES["plain"])
-    model.save(tmp_path / "model")
-    code = re.sub(r"local-dir:[^\"]*", f"local-dir:{tmp_path / 'model'}", calls_of_timm()[call])
-    loaded = eval(code, {"timm": timm}).eval()
-    inputs = model.left.prepare(images)
-    torch.testing.assert_close(loaded(inputs["image"]), model.left.features(inputs))
 
 
 @pytest.mark.slow

@@ -78,19 +78,11 @@ def test_a_step_moves_adapters_alone_and_the_saved_model_has_them_merged(
 def test_what_adapters_leave_alone_may_be_in_bfloat16(
     bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
 ) -> None:
-    found = {}
-    for dtype in ("float32", "bfloat16"):
-        torch.manual_seed(0)
-        model = TextEncoder(config=bert, tokenizer=tokenizer, lora_rank=2, dtype=dtype).train()
-        inputs = model.left.prepare(texts)
-        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-        assert {p.dtype for p in model.parameters() if not p.requires_grad} == {getattr(torch, dtype)}
-        model.eval()("left", inputs)[:, 0].sum().backward()
-        found[dtype] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    for name, gradient in found["float32"].items():
-        assert gradient is not None
-        assert (found["bfloat16"][name] - gradient).norm() <= 0.1 * gradient.norm() + 1e-6
-
+    torch.manual_seed(0)
+    model = TextEncoder(config=bert, tokenizer=tokenizer, lora_rank=2, dtype="bfloat16")
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    inputs = model.left.prepare(texts)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:

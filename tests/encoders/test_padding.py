@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import open_clip
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
-from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, load_model
+from dualenc.encoders import DualEncoder, load_model
 from dualenc.encoders.dual import chunk_rows, take
 from dualenc.encoders.text import new_transformer
 from tests.encoders.test_vision_text import make
@@ -155,35 +154,3 @@ def test_siglip_s_texts_all_have_its_full_length_and_keep_their_side(
         assert (expected["left"] - expected["right"]).abs().max() > 0.01
         for own in (model, load_model(tmp_path / "saved")):
             assert alike(own, texts, expected[None])
-
-
-@pytest.mark.slow
-@torch.no_grad()
-@pytest.mark.parametrize("stored", STORED)
-def test_open_clip_s_texts_all_have_its_full_length_and_keep_their_side(
-    stored: str, clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    ImageTextEncoder(config=clip, tokenizer=tokenizer).save(tmp_path / "theirs")
-    store_padding(tmp_path / "theirs", stored)
-    model = load_model(tmp_path / "theirs")
-    model.save(tmp_path / "saved")
-    for place in (tmp_path / "theirs", tmp_path / "saved"):
-        theirs, _, _ = open_clip.create_model_and_transforms(f"local-dir:{place}")
-        tokens = open_clip.get_tokenizer(f"local-dir:{place}")(texts)
-        assert bool((tokens[:, 0] == tokenizer.pad_token_id).any()) == (stored != "on the right")
-        expected = theirs.eval().encode_text(tokens, normalize=True)
-        for own in (model, load_model(tmp_path / "saved")):
-            assert alike(own, texts, expected)
-
-
-def test_a_given_tokenizer_is_copied_and_pads_behind(
-    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str]
-) -> None:
-    given = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer, pad_token="[PAD]", padding_side="left", model_max_length=40
-    )
-    model = TextEncoder(config=bert, tokenizer=given)
-    mask = model.right.prepare(texts)["attention_mask"]
-    assert mask[:, 0].all()
-    assert given.padding_side == "left"
