@@ -120,23 +120,6 @@ def test_a_run_with_bad_samples_resumes(tmp_path: Path) -> None:
     assert again.meta["skipped"] == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tower": LetterTower(prompt="x")}, "model_checksum"),
-        ({"corpus": Corpus(corpus().ids[::-1], texts(300))}, "ids_checksum"),
-        ({"identity": {"side": "left"}}, "side right, not left"),
-        ({"output": "features"}, "output embedding, not features"),
-        ({"dtype": "float16"}, "dtype float32, not float16"),
-    ],
-)
-def test_embeddings_of_something_else_are_not_taken_for_done(tmp_path: Path, change: dict, message: str) -> None:
-    usual: dict[str, Any] = {"tower": LetterTower(), "corpus": corpus(), "identity": {"side": "right"}}
-    embed(out=tmp_path / "emb", progress=False, **usual)
-    with pytest.raises(DualencError, match=message):
-        embed(out=tmp_path / "emb", progress=False, **{**usual, **change})
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_shards")
 @pytest.mark.parametrize("num_workers", [0, 2])

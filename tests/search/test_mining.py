@@ -18,8 +18,6 @@ from dualenc.data import MinedPairs, PairDataset, VectorPairs
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings
 from dualenc.search.mining import Report, Rule, mine
-from dualenc.search.rerank import open_cross_encoder
-from tests.commands import toy
 
 QUERIES, DOCUMENTS, DIM = 30, 60, 5
 
@@ -377,22 +375,3 @@ def test_what_cannot_be_mined_is_told(tmp_path: Path) -> None:
     items = PairDataset(queries.vectors, documents.vectors, [0], [0], left_modality=kind, right_modality=kind)
     with pytest.raises(DualencError, match="sentence-transformers need texts"):
         mine(queries, documents, items, tmp_path / "x.jsonl", form="sentence-transformers")
-
-
-@pytest.fixture(scope="module")
-def tiny_judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.cross_encoder(tmp_path_factory.mktemp("judge") / "judge")
-
-
-@pytest.mark.slow
-def test_a_cross_encoder_judges_as_sentence_transformers_does(tmp_path: Path, tiny_judge: Path) -> None:
-    from sentence_transformers import CrossEncoder
-
-    rescore, digest = open_cross_encoder(str(tiny_judge))
-    rows, _ = run(tmp_path, Rule(relative=None, num_negatives=3), rescore=rescore, rescored_by=digest)
-    model = CrossEncoder(str(tiny_judge))
-    assert len({score for row in rows for score in row["neg_scores"]}) > 30
-    for row in rows:
-        for side in ("pos", "neg"):
-            theirs = model.predict([(row["query"], text) for text in row[side]])
-            np.testing.assert_allclose(row[f"{side}_scores"], theirs, atol=1e-5)

@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -213,54 +211,3 @@ def test_a_missing_package_is_named(filled: QdrantIndex, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
     with pytest.raises(DualencError, match=r"pip install 'dualenc\[qdrant\]'"):
         QdrantIndex(filled.meta)
-
-
-class Failing(BaseHTTPRequestHandler):
-    """A server that answers every request with the next status of a list, then with an acknowledgement."""
-
-    statuses: ClassVar[list[int]] = []
-    keys: ClassVar[list[str | None]] = []
-
-    def do_PUT(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.keys.append(self.headers["api-key"])
-        status = self.statuses.pop(0) if self.statuses else 200
-        answer = {"result": {"operation_id": 1, "status": "completed"}, "status": "ok", "time": 0.1}
-        content = json.dumps(answer if status == 200 else {"status": {"error": "Not\nnow"}, "time": 0}).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("statuses", "message"),
-    [([503, 429, 500], ""), ([401] * 9, "set QDRANT_API_KEY to one"), ([503] * 9, "503 .*resumes")],
-)
-def test_a_busy_server_is_asked_again(
-    filled: QdrantIndex, monkeypatch: pytest.MonkeyPatch, statuses: list[int], message: str
-) -> None:
-    monkeypatch.setenv("QDRANT_API_KEY", "s3cret")
-    monkeypatch.setattr(Failing, "keys", [])
-    monkeypatch.setattr(Failing, "statuses", statuses)
-    with HTTPServer(("127.0.0.1", 0), Failing) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        index = QdrantIndex({**filled.meta, "target": f"http://127.0.0.1:{server.server_port}"})
-        batch = next(embeddings().record_batches(1))
-        if message:
-            with pytest.raises(DualencError, match=message) as error:
-                qdrant._add(index, batch, vectors(1))
-            assert "\n" not in str(error.value)
-            assert "s3cret" not in str(error.value)
-        else:
-            qdrant._add(index, batch, vectors(1))
-            assert Failing.keys == ["s3cret"] * 4
-        index.close()
-        server.shutdown()
-        thread.join()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import faiss
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search import build
-from dualenc.search.build import Database, exact_probe, latency, parameter_values, recall, set_parameter, tune
+from dualenc.search.build import Database, exact_probe, parameter_values, recall, set_parameter, tune
 from tests.search.clusters import clustered, exact_rows
 
 
@@ -67,10 +65,6 @@ def test_an_exact_index_has_recall_one_even_with_duplicates(num_vectors: int, re
         assert recall(filled(vectors, "Flat"), database(vectors), probe) == 1.0
 
 
-def test_a_lonely_vector_has_no_neighbours() -> None:
-    assert exact_probe(database(clustered(1)), clustered(1), np.array([0])) is None
-
-
 @pytest.mark.parametrize(
     ("factory", "name"),
     [
@@ -118,21 +112,6 @@ def test_tuning_reads_more_candidates_of_a_refined_index() -> None:
     assert recall(index, database(vectors), probe) >= 0.95
     index.k_factor = 1
     assert recall(index, database(vectors), probe) < 0.95
-
-
-def test_latency_is_that_of_single_queries() -> None:
-    class Slow:
-        """Takes 1 ms for 98 queries, and 50 for two."""
-
-        asked = 0
-
-        def search(self, queries: np.ndarray, k: int) -> None:
-            assert (queries.shape, k) == ((1, 4), 10)
-            time.sleep(0.05 if self.asked in (30, 60) else 0.001)
-            self.asked += 1
-
-    found = latency(Slow(), np.zeros((100, 4), np.float32))
-    assert 1 <= found["p50"] <= found["p95"] < 50 <= found["p99"]
 
 
 @pytest.mark.slow

@@ -93,15 +93,3 @@ def test_values_with_commas_are_quoted(word: str, values: list[str]) -> None:
             Condition("lang", sign, (*values,)),
             Condition("year", "=", (2020,)),
         ]
-
-
-def test_quoted_values_meet_the_rows_that_hold_them() -> None:
-    table = pa.table({"author": ["Doe, Jane", "Doe", "Jane", None, 'O"Hara, Kim']})
-    for word, expected in {
-        'author="Doe, Jane"': [1, 0, 0, 0, 0],
-        'author!="Doe, Jane"': [0, 1, 1, 0, 1],
-        'author="O""Hara, Kim",Doe': [0, 1, 0, 0, 1],
-        "author=Doe, Jane": [0, 1, 1, 0, 0],
-    }.items():
-        found = meets(parse_conditions([word], column_kinds(table)), table)
-        assert found.tolist() == [bool(met) for met in expected], word

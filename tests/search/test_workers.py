@@ -176,28 +176,6 @@ def test_a_worker_that_comes_when_all_is_done_writes_nothing(tmp_path: Path, alo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tower", "data", "message"),
-    [
-        (LetterTower(prompt="x"), corpus(ROWS), "holds embeddings with model_checksum"),
-        (LetterTower(), corpus(ROWS - 1), "holds embeddings with ids_checksum"),
-    ],
-)
-def test_a_worker_with_another_model_or_data_is_refused(
-    tmp_path: Path, alone: dict[str, bytes], tower: LetterTower, data: Corpus, message: str
-) -> None:
-    folder = tmp_path / "emb"
-    with worker(folder, 0.05) as first:
-        wait_for(lambda: (folder / "meta.json").exists())
-        with pytest.raises(DualencError, match=message) as error:
-            embed(tower, data, folder, progress=False)
-        assert "\n" not in str(error.value)
-        assert tower.widths == []
-        first.join(60)
-    assert contents(folder) == alone
-
-
-@pytest.mark.slow
 def test_a_failing_worker_leaves_its_shard_and_the_folder_to_the_others(
     tmp_path: Path, alone: dict[str, bytes]
 ) -> None:

@@ -43,12 +43,6 @@ def check_refused(response: Any, message: str = "", status: int = 400) -> None:
     assert len(detail) < 600
 
 
-def check(response: Any) -> None:
-    if response.status_code != 200:
-        assert 400 <= response.status_code < 500, response.text
-        assert response.json()["detail"]
-
-
 @pytest.mark.parametrize(
     ("words", "request_"),
     [
@@ -139,10 +133,6 @@ def test_no_path_from_a_request_is_opened(
         ({"ids": ["d1"], "rerank": True}, "reranking needs a text"),
         ({"text": "fox", "hybrid": "bm25"}, "hybrid: Input should be 'rrf' or 'weighted'"),
         ({"ids": ["d1"], "hybrid": "rrf"}, "hybrid search needs a text"),
-        ({"text": "fox", "hybrid": "rrf", "weight": float("nan")}, "weight: "),
-        ({"ids": [1]}, "ids.0: "),
-        ({"ids": ["d1"] * 101}, "ids: List should have at most 100 items"),
-        ({"ids": ["x" * 5000]}, "ids.0: "),
         ({"text": "fox", "where": ["recent"]}, "'recent' is no condition"),
         ({"text": "fox", "where": ["yaer>1"]}, "no column 'yaer'"),
         ({"text": "fox", "where": ["year>1"] * 33}, "where: List should have at most 32 items"),
@@ -168,21 +158,18 @@ def test_large_bodies_other_hosts_and_methods(client: TestClient) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
-@given(
-    value=JSON
-    | st.dictionaries(NAMES, VALUES)
-    | st.fixed_dictionaries({"text": st.just("fox")}, optional={"k": VALUES}),
-    raw=st.binary(max_size=200),
-    words=st.lists(st.tuples(st.sampled_from(["text", "id", "k", "where", "x"]), st.text(max_size=20)), max_size=5),
-)
-def test_any_request(client: TestClient, value: Any, raw: bytes, words: list[tuple[str, str]]) -> None:
-    check(client.post("/search", content=json.dumps(value), headers=HEADERS))
-    check(client.post("/search", content=raw, headers=HEADERS))
-    check(client.post("/search/image", content=raw))
-    parameters: Any = [(name, text.encode(errors="replace").decode()) for name, text in words]
-    check(client.get("/search", params=parameters))
-    check(client.get("/texts", params=parameters))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(value=JSON | st.dictionaries(NAMES, VALUES), raw=st.binary(max_size=200), text=st.text(max_size=20))
+def test_any_request(client: TestClient, value: Any, raw: bytes, text: str) -> None:
+    parameters = {name: text.encode(errors="replace").decode() for name in ("text", "id", "k", "where")}
+    for response in (
+        client.post("/search", content=json.dumps(value), headers=HEADERS),
+        client.post("/search", content=raw, headers=HEADERS),
+        client.post("/search/image", content=raw),
+        client.get("/search", params=parameters),
+        client.get("/texts", params=parameters),
+    ):
+        assert response.status_code == 200 or 400 <= response.status_code < 500, response.text
 
 
 def bomb(side: int) -> bytes:
