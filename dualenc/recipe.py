@@ -139,7 +139,7 @@ class Recipe:
         from dualenc.training.checkpoint import check_run_folder
 
         # Reading the data may take long.
-        check_run_folder(self.config.trainer.output, resume=resume, overwrite=self.config.trainer.overwrite)
+        check_run_folder(self.config.trainer.output)
         parts = self.build()
         return parts.trainer.fit(
             parts.model, parts.data, parts.objective, parts.batching, parts.evaluator, resume, self.settings

@@ -28,7 +28,6 @@ from torch import nn
 from dualenc import distributed
 from dualenc.checksums import checksums, sizes, verify_files
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders.dual import is_model
 from dualenc.errors import DualencError
 from dualenc.files import (
     atomic_folder,
@@ -118,7 +117,7 @@ def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool)
 def _take_folder(folder: Path, lock: FileLock, resume: bool, overwrite: bool) -> None:
     """Check, make, lock and mark the folder of a run."""
     try:
-        check_run_folder(folder, resume=resume, overwrite=overwrite)
+        check_run_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         _lock(lock)
         recover_inside(folder)
@@ -140,17 +139,10 @@ def mark_run(folder: Path) -> None:
         write_json(folder / META, {"format": FORMAT})
 
 
-def check_run_folder(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> None:
-    """Refuse to write into a folder that holds anything but a run, or over files that are not of a run."""
+def check_run_folder(output: str | os.PathLike[str]) -> None:
+    """Refuse to write into a folder that holds anything but a run."""
     # A run that was killed at its beginning has left its lock file.
     check_folder_target(output, lambda path: os.listdir(path) == [LOCK] or is_folder_of(path, FORMAT), "run of dualenc")
-    replaced = RUN_FILES if overwrite and not resume else ("model",)
-    for name in (LOCK, *replaced):
-        path = Path(output) / name
-        if path.exists() and not _is_of_a_run(path):
-            raise DualencError(
-                f"{path}: was not written by a training and is not replaced; move it, or choose another trainer.output"
-            )
 
 
 def _lock(lock: FileLock) -> None:
@@ -171,17 +163,6 @@ def _lock(lock: FileLock) -> None:
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder holds a checkpoint, complete or not."""
     return any((folder / name).exists() for name in ("state.pt", META))
-
-
-def _is_of_a_run(path: Path) -> bool:
-    """Whether a file or folder named like those of a run was written by a training: a user's must not be deleted."""
-    if path.name == LOCK:
-        return path.is_file() and bool(re.match(r"process \d+ on |$", path.read_text(errors="replace")))
-    if path.name == "checkpoints":
-        return path.is_dir() and all(is_checkpoint(step) or step.name.startswith(".") for step in path.iterdir())
-    if path.name == "model":
-        return is_model(path)
-    return path.is_file() == bool(path.suffix)
 
 
 def clear(output: str | os.PathLike[str]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dualenc.training.checkpoint import locked_run, mark_run
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
@@ -61,20 +60,6 @@ def test_a_folder_of_other_files_stays_as_it_was(
     line = failure(capsys, *WORDS[command](tmp_path, toy_text, beir), option, folder)
     assert str(folder) in line
     assert files_in(folder) == before
-
-
-@pytest.mark.parametrize("name", ["model", "checkpoints", "recipe.yaml"])
-def test_a_training_replaces_what_trainings_have_written_only(folder: Path, name: str) -> None:
-    mark_run(folder)
-    (folder / name).mkdir()
-    (folder / name / "notes.txt").write_text("years of work")
-    with (
-        pytest.raises(ValueError, match=f"{name}: was not written by a training"),
-        locked_run(folder, resume=False, overwrite=True),
-    ):
-        pass
-    assert (folder / name / "notes.txt").is_file()
-    assert not (folder / ".lock").exists()
 
 
 FOREIGN: dict[str, tuple[str, str]] = {

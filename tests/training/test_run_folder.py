@@ -127,13 +127,10 @@ def test_a_run_is_overwritten_on_demand_alone_and_then_whole(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["meta.json", "metrics.jsonl", "model", "notes.txt"]
 
 
-RUN = {"meta.json": '{"format": "dualenc-run"}'}
 FOREIGN = {
     "files of a run's names": {"recipe.yaml": "mine", "metrics.jsonl": '{"step": 1, "loss": 2.0}\n'},
-    "a lock": {".lock": "mine"},
     "other files": {"thesis/chapter.txt": "years of work"},
     "another meta.json": {"meta.json": '{"format": "something else"}'},
-    "a model": {**RUN, "model/notes.txt": "mine"},
 }
 
 
@@ -144,7 +141,7 @@ def test_a_folder_of_other_files_is_refused_and_stays(tmp_path, name, how):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(content)
     before = contents(tmp_path)
-    with pytest.raises(DualencError, match=r"holds no run of dualenc|(lock|model): was not written"):
+    with pytest.raises(DualencError, match="holds no run of dualenc"):
         train(tmp_path, objective=failing(), **{how: True})
     assert contents(tmp_path) == before
 
