@@ -42,8 +42,8 @@ def evaluate_compare(run_a: str, run_b: str, options: CompareOptions) -> None:
     rows: list[dict[str, object]] = []
     for name, chosen in chosen_metrics.items():
         for metric, comparison in compare_runs(a[name], b[name], chosen, **settings).items():
-            data = {"data": name} if name else {}
-            rows.append({**data, "metric": metric, **_comparison_row(comparison)})
+            row: dict[str, object] = {"data": name} if name else {}
+            rows.append(row | {"metric": metric, **_comparison_row(comparison)})
     facts = {"A": run_a, "B": run_b, **settings}
     table = Table(f"B against A, {options.confidence:.0%} intervals of the paired bootstrap", rows)
     if out is not None:
@@ -64,10 +64,12 @@ def _comparison_row(comparison: Comparison) -> dict[str, object]:
 
 def _read_logs(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs:
     if path.is_dir():
-        logs = [path / LOG] if (path / LOG).is_file() else sorted(path.glob(f"*/{LOG}"))
+        if (path / LOG).is_file():
+            return {"": read_per_query(path / LOG)}
+        logs = sorted(path.glob(f"*/{LOG}"))
         if not logs:
             raise DualencError(f"{path}: holds no {LOG}; give the output folder of `dualenc evaluate`")
-        return {"" if log.parent == path else log.parent.name: read_per_query(log) for log in logs}
+        return {log.parent.name: read_per_query(log) for log in logs}
     if path.suffix == ".ndjson":
         return {"": read_per_query(path)}
     if qrels is None:
@@ -80,7 +82,9 @@ def _read_logs(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Log
 
 def _chosen_metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | None) -> list[str]:
     """The metrics of `metrics`, which must be in every line of both runs; by default the usual ones, or all."""
-    shared = [name for name in next(iter(a.values()), {}) if all(name in row for row in (*a.values(), *b.values()))]
+    shared = list(next(iter(a.values()), {}))
+    for scores in (*a.values(), *b.values()):
+        shared = [name for name in shared if name in scores]
     if not shared:
         raise DualencError("the runs have no metric in common; evaluate both with the same command")
     if metrics is not None:

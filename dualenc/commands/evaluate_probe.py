@@ -84,7 +84,9 @@ def _fit_features(train: Labelled, test: Labelled, options: ProbeOptions, seed: 
 
 def _write_results(evaluation: Evaluation, facts: Row, rows: list[Row], tested: Labelled) -> None:
     """Write the accuracy of the probes, and measures of the features themselves."""
-    accuracies = {str(row["probe"]): {key: value for key, value in row.items() if key != "probe"} for row in rows}
+    accuracies = {}
+    for row in rows:
+        accuracies[str(row["probe"])] = {key: value for key, value in row.items() if key != "probe"}
     shape: Row = {"effective_rank": effective_rank(tested.features), "uniformity": uniformity(tested.features)}
     if len(np.unique(tested.labels)) > 1:
         similar = label_similarities(tested.features, tested.labels)

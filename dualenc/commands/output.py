@@ -16,7 +16,15 @@ from dualenc.data.identity import digest_of
 from dualenc.data.vector_shards import Embeddings, is_embeddings
 from dualenc.errors import DualencError
 from dualenc.evaluation.report import Table, print_table, write_report
-from dualenc.files import check_file_target, check_folder_target, check_writable, locked, remove, write_json
+from dualenc.files import (
+    check_file_target,
+    check_folder_target,
+    check_writable,
+    locked,
+    remove,
+    removed_if_refused,
+    write_json,
+)
 from dualenc.reading import read_json_object
 from dualenc.search.embed import embed, tower_checksum
 from dualenc.terminal import printable
@@ -171,4 +179,5 @@ def embed_into(
             remove(folder)
     distributed.barrier()
     notes = {"model": model} if model else None
-    return embed(tower, corpus, folder, progress=distributed.is_main(), identity=identity, notes=notes, **options)
+    with removed_if_refused(folder):
+        return embed(tower, corpus, folder, progress=distributed.is_main(), identity=identity, notes=notes, **options)

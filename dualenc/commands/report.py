@@ -123,7 +123,10 @@ def _as_setting(value: object) -> str:
 def _logged_names(runs: Sequence[RunRecords]) -> list[str]:
     """Names of everything that was logged, evaluations first."""
     logged = dict.fromkeys(name for each in runs for line in each.lines for name in line)
-    names = [name for name in logged if name not in ("step", "epoch") and any(each.curve(name)[0] for each in runs)]
+    names = []
+    for name in logged:
+        if name not in ("step", "epoch") and any(each.curve(name)[0] for each in runs):
+            names.append(name)
     return sorted(names, key=lambda name: not name.startswith("evaluation/"))
 
 

@@ -42,8 +42,9 @@ class SimCLRPrepare:
     def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int]) -> Inputs:
         views = []
         for item, seed in zip(items, seeds, strict=True):
-            pixels = (self.augment(item, seed).permute(1, 2, 0) * 255).round().clamp(0, 255).to(torch.uint8)
-            views.append(Image.fromarray(pixels.numpy()))
+            pixels = self.augment(item, seed).permute(1, 2, 0) * 255
+            whole = pixels.round().clamp(0, 255).to(torch.uint8)
+            views.append(Image.fromarray(whole.numpy()))
         return self.prepare(views)
 
 
@@ -207,7 +208,9 @@ def summarise(nearest: Nearest, versions: Sequence[str] = ()) -> dict[str, float
 
     `nearest` is (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions` with the names of K versions.
     """
-    own = np.arange(nearest.shape[2]) if nearest.ndim == 3 else np.arange(len(nearest))[:, None]
+    own = np.arange(len(nearest))[:, None]
+    if nearest.ndim == 3:
+        own = np.arange(nearest.shape[2])
     hits = nearest == own
     means = {
         "top1": float(hits.mean()),

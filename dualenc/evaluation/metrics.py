@@ -45,9 +45,10 @@ def score_queries(
         raise DualencError("the judgements (qrels) are empty; give the split that has judged queries")
     judged = {query: run[query] for query in qrels if query in run}
     run = judged if keep_self_matches else remove_self_matches(judged, qrels)
-    scores = {query: {doc: float(score) for doc, score in docs.items()} for query, docs in run.items()}
-    for query, docs in scores.items():
-        if not np.isfinite(np.fromiter(docs.values(), float, len(docs))).all():
+    scores = {}
+    for query, documents in run.items():
+        scores[query] = {name: float(score) for name, score in documents.items()}
+        if not np.isfinite(list(scores[query].values())).all():
             raise DualencError(f"query {query}: a score of the run is not finite; does the model give NaN embeddings?")
     ks = ",".join(str(k) for k in cutoffs)
     measures = {"recip_rank", *(f"{name}.{ks}" for name in _MEASURES.values())}
@@ -60,7 +61,9 @@ def score_queries(
         reciprocal_rank = measured.get("recip_rank", 0.0)
         # 1/rank ≥ 1/k, rounded to a whole rank first so that 1/(1/k) cannot fall on the wrong side.
         rank = round(1 / reciprocal_rank) if reciprocal_rank else np.inf
-        named = {f"{ours}@{k}": measured.get(f"{trec}_{k}", 0.0) for ours, trec in _MEASURES.items() for k in cutoffs}
+        named: Scores = {}
+        for ours, trec in _MEASURES.items():
+            named |= {f"{ours}@{k}": measured.get(f"{trec}_{k}", 0.0) for k in cutoffs}
         per_query[query] = named | {f"mrr@{k}": reciprocal_rank if rank <= k else 0.0 for k in cutoffs}
     return per_query
 
@@ -106,7 +109,8 @@ def best_positive_ranks(
         for row, columns in enumerate(positives[start : start + block]):
             is_positive[row, [column for column in columns if column >= 0]] = True
         best = np.max(scores, axis=1, where=is_positive, initial=-np.inf)
-        ranks.append(1 + np.sum((scores >= best[:, None]) & ~is_positive, axis=1, dtype=np.int64))
+        is_before = (scores >= best[:, None]) & ~is_positive
+        ranks.append(1 + is_before.sum(axis=1, dtype=np.int64))
     return np.concatenate(ranks)
 
 
