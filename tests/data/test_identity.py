@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import tarfile
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -15,8 +15,7 @@ from dualenc.data import BeirPairs, Corpus, PairDataset, WebDatasetPairs, identi
 from dualenc.data.identity import file_identity, items_identity
 
 from .make import encoded, picture, write_beir, write_csv, write_jsonl
-
-TEXTS = [f"text {i} é" for i in range(40_000)]
+from .test_webdataset import sample, write_tar
 
 
 def replace_keeping_times(path: Path, data: bytes) -> None:
@@ -36,39 +35,40 @@ def image_folder(folder: Path, count: int = 5) -> Path:
 
 @pytest.mark.slow
 def test_texts_have_one_identity_in_memory_in_csv_in_parquet_and_picked(tmp_path: Path) -> None:
-    write_csv(tmp_path / "x.csv", ["_id", "text"], enumerate(TEXTS))
-    datasets.Dataset.from_dict({"_id": list(map(str, range(len(TEXTS)))), "text": TEXTS}).to_parquet(
-        tmp_path / "x.parquet"
-    )
-    here = Corpus([str(i) for i in range(len(TEXTS))], TEXTS).identity()
+    texts = [f"text {i} é" for i in range(40_000)]
+    ids = [str(i) for i in range(len(texts))]
+    write_csv(tmp_path / "x.csv", ["_id", "text"], zip(ids, texts))
+    datasets.Dataset.from_dict({"_id": ids, "text": texts}).to_parquet(tmp_path / "x.parquet")
+    here = Corpus(ids, texts).identity()
     assert here == open_corpus(tmp_path / "x.csv").identity() == open_corpus(tmp_path / "x.parquet").identity()
-    assert open_corpus(tmp_path / "x.csv").identity() == here  # read again
+    picked = Corpus([*ids, "more"], [*texts, "more"]).take(range(len(ids)))
+    assert picked.identity() == here
 
 
-def test_ids_and_on_demand_labels_count() -> None:
+def test_every_text_id_label_and_negative_counts() -> None:
+    texts = [["abc", "d"], ["ab", "d"], ["abc", ""], ["d", "abc"], ["abc", "D"], ["abc", "d", "d"]]
+    assert len({items_identity(other) for other in texts}) == len(texts)
     corpora = [Corpus(ids, ["x", "y"], labels=labels) for ids in ("ab", "ba") for labels in ([0, 1], [1, 0])]
     assert len({corpus.identity() for corpus in corpora}) == 2
     assert len({corpus.identity(labels=True) for corpus in corpora}) == 4
 
+    def pairs(negatives: list[list[int]] | None) -> str:
+        return PairDataset(["q", "r"], ["a", "b", "c"], right_id=[0, 1], negatives=negatives).identity()
 
-def test_an_image_replaced_under_its_name_changes_the_identity_of_a_folder(tmp_path: Path) -> None:
+    assert len({pairs(None), pairs([[2], [2]]), pairs([[2], []]), pairs([[], [2]])}) == 4
+
+
+@pytest.mark.parametrize("kind", ["files", "paths", "contents", "records", "records of paths"])
+def test_an_image_replaced_in_a_folder_or_a_table_changes_the_identity(tmp_path: Path, kind: str) -> None:
     folder = image_folder(tmp_path / "a")
-    before = open_corpus(folder).identity()
-    assert open_corpus(folder).identity() == before
-    shutil.copytree(folder, tmp_path / "b", copy_function=shutil.copyfile)
-    assert open_corpus(tmp_path / "b").identity() == before, "another place and other times of change"
-    replace_keeping_times(folder / "3.bmp", encoded(picture(77), "BMP"))
-    assert open_corpus(folder).identity() != before
+    (tmp_path / "tables").mkdir()
 
-
-@pytest.mark.parametrize("kind", ["paths", "contents", "records", "records of paths"])
-def test_an_image_replaced_in_or_behind_a_table_changes_its_identity(tmp_path: Path, kind: str) -> None:
-    folder = image_folder(tmp_path / "a")
-
-    def identity_with(shade: int) -> str:
+    def identity_with(shade: int, folder: Path) -> str:
         replace_keeping_times(folder / "3.bmp", encoded(picture(shade), "BMP"))
+        if kind == "files":
+            return open_corpus(folder).identity()
         files = [folder / f"{i}.bmp" for i in range(5)]
-        columns = {
+        columns: dict[str, list[Any]] = {
             "paths": [file.name for file in files],
             "contents": [file.read_bytes() for file in files],
             "records": [{"bytes": file.read_bytes(), "path": None} for file in files],
@@ -77,33 +77,23 @@ def test_an_image_replaced_in_or_behind_a_table_changes_its_identity(tmp_path: P
         datasets.Dataset.from_dict({"image": columns[kind]}).to_parquet(folder / "train.parquet")
         return open_corpus(folder / "train.parquet", image_column="image", modality="image").identity()
 
-    assert identity_with(3) == identity_with(3) != identity_with(77)
+    before = identity_with(3, folder)
+    shutil.copytree(folder, tmp_path / "b", copy_function=shutil.copyfile)
+    assert identity_with(3, tmp_path / "b") == before, "another place and other times of change"
+    assert identity_with(77, folder) != before
 
 
 def test_a_changed_tar_changes_the_identity_of_its_samples(tmp_path: Path) -> None:
-    tar = tmp_path / "x.tar"
-    for i in range(3):
-        picture(i).save(tmp_path / f"{i}.png")
-        (tmp_path / f"{i}.txt").write_text(f"caption {i}")
+    def identity_of(texts: str) -> str:
+        files = [file for i, text in enumerate(texts) for file in sample(str(i), i, text)]
+        return WebDatasetPairs(write_tar(tmp_path / "x.tar", files)).identity()
 
-    def identity_of_tar() -> str:
-        with tarfile.open(tar, "w") as archive:
-            for i in range(3):
-                archive.add(tmp_path / f"{i}.png", f"{i}.png")
-                archive.add(tmp_path / f"{i}.txt", f"{i}.txt")
-        return WebDatasetPairs(tar).identity()
-
-    before = identity_of_tar()
-    assert WebDatasetPairs(tar).identity() == before == identity_of_tar()
-    (tmp_path / "1.txt").write_text("CAPTION 1")
-    assert identity_of_tar() != before
+    assert identity_of("abc") == identity_of("abc") != identity_of("abd")
 
 
 def test_of_huge_sets_all_sizes_times_and_a_sample_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "MAX_IMAGES", 10)
-    monkeypatch.setattr(identity, "SAMPLED_IMAGES", 3)
-    monkeypatch.setattr(identity, "MAX_TEXTS", 10)
-    monkeypatch.setattr(identity, "SAMPLED_TEXTS", 3)
+    for name, value in {"MAX_IMAGES": 10, "SAMPLED_IMAGES": 3, "MAX_TEXTS": 10, "SAMPLED_TEXTS": 3}.items():
+        monkeypatch.setattr(identity, name, value)
     folder = image_folder(tmp_path / "a", 20)
     seen = {open_corpus(folder).identity()}
     for i in range(20):  # every single file is noticed
@@ -123,13 +113,13 @@ def test_a_large_file_is_read_in_pieces_from_end_to_end(tmp_path: Path, monkeypa
     path = tmp_path / "x.tar"
     path.write_bytes(data)
     before = file_identity(path)
-    for place in (0, len(data) - 1):
-        replace_keeping_times(path, data[:place] + b"?" + data[place + 1 :])
+    for position in (0, len(data) - 1):
+        replace_keeping_times(path, data[:position] + b"?" + data[position + 1 :])
         assert file_identity(path) != before
     replace_keeping_times(path, data)
     assert file_identity(path) == before
     os.utime(path, ns=(0, 0))
-    assert file_identity(path) != before, "what lies between the pieces is told by the time of change"
+    assert file_identity(path) != before, "what lies between the pieces is known by the time of change"
 
 
 def test_reversed_judgements_and_rewritten_documents_are_told_apart(tmp_path: Path) -> None:
@@ -137,24 +127,12 @@ def test_reversed_judgements_and_rewritten_documents_are_told_apart(tmp_path: Pa
         corpus = [{"_id": i, "title": "t", "text": text} for i, text in zip("ab", texts, strict=True)]
         queries = [{"_id": "q", "text": "x"}, {"_id": "r", "text": "y"}]
         qrels = {"train": [["q", documents[0], 1], ["r", documents[1], 1]]}
-        data = BeirPairs(write_beir(tmp_path / name, corpus, queries, qrels))
-        assert data.identities() == BeirPairs(tmp_path / name).identities()
-        return data.identities()
+        return BeirPairs(write_beir(tmp_path / name, corpus, queries, qrels)).identities()
 
     first = pairs("first")
     assert pairs("same") == first
-    differing = [
-        {key for key in first if other[key] != first[key]}
-        for other in (pairs("reversed", documents="ba"), pairs("rewritten", texts=("one", "owt")))
-    ]
-    assert differing == [{"pairs"}, {"right_items"}]
-
-
-def test_every_text_and_every_negative_counts() -> None:
-    texts = [["abc", "d"], ["ab", "d"], ["abc", ""], ["d", "abc"], ["abc", "D"], ["abc", "d", "d"]]
-    assert len({items_identity(other) for other in texts}) == len(texts)
-
-    def pairs(negatives: list[list[int]] | None) -> str:
-        return PairDataset(["q", "r"], ["a", "b", "c"], right_id=[0, 1], negatives=negatives).identity()
-
-    assert len({pairs(None), pairs([[2], [2]]), pairs([[2], []]), pairs([[], [2]])}) == 4
+    for other, differing in (
+        (pairs("reversed", documents="ba"), {"pairs"}),
+        (pairs("rewritten", texts=("one", "owt")), {"right_items"}),
+    ):
+        assert {key for key in first if other[key] != first[key]} == differing
