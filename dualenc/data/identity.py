@@ -28,9 +28,7 @@ SAMPLED_IMAGES = 1 << 12
 
 _TEXT_BLOCK = 1 << 14
 _IMAGE_BLOCK = 1 << 8  # items whose contents are in memory together
-_MAX_BYTES = 1 << 26  # larger files than that are sampled
-_PIECE = 1 << 16
-_PIECES = 64
+_MAX_BYTES = 1 << 26  # of files whose contents are read
 
 
 def items_identity(items: Items, modality: Modality = "text") -> str:
@@ -71,25 +69,14 @@ def _identity(items: Items, row: int) -> bytes:
 
 
 def file_identity(path: Path, read: bool = True) -> bytes:
-    """Size and contents of a file; size and modification time if it is not read.
-
-    A file above 64 MiB is not read in full but in 64 pieces spread over it, and its modification time counts too.
-    """
+    """Size and contents of a file; size and modification time if it is not read or above 64 MiB."""
     try:
         with open_regular(path) as stream:
             status = path.stat()
-            size = status.st_size
-            if not read:
-                return f"{size} {status.st_mtime_ns}".encode()
-            digest = hashlib.blake2b(digest_size=16)
-            if size <= _MAX_BYTES:
-                digest.update(stream.read())
-                return f"{size} {digest.hexdigest()}".encode()
-            # Pieces all over the file: a rewritten file differs nearly everywhere.
-            for offset in np.linspace(0, size - _PIECE, _PIECES).astype(np.int64).tolist():
-                stream.seek(offset)
-                digest.update(stream.read(_PIECE))
-            return f"{size} {status.st_mtime_ns} {digest.hexdigest()}".encode()
+            if not read or status.st_size > _MAX_BYTES:
+                return f"{status.st_size} {status.st_mtime_ns}".encode()
+            digest = hashlib.blake2b(stream.read(), digest_size=16)
+            return f"{status.st_size} {digest.hexdigest()}".encode()
     except (OSError, ValueError):
         return b"unreadable"
 

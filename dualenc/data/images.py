@@ -11,11 +11,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dualenc.data.bad_rows import BadRows
 from dualenc.data.identity import file_identity
 from dualenc.decoding import image_suffixes, open_image
 from dualenc.errors import DualencError
-from dualenc.reading import is_utf8
 
 IMAGE_SUFFIXES = image_suffixes()
 SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing")
@@ -70,7 +68,7 @@ def existing_file(root: Path, name: str) -> Path:
     return root / name
 
 
-def find_images(folder: str | os.PathLike[str], bad_rows: BadRows) -> list[str]:
+def find_images(folder: str | os.PathLike[str]) -> list[str]:
     """Names of all images in a folder and its subfolders, relative to it with forward slashes, sorted.
 
     Links to folders are followed, but no folder is read twice, so links in a circle end.
@@ -94,12 +92,8 @@ def find_images(folder: str | os.PathLike[str], bad_rows: BadRows) -> list[str]:
             waiting.extend(path for path in paths if path.is_symlink())
             for file in files:
                 name = (Path(parent).relative_to(root) / file).as_posix()
-                if file.startswith(".") or not file.lower().endswith(IMAGE_SUFFIXES):
-                    continue
-                if is_utf8(name):
+                if not file.startswith(".") and file.lower().endswith(IMAGE_SUFFIXES):
                     names.append(name)
-                else:
-                    bad_rows.add("file name that is not UTF-8", repr(str(root / name)), "rename it")
     if not names:
         raise DualencError(f"{folder}: no image in this folder; known are {', '.join(IMAGE_SUFFIXES)}")
     return sorted(names)

@@ -65,7 +65,6 @@ class Mixture(PairDataset):
         self.views = parts[0].views
         self.skipped = sum(part.skipped for part in parts)
         self.sizes = [len(part) for part in parts]
-        self._ends = np.cumsum(self.sizes)
         left_items = Joined([part.left_items for part in parts], [left.get(name, "") for name in self.sources])
         right_items = left_items
         if not self.views:
@@ -87,10 +86,6 @@ class Mixture(PairDataset):
     def is_plain(self) -> bool:
         """Whether an epoch is one pass over all pairs in arbitrary batches."""
         return self.batches == "mixed" and all(weight == 1 for weight in self.source_weights.values())
-
-    def source_of(self, indices: np.ndarray) -> np.ndarray:
-        """(n,) the number of the source of each pair (n,)."""
-        return np.searchsorted(self._ends, indices, side="right")
 
     def pair_counts(self, side: Side) -> np.ndarray:
         """(N,) the mean number of times that each item of a side occurs in an epoch's pairs."""

@@ -243,7 +243,7 @@ class ImageFolderPairs(ColumnPairs):
             folder = split_folder(folder, ONLY_SPLIT)
         file = _default_captions(folder) if captions is None else Path(captions)
         bad_rows = BadRows(path if file is None else file, on_error)
-        names = find_images(folder, bad_rows)
+        names = find_images(folder)
         if file is None:
             image_column = "image"
             caption_column = "captions"
@@ -377,7 +377,5 @@ class ImageFolderViews(ImageViews):
 
     def __init__(self, path: str | Path) -> None:
         folder = split_folder(path, ONLY_SPLIT)
-        bad_rows = BadRows(path)
-        names = find_images(folder, bad_rows)
+        names = find_images(folder)
         super().__init__(ImageFiles(folder, names), labels_of_folders(names))
-        self.skipped = bad_rows.report()

@@ -187,12 +187,11 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 def read_head(folder: Path, expected_format: str, version: int, other: str) -> dict[str, Any]:
     """The meta.json of a folder of a format and version; `other` says what a folder of another format is not."""
-    path = folder / "meta.json"
-    if read_json_object(path).get("format") != expected_format:
+    meta = read_json_object(folder / "meta.json")
+    if meta.get("format") != expected_format:
         raise DualencError(f"{folder}: {other}")
-    meta = read_json_object(path, {"version": int})
-    if meta["version"] != version:
-        reason = f"format {meta['version']} of another dualenc, which reads format {version}"
+    if meta.get("version") != version:
+        reason = f"format {meta.get('version')} of another dualenc, which reads format {version}"
         raise DualencError(f"{folder}: {reason}; make the folder again, or install that dualenc")
     return meta
 

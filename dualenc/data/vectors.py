@@ -14,6 +14,7 @@ from dualenc.data.columns import matrix_faults, usable
 from dualenc.data.corpus import Corpus, distinct_ids, table_corpus
 from dualenc.data.detect import detect
 from dualenc.data.item_lists import Picked, VectorItems, number_distinct
+from dualenc.data.items import rows_of
 from dualenc.data.line_tables import ColumnKind, check_columns
 from dualenc.data.pairs import PairDataset
 from dualenc.data.tables import check_whole, default_column, first_of, open_table, peek_columns
@@ -47,19 +48,16 @@ class VectorPairs(PairDataset):
         bad_rows = BadRows(left, on_error)
         lefts = open_vectors(left, id_column=default_ids(left), bad_rows=bad_rows)
         rights = open_vectors(right, id_column=default_ids(right), bad_rows=bad_rows)
-        left_row = {name: row for row, name in enumerate(lefts.ids)}
-        right_row = {name: row for row, name in enumerate(rights.ids)}
-        for side, ids, partners in (("left", lefts.ids, right_row), ("right", rights.ids, left_row)):
-            alone = [name for name in ids if name not in partners]
-            if alone:
-                reason = f"{side} vector without a partner of the same id"
-                bad_rows.add(reason, f"id {alone[0]!r}", "give it one or remove it", len(alone))
-        names = [name for name in lefts.ids if name in right_row]
-        bad_rows.require(len(names), "pair")
-        left_rows = np.array([left_row[name] for name in names])
-        right_rows = np.array([right_row[name] for name in names])
+        rows = rows_of(rights.ids, lefts.ids)
+        alone = [name for name, row in zip(lefts.ids, rows.tolist()) if row < 0]
+        alone += sorted(set(rights.ids) - set(lefts.ids))
+        if alone:
+            position = f"id {alone[0]!r}"
+            bad_rows.add("vector without a partner of the same id", position, "give it one or remove it", len(alone))
+        left_rows = np.flatnonzero(rows >= 0)
+        bad_rows.require(len(left_rows), "pair")
         left_first, left_id = number_distinct(lefts.items.__getitem__ if deduplicate else None, left_rows)
-        right_first, right_id = number_distinct(rights.items.__getitem__ if deduplicate else None, right_rows)
+        right_first, right_id = number_distinct(rights.items.__getitem__ if deduplicate else None, rows[left_rows])
         super().__init__(
             Picked(lefts.items, left_first),
             Picked(rights.items, right_first),

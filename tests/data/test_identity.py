@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 
 from dualenc.data import BeirPairs, Corpus, PairDataset, WebDatasetPairs, identity, open_corpus
-from dualenc.data.identity import file_identity, items_identity
+from dualenc.data.identity import items_identity
 
 from .make import encoded, picture, write_beir, write_csv, write_jsonl
 from .test_webdataset import sample, write_tar
@@ -105,21 +104,6 @@ def test_of_huge_sets_all_sizes_times_and_a_sample_count(tmp_path: Path, monkeyp
     for i in range(20):  # a text of another length, too
         write_jsonl(path, [{"text": f"text {j}{'!' * (i == j)}"} for j in range(20)])
         assert open_corpus(path).identity() != before
-
-
-def test_a_large_file_is_read_in_pieces_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "_MAX_BYTES", 1 << 18)
-    data = np.random.default_rng(0).bytes(1 << 20)
-    path = tmp_path / "x.tar"
-    path.write_bytes(data)
-    before = file_identity(path)
-    for position in (0, len(data) - 1):
-        replace_keeping_times(path, data[:position] + b"?" + data[position + 1 :])
-        assert file_identity(path) != before
-    replace_keeping_times(path, data)
-    assert file_identity(path) == before
-    os.utime(path, ns=(0, 0))
-    assert file_identity(path) != before, "what lies between the pieces is known by the time of change"
 
 
 def test_reversed_judgements_and_rewritten_documents_are_told_apart(tmp_path: Path) -> None:

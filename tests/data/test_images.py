@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dualenc.data import ImageViews, open_image
-from dualenc.data.bad_rows import BadRows
 from dualenc.data.images import ImageFiles, find_images
 from dualenc.data.views import SimCLR
 from dualenc.decoding import decode_image, decode_upload
@@ -130,13 +129,13 @@ def test_files_that_cannot_be_opened(tmp_path: Path, what: str, message: str) ->
 
 def test_find_images_sorts_whole_trees_and_leaves_hidden_files(tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="no image in this folder"):
-        find_images(tmp_path, BadRows(tmp_path))
+        find_images(tmp_path)
     with pytest.raises(DualencError, match="no such folder"):
-        find_images(tmp_path / "nowhere", BadRows(tmp_path))
+        find_images(tmp_path / "nowhere")
     for name in ("b/2.JPG", "b/1.png", "a.webp", ".hidden.png", ".cache/x.png", "b/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
-    assert find_images(tmp_path, BadRows(tmp_path)) == ["a.webp", "b/1.png", "b/2.JPG"]
+    assert find_images(tmp_path) == ["a.webp", "b/1.png", "b/2.JPG"]
 
 
 def test_links_between_folders_are_followed_once(tmp_path: Path) -> None:
@@ -147,11 +146,11 @@ def test_links_between_folders_are_followed_once(tmp_path: Path) -> None:
         (tmp_path / "a" / f"again{i}").symlink_to(tmp_path)
         (tmp_path / "a" / f"other{i}").symlink_to(tmp_path / "b")
         (tmp_path / "b" / f"again{i}").symlink_to(tmp_path / "a")
-    assert find_images(tmp_path, BadRows(tmp_path)) == ["b/1.png"], "by its own folder"
+    assert find_images(tmp_path) == ["b/1.png"], "by its own folder"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "class").symlink_to(tmp_path / "b")
-    assert find_images(elsewhere, BadRows(tmp_path)) == ["class/1.png"], "a link to a class folder is followed"
+    assert find_images(elsewhere) == ["class/1.png"], "a link to a class folder is followed"
 
 
 def test_an_upload_is_decoded_as_other_images_are_within_bounds() -> None:

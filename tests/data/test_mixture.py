@@ -42,7 +42,6 @@ def test_pairs_of_a_source_follow_those_of_the_sources_before(one, two):
         assert (pair.index, pair.left, pair.right) == (index, own.left, own.right)
         assert both.item("left", pair.left_id) == own.left
         assert both.item("right", pair.right_id) == own.right
-    assert both.source_of(np.array([0, 3, 4, 5])).tolist() == [0, 0, 1, 1]
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())

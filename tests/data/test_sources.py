@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -162,13 +161,6 @@ def test_folders_named_like_splits_are_splits_and_no_classes(tmp_path: Path) -> 
     # Among other folders `train` is a class.
     image_and_caption(tmp_path / "plane" / "9.png", 9, "plane")
     assert open_corpus(tmp_path).class_names == ["plane", "train", "val"]
-
-
-def test_images_whose_names_are_not_utf8_are_counted(tmp_path: Path) -> None:
-    image_and_caption(tmp_path / "a.png", 1, "one")
-    (tmp_path / os.fsdecode(b"caf\xe9.png")).write_bytes(encoded(picture(2)))
-    for data in (open_corpus(tmp_path), open_pairs(tmp_path), ImageFolderViews(tmp_path)):
-        assert (len(data), data.skipped) == (1, 1)
 
 
 def test_columns_of_pairs_by_usual_and_by_given_names(tmp_path: Path) -> None:

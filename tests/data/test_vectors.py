@@ -152,7 +152,7 @@ def test_two_folders_make_pairs_by_id(tmp_path: Path) -> None:
     for number in range(10):
         np.testing.assert_array_equal(pairs[number].left, LEFT[5 + number])
         np.testing.assert_array_equal(pairs[number].right, RIGHT[5 + number])
-    with pytest.raises(BadSample, match="id 'n0': left vector without a partner"):
+    with pytest.raises(BadSample, match="id 'n0': vector without a partner"):
         VectorPairs(tmp_path / "left", tmp_path / "right", on_error="raise")
 
 
