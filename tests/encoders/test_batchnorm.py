@@ -94,24 +94,6 @@ def test_the_batch_is_held_only_until_it_is_released_and_only_for_a_gradient(wit
     assert alive() is None
 
 
-@pytest.mark.parametrize("momentum", [0.1, 0.6, None])
-def test_running_statistics_move_as_they_always_do(network: nn.Sequential, momentum: float | None) -> None:
-    network.train()
-    for layer in (network[1], network[4]):
-        layer.momentum = momentum
-    twin, statistics = copy.deepcopy(network), BatchStatistics()
-    for count in (6, 3):
-        batch = images(count)
-        torch.manual_seed(1)
-        with statistics.recorded(network):
-            network(batch).sum().backward()
-        torch.manual_seed(1)
-        twin(batch)
-    for name, value in state(twin).items():
-        torch.testing.assert_close(network.state_dict()[name], value)
-    assert network[1].momentum == momentum
-
-
 @pytest.mark.parametrize("keep", [True, False])
 def test_without_a_batch_running_statistics_are_used_and_stay(network: nn.Sequential, keep: bool) -> None:
     network.train()

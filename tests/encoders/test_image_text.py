@@ -182,12 +182,3 @@ def test_unfit_configurations(clip: dict[str, Any], section: str, change: dict[s
     with pytest.raises(DualencError, match=message) as caught:
         ImageTextEncoder(config=clip)
     assert "\n" not in str(caught.value)
-
-
-def test_missing_tokenizer(clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    ImageTextEncoder(config=clip, tokenizer=tokenizer).save(tmp_path)
-    for path in tmp_path.glob("tokenizer*"):
-        path.unlink()
-    with pytest.raises(DualencError, match="its tokenizer does not load") as caught:
-        load_model(tmp_path)
-    assert "\n" not in str(caught.value)

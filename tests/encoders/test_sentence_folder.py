@@ -231,16 +231,6 @@ def test_vectors_are_truncated_as_the_folder_says_and_the_argument_wins(
         TextEncoder(str(saved), truncate_dim=33)
 
 
-@pytest.mark.parametrize("path", ["..", "/"])
-def test_paths_of_modules_that_are_none(saved: Path, path: Any) -> None:
-    file = saved / "modules.json"
-    modules = json.loads(file.read_text())
-    modules[1]["path"] = path
-    file.write_text(json.dumps(modules))
-    with pytest.raises(DualencError, match=r"modules\.json: .* is no path in the folder; restore the file"):
-        load_model(saved)
-
-
 @pytest.mark.slow
 def test_prompts_by_name_and_the_default_one(saved: Path, texts: list[str], tmp_path: Path) -> None:
     prompts = {"sts": "same meaning? ", "query": "ask: ", "passage": "told: "}
@@ -272,16 +262,3 @@ def test_prompts_that_are_not_there(saved: Path, config: Any, arguments: dict[st
     with pytest.raises(DualencError, match=message) as caught:
         TextEncoder(str(saved), **arguments)
     assert "\n" not in str(caught.value)
-
-
-def test_tokenizer_of_another_vocabulary(saved: Path, minilm: Path) -> None:
-    with pytest.raises(DualencError, match="tokenizer has 30522 tokens"):
-        TextEncoder(str(saved), tokenizer=str(minilm))
-
-
-def test_separate_towers_cannot_be_made_one(
-    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    TextEncoder(config=bert, tokenizer=tokenizer, shared=False).save(tmp_path / "two")
-    with pytest.raises(DualencError, match="towers are separate"):
-        TextEncoder(str(tmp_path / "two"), shared=True)

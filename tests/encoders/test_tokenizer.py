@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -43,38 +41,6 @@ def test_equal_texts_give_an_equal_tokenizer(corpus: list[str]) -> None:
     first, second = (train_tokenizer(iter(corpus), vocab_size=300) for _ in range(2))
     assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
     assert len(first) == 300
-
-
-@pytest.fixture(scope="module")
-def pieces(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A unigram model of SentencePiece."""
-    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
-    prefix = tmp_path_factory.mktemp("pieces") / "unigram"
-    common = {"model_type": "unigram", "vocab_size": 60, "num_threads": 1, "minloglevel": 2}
-    trainer.train(sentence_iterator=iter(corpus), model_prefix=str(prefix), **common)
-    return prefix.with_suffix(".model")
-
-
-@pytest.mark.parametrize(
-    ("kind", "file", "offset", "start"),
-    [("XLMRobertaTokenizer", "sentencepiece.bpe.model", 1, [0]), ("T5Tokenizer", "spiece.model", 0, [])],
-)
-def test_a_folder_with_a_sentencepiece_model_alone_gives_its_pieces(
-    kind: str, file: str, offset: int, start: list[int], pieces: Path, corpus: list[str], tmp_path: Path
-) -> None:
-    """Against the sentencepiece package; fairseq's vocabularies, which XLM-R has, number their pieces one higher."""
-    import sentencepiece
-
-    shutil.copy(pieces, tmp_path / file)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
-    read = load_tokenizer(tmp_path)
-    save_tokenizer(read, tmp_path / "saved", 64)
-    reloaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(pieces))
-    for text in [*corpus[:50], "  bane   Torlü.", ""]:
-        own = [piece + offset for piece in processor.encode(text)]
-        assert read(text).input_ids == [*start, *own, read.eos_token_id], text
-        assert reloaded(text).input_ids == read(text).input_ids
 
 
 def test_a_word_has_the_same_tokens_wherever_it_stands_and_none_is_unknown(tokenizer: PreTrainedTokenizerBase) -> None:

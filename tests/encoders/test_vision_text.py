@@ -111,23 +111,6 @@ def test_crops_are_functions_of_image_and_seed(folder: Path, images: list[Image.
     assert not torch.equal(prepare(images, seeds=[4, 5, 6])["pixel_values"], first["pixel_values"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("model.safetensors", "no \\*.safetensors"),
-        ("preprocessor_config.json", "does not load"),
-        ("tokenizer.json", "no tokenizer"),
-    ],
-)
-def test_missing_files(folder: Path, file: str, message: str) -> None:
-    (folder / file).unlink()
-    with pytest.raises(DualencError, match=message) as caught:
-        load_model(folder)
-    assert "\n" not in str(caught.value)
-    assert str(folder) in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
