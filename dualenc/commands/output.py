@@ -22,7 +22,6 @@ from dualenc.files import (
     check_writable,
     locked,
     remove,
-    removed_if_refused,
     write_json,
 )
 from dualenc.reading import read_json_object
@@ -179,5 +178,4 @@ def embed_into(
             remove(folder)
     distributed.barrier()
     notes = {"model": model} if model else None
-    with removed_if_refused(folder):
-        return embed(tower, corpus, folder, progress=distributed.is_main(), identity=identity, notes=notes, **options)
+    return embed(tower, corpus, folder, progress=distributed.is_main(), identity=identity, notes=notes, **options)

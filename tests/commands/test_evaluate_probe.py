@@ -87,14 +87,13 @@ def test_other_weights_under_the_same_name_are_refused(
     assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == before
 
 
-def test_images_that_cannot_be_read_leave_no_folder(
+def test_images_that_cannot_be_read_are_told(
     image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for image in data.rglob("*.png"):
         image.write_bytes(b"broken")
     line = failure(capsys, "evaluate", "probe", image_model, data, "--num-workers", 0, "--out", tmp_path / "out")
     assert "none of 30 items could be used" in line
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
