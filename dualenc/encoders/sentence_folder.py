@@ -51,13 +51,6 @@ class SentenceFolder:
     truncate_dim: int | None = None
     prompts: dict[str, str] = field(default_factory=dict)
 
-    def prompt(self, name: str) -> str:
-        """The prompt of a name."""
-        if name not in self.prompts:
-            known = ", ".join(self.prompts) or "none"
-            raise DualencError(f"{self.transformer}: no prompt is called {name!r}; choose one of its own: {known}")
-        return self.prompts[name]
-
 
 def read_sentence_folder(folder: Path) -> SentenceFolder:
     """Read a sentence-transformers folder, or a plain transformers folder as one without settings.

@@ -50,8 +50,6 @@ class TextEncoder(DualEncoder):
         pooling: "mean", "cls" or "last"; None: the base model's, otherwise mean.
         query_prompt: put before every query; None: the base model's, otherwise nothing.
         document_prompt: put before every document; likewise.
-        query_prompt_name: instead of a query_prompt: the name of one of the base model's prompts.
-        document_prompt_name: instead of a document_prompt; likewise.
         truncate_dim: use only so many of the first components of the vectors; None: as the base model, otherwise all.
         max_length: longest input in tokens; None: the base model's, otherwise all its positions.
         shared: one transformer for both sides, or two; None: as the base model, otherwise one.
@@ -77,8 +75,6 @@ class TextEncoder(DualEncoder):
         pooling: Pooling | None = None,
         query_prompt: str | None = None,
         document_prompt: str | None = None,
-        query_prompt_name: str | None = None,
-        document_prompt_name: str | None = None,
         truncate_dim: int | None = None,
         max_length: int | None = None,
         shared: bool | None = None,
@@ -104,11 +100,13 @@ class TextEncoder(DualEncoder):
                 enable_checkpointing(source.backbone)
         left = sources[0]
         right = sources[-1]
-        left_prompt = _choose_prompt("query", query_prompt, query_prompt_name, left.settings)
-        right_prompt = _choose_prompt("document", document_prompt, document_prompt_name, right.settings)
+        if query_prompt is None:
+            query_prompt = left.settings.query_prompt
+        if document_prompt is None:
+            document_prompt = right.settings.document_prompt
         super().__init__(
-            left.tower(left_prompt, max_length, truncate_dim, pooling),
-            right.tower(right_prompt, max_length, truncate_dim, pooling),
+            left.tower(query_prompt, max_length, truncate_dim, pooling),
+            right.tower(document_prompt, max_length, truncate_dim, pooling),
             kind="query-document",
         )
         self.prompts = left.settings.prompts | right.settings.prompts
@@ -344,16 +342,6 @@ def enable_checkpointing(model: Any) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     with explain(f"{type(model).__name__} has no gradient checkpointing", "leave gradient_checkpointing out"):
         enable({"use_reentrant": False})
-
-
-def _choose_prompt(role: str, prompt: str | None, name: str | None, settings: SentenceFolder) -> str:
-    """The prompt of one side: as given, by its name in the folder, or the folder's own."""
-    if prompt is not None and name is not None:
-        raise DualencError(f"both {role}_prompt and {role}_prompt_name are given: leave one out")
-    if name is not None:
-        return settings.prompt(name)
-    own = settings.query_prompt if role == "query" else settings.document_prompt
-    return own if prompt is None else prompt
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:

@@ -236,7 +236,7 @@ def test_prompts_by_name_and_the_default_one(saved: Path, texts: list[str], tmp_
     prompts = {"sts": "same meaning? ", "query": "ask: ", "passage": "told: "}
     path = saved / "config_sentence_transformers.json"
     path.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "sts"}))
-    model = TextEncoder(str(saved), document_prompt_name="sts")
+    model = TextEncoder(str(saved), document_prompt=TextEncoder(str(saved)).prompts["sts"])
     assert (model.left.prepare.prompt, model.right.prepare.prompt) == ("ask: ", "same meaning? ")
     theirs = SentenceTransformer(str(saved), device="cpu").encode(texts, prompt_name="sts")
     assert (encode(model, "right", texts) - torch.tensor(theirs)).abs().max() < 1e-5
@@ -248,17 +248,3 @@ def test_prompts_by_name_and_the_default_one(saved: Path, texts: list[str], tmp_
     plain = torch.tensor(SentenceTransformer(str(saved), device="cpu").encode(texts))
     for side in ("left", "right"):  # a prompt for everything is that of both sides
         assert (encode(load_model(saved), side, texts) - plain).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("config", "arguments", "message"),
-    [
-        ({"prompts": {"a": "x"}}, {"query_prompt_name": "b"}, "no prompt is called 'b'; choose one of its own: a"),
-        ({"prompts": {"a": "x"}}, {"query_prompt_name": "a", "query_prompt": "y"}, "leave one out"),
-    ],
-)
-def test_prompts_that_are_not_there(saved: Path, config: Any, arguments: dict[str, Any], message: str) -> None:
-    (saved / "config_sentence_transformers.json").write_text(json.dumps(config))
-    with pytest.raises(DualencError, match=message) as caught:
-        TextEncoder(str(saved), **arguments)
-    assert "\n" not in str(caught.value)

@@ -84,5 +84,6 @@ def test_the_saved_folder_knows_the_prompts_of_its_sources(tmp_path: Path, share
         ours = model.eval()("left", model.left.prepare(["ask: asked 1"]))
     found = theirs.encode(["asked 1"], prompt_name="asked_query", normalize_embeddings=True)
     assert np.allclose(ours.numpy(), found, atol=1e-5)
-    again = TextEncoder(str(result.model_folder), query_prompt_name="asked_query")
+    again = TextEncoder(str(result.model_folder))
+    again = TextEncoder(str(result.model_folder), query_prompt=again.prompts["asked_query"])
     assert again.left.prepare.prompt == "query: ask: "
