@@ -73,14 +73,6 @@ def test_planted_clusters_are_recovered(method: str, clusters: int, size: int) -
     assert purity(batches, labels) > (0.95 if method == "bisection" else 0.999)
 
 
-def test_planted_clusters_survive_a_remainder() -> None:
-    left, right, labels = planted(12, 8, noise=0.1)
-    extra = random_pairs(5, 64, seed=9)
-    left, right = np.concatenate([left, extra[0]]), np.concatenate([right, extra[1]])
-    labels = np.concatenate([labels, np.arange(12, 17)])
-    assert purity(SpectralBatches(101, 8).select(0, left, right), labels) > 0.7
-
-
 def separation(points: np.ndarray, low: np.ndarray) -> float:
     """Distance between the means of the two sides."""
     return float(np.linalg.norm(points[low].mean(axis=0) - points[~low].mean(axis=0)))
@@ -107,15 +99,6 @@ def test_nodes_are_split_independently() -> None:
     alone = [split_nodes(node[None], 12, stream)[0] for node in nodes]
     for a, b in zip(together, alone):
         assert {frozenset(a[:12]), frozenset(a[12:])} == {frozenset(b[:12]), frozenset(b[12:])}
-
-
-@given(num_batches=st.integers(1, 40), batch_size=st.integers(1, 6), dim=st.integers(1, 5), seed=st.integers(0, 9))
-def test_is_a_partition_for_any_number_of_batches(num_batches: int, batch_size: int, dim: int, seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    points = draw.standard_normal((num_batches * batch_size, dim)).astype(np.float32)
-    batches = bisection_batches(points, batch_size, draw)
-    assert batches.shape == (num_batches, batch_size)
-    assert sorted(batches.ravel().tolist()) == list(range(num_batches * batch_size))
 
 
 def test_the_size_of_chunks_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,15 +197,9 @@ def slow_graph(left: np.ndarray, right: np.ndarray, neighbors: int) -> np.ndarra
     return edges | edges.T
 
 
-def test_graph_joins_nearest_neighbors() -> None:
+def test_graph_joins_nearest_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = random_pairs(80, 6, noise=0.1)
-    graph = neighbor_graph(left, right, 4).toarray() > 0
-    np.testing.assert_array_equal(graph, slow_graph(left, right, 4))
-
-
-def test_inverted_lists_find_most_of_the_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, right, _ = planted(20, 100)
-    exact = neighbor_graph(left, right, 4).toarray() > 0
+    expected = slow_graph(left, right, 4)
+    np.testing.assert_array_equal(neighbor_graph(left, right, 4).toarray() > 0, expected)
     monkeypatch.setattr(module, "EXACT_UP_TO", 0)
-    approximate = neighbor_graph(left, right, 4).toarray() > 0
-    assert (exact & approximate).sum() > 0.9 * exact.sum()
+    assert (neighbor_graph(left, right, 4).toarray() > 0)[expected].mean() > 0.9

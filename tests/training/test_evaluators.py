@@ -155,17 +155,6 @@ def test_neighbours_vote_on_features_as_in_scikit_learn():
     assert found == pytest.approx(reference.score(test, sides[1][1].labels), abs=1e-9)
 
 
-def test_neighbours_without_a_label_neither_vote_nor_count(caplog):
-    values = colours(40)
-    classes = values.argmax(axis=1)
-    unlabelled = np.concatenate([classes, np.full(10, -1)])
-    whole = [ImageViews(images(values), Labels(classes, ["r", "g", "b"]))] * 2
-    more = [ImageViews(images(np.concatenate([values, colours(10, 1)])), Labels(unlabelled, ["r", "g", "b"]))] * 2
-    model = DualEncoder(ColourTower(), ColourTower(), kind="image")
-    assert KNNEvaluator(*more, k=5)(model) == KNNEvaluator(*whole, k=5)(model)
-    assert "skipped 10 bad samples: 10 image without a label" in caplog.text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["retrieval", "image-text", "knn"])
 def test_declared_metric_names_are_those_that_an_evaluation_has(model, kind):

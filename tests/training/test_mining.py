@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from dualenc.data import Mixture, PairDataset
-from dualenc.encoders import load_model
 from dualenc.encoders.dual import DualEncoder
 from dualenc.hard_negatives import Rule
 from dualenc.objectives import Objective
 from dualenc.training.log import read_metrics
 from dualenc.training.mining import NegativeMiner
-from tests.commands import toy
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, vector_encoder, vector_pairs
 from tests.training.runs import train
 
@@ -41,18 +39,7 @@ def mixed_pairs() -> Mixture:
     return Mixture({"one": tiny_pairs(24), "two": tiny_pairs(14, seed=1)}, weights={"two": 2.0})
 
 
-def captioned(folder: Path) -> tuple[DualEncoder, PairDataset]:
-    """Images with two captions each, some of which are the same."""
-    generator = np.random.default_rng(0)
-    images = [toy._picture(tuple(generator.integers(30, 220, 3).tolist()), number) for number in range(12)]
-    captions = ["a plain picture" if number % 3 == 0 else f"picture {number}" for number in range(24)]
-    pairs = PairDataset(images, captions, [n // 2 for n in range(24)], left_modality="image")
-    return load_model(toy.image_text_model(folder / "clip")), pairs
-
-
 def parts(name: str, folder: Path) -> tuple[DualEncoder, PairDataset]:
-    if name == "image-text":
-        return captioned(folder)
     if name == "vectors":
         return vector_encoder(), vector_pairs(folder)
     return TinyEncoder(dropout=0.5), mixed_pairs() if name == "mixture" else text_pairs()
@@ -105,7 +92,7 @@ def rows(pairs: PairDataset) -> list[list[int]]:
     return [pairs.negatives.row(index).tolist() for index in range(len(pairs))]
 
 
-@pytest.mark.parametrize("name", ["text", "vectors", "mixture", pytest.param("image-text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["text", "vectors", "mixture"])
 @pytest.mark.parametrize("rule", [WIDE, Rule(num_negatives=2, last_rank=4, relative=0.9)], ids=["wide", "limited"])
 def test_negatives_are_those_of_a_search_by_hand(tmp_path: Path, name: str, rule: Rule) -> None:
     model, pairs = parts(name, tmp_path)

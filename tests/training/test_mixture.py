@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from dualenc.batching import SpectralBatches
-from dualenc.batching.mixture import MixtureBatches
 from dualenc.data import Mixture, PairDataset
 from dualenc.encoders import TextEncoder, train_tokenizer
-from dualenc.objectives import DCL, Distilled, InfoNCE, SogCLR
+from dualenc.objectives import DCL, Distilled, InfoNCE
 from dualenc.training.log import read_metrics
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
 from tests.training.runs import train
@@ -38,25 +37,6 @@ def test_a_plain_mixture_trains_the_model_of_one_source_with_all_pairs(tmp_path:
         objective = Distilled(tiny_objective(pairs), "margin_mse")
         train(tmp_path / name, pairs=pairs, objective=objective, model=TinyEncoder())
     assert same(weights(tmp_path / "mixture"), weights(tmp_path / "joined"))
-
-
-def test_what_is_remembered_of_an_item_stays_with_it() -> None:
-    """The averages of SogCLR after batches of one source are those of an objective for each source alone."""
-    both, draw = mixed(), torch.Generator().manual_seed(0)
-    together = SogCLR(num_left=both.num_left, num_right=both.num_right).double()
-    alone = {name: SogCLR(num_left=part.num_left).double() for name, part in both.sources.items()}
-    firsts = {"many": 0, "few": 24}
-    for indices in MixtureBatches(both.sizes, [1.0, 2.0], 6, one_source=True).select(0):
-        name = list(both.sources)[int(both.source_of(indices)[0])]
-        left, right = torch.nn.functional.normalize(torch.randn(2, 6, 4, generator=draw).double(), dim=2)
-        together(left, right, torch.from_numpy(both.left_id[indices]), torch.from_numpy(both.right_id[indices]))
-        alone[name](left, right, torch.from_numpy(indices) - firsts[name])
-    for name, first in firsts.items():
-        rows = slice(first, first + both.sources[name].num_left)
-        tables = together.log_u.split([both.num_left, both.num_right])
-        for ours, theirs in zip(tables, alone[name].log_u.chunk(2)):
-            assert torch.isfinite(theirs).any()
-            assert torch.equal(ours[rows].nan_to_num(99.0), theirs.nan_to_num(99.0))
 
 
 def test_bad_samples_and_selected_batches_go_with_a_mixture(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -221,16 +220,3 @@ def test_handlers_are_those_of_before_and_a_late_signal_is_sent_again():
             assert signals.noted == 0, "ignored signals stay ignored"
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_other_threads_are_left_alone():
-    handlers = []
-
-    def enter():
-        with StopSignals():
-            handlers.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert handlers == [signal.getsignal(signal.SIGTERM)]

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from dualenc.batching import OSGDBatches, RandomBatches
 from dualenc.data import ImageViews, Mixture
@@ -85,21 +84,16 @@ def test_mixed_precision_stays_close(tmp_path):
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_auto_is_bf16_where_it_is_fast(tmp_path, monkeypatch, is_fast):
+def test_auto_is_bf16_where_it_is_fast_and_runs_of_different_precision_may_follow(tmp_path, monkeypatch, is_fast):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": is_fast})
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_fast)
-    assert start_accelerator(TrainerSettings(output=tmp_path, mixed_precision="auto"), tmp_path).mixed_precision == (
-        "bf16" if is_fast else "no"
-    )
-
-
-def test_runs_of_different_precision_may_follow_one_another(tmp_path):
-    for precision in ("no", "bf16", "no"):
-        accelerator = start_accelerator(TrainerSettings(output=tmp_path, mixed_precision=precision), tmp_path)
-        assert AcceleratorState().mixed_precision == precision
+    for precision, expected in (("no", "no"), ("auto", "bf16" if is_fast else "no"), ("bf16", "bf16"), ("no", "no")):
+        settings = TrainerSettings(output=tmp_path, mixed_precision=precision)
+        accelerator = start_accelerator(settings, tmp_path)
+        assert accelerator.mixed_precision == expected
         with accelerator.autocast():
             product = torch.ones(2, 2, device=accelerator.device) @ torch.ones(2, 2, device=accelerator.device)
-        assert product.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+        assert product.dtype == (torch.bfloat16 if expected == "bf16" else torch.float32)
 
 
 def test_placing_keeps_the_weights_on_one_process():
@@ -121,12 +115,6 @@ def test_compiled_towers_train_to_the_same_weights(tmp_path):
         runs[compiled] = weights(tmp_path / str(compiled))
     assert runs[True].keys() == runs[False].keys(), "compiling changes no name"
     assert all(torch.allclose(runs[True][name], runs[False][name], atol=1e-5) for name in runs[True])
-
-
-@pytest.mark.slow
-def test_max_steps_ends_in_the_middle_of_an_epoch(tmp_path):
-    assert train(tmp_path, max_steps=5).steps == 5
-    assert train(tmp_path / "longer", max_steps=5, epochs=None).steps == 5
 
 
 @pytest.mark.slow
@@ -179,18 +167,11 @@ def test_the_log_tells_loss_rate_and_objective_metrics(tmp_path, monkeypatch):
 
 
 def test_a_loss_that_the_objective_does_not_know_is_not_logged(tmp_path):
-    result = train(tmp_path, objective=ISIR(num_left=24, recent=5))
+    result = train(tmp_path, objective=ISIR(num_left=24, recent=5).eval(), max_steps=5, epochs=None)
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert math.isnan(result.loss)
     assert not any("loss" in line for line in lines)
-    assert [line["step"] for line in lines if "batch_estimate" in line] == [3, 6, 9, 12]
-
-
-def test_an_objective_is_trained_whatever_mode_it_came_in(tmp_path):
-    objective = SogCLR(num_left=24).double().eval()
-    train(tmp_path, objective=objective)
-    assert objective.training
-    assert torch.isfinite(objective.log_u).all()
+    assert [line["step"] for line in lines if "batch_estimate" in line] == [3, 5]
 
 
 @pytest.mark.slow
@@ -359,12 +340,3 @@ def test_recipes_hold_a_tenth_out_of_a_hundred_pairs_or_more():
         rest, evaluator = trainer._hold_out(pairs, None, is_recipe)
         assert len(rest) == expected
         assert (evaluator is None) == (len(rest) == len(pairs))
-
-
-def test_five_lines_are_enough(tmp_path):
-    pairs = tiny_pairs()
-    result = Trainer(output=tmp_path, batch_size=8, progress=False).fit(
-        TinyEncoder(dtype=torch.float32), pairs, InfoNCE(num_left=len(pairs))
-    )
-    assert result.steps == 3
-    assert (result.model_folder / "weights.pt").exists()
