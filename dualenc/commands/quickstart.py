@@ -25,7 +25,6 @@ from dualenc.commands.checks import MAX_SEED, check_options
 from dualenc.commands.embed import embed
 from dualenc.commands.index import index
 from dualenc.commands.options import EmbedOptions
-from dualenc.commands.search import search
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, check_folder_target, is_folder_of, locked, remove, write_json
 
@@ -106,7 +105,9 @@ def _train_and_evaluate(
     folder: Path, untrained: TextEncoder, pairs: BeirPairs, collection: RetrievalSet, steps: int | None, seed: int
 ) -> None:
     """Train, embed, index and search; print the metrics beside those before training and of BM25."""
+    from dualenc.encoders import load_model
     from dualenc.evaluation.report import Table, print_table
+    from dualenc.search import Index
     from dualenc.training.evaluators import RetrievalEvaluator
 
     bm25 = _bm25(collection)
@@ -124,8 +125,10 @@ def _train_and_evaluate(
         rows.append({"system": system, "nDCG@10": metrics["ndcg@10"], "recall@10": metrics["recall@10"]})
     title = f"{len(collection.queries):,} held-out functions, searched among {len(collection.corpus):,} documents"
     print_table(Table(title, rows))
-    for query in SEARCHES:
-        search(str(folder / "index"), query, k=3)
+    results = Index.open(folder / "index").search(load_model(model).encode_query(list(SEARCHES)), 3)
+    for query, hits in zip(SEARCHES, results, strict=True):
+        rows = [{"score": hit.score, "id": hit.id, "text": hit.snippet.removeprefix(hit.id)[:80]} for hit in hits]
+        print_table(Table(f"Search: {query}", rows))
     if steps < FEW_STEPS:
         print(
             f"{steps} steps are too few to learn much; for more, however long it takes: dualenc quickstart --steps 300"
