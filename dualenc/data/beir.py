@@ -98,12 +98,7 @@ class BeirPairs(PairDataset):
 
 
 def read_beir(
-    folder: str | Path,
-    split: str = "test",
-    *,
-    titles: bool = True,
-    columns: Sequence[str] = (),
-    on_error: OnError = "skip",
+    folder: str | Path, split: str = "test", *, titles: bool = True, on_error: OnError = "skip"
 ) -> RetrievalSet:
     """Read a BEIR folder for evaluation.
 
@@ -113,11 +108,17 @@ def read_beir(
     Args:
         folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz. Vectors may
             take the place of texts, as for `BeirPairs`, whose arguments the others are.
-        columns: further fields of the documents, for `corpus.columns`, to filter by.
     """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DualencError(f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/")
+    splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
+    if split not in splits:
+        available = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
+        raise DualencError(f"{folder}: no split {split!r}; {available}")
+    file = folder / "qrels" / f"{split}.tsv"
     bad_rows = BadRows(folder, on_error)
-    file = _qrels_file(Path(folder), split)
-    corpus = read_corpus(folder, "corpus", titles=titles, columns=columns, bad_rows=bad_rows)
+    corpus = read_corpus(folder, "corpus", titles=titles, bad_rows=bad_rows)
     queries = read_corpus(folder, "queries", bad_rows=bad_rows)
     query_row = {name: row for row, name in enumerate(queries.ids)}
     documents = set(corpus.ids)
@@ -135,16 +136,6 @@ def read_beir(
     # In the order of queries.jsonl, so that the result does not depend on the order of the judgements.
     rows = sorted(query_row[query] for query in qrels)
     return RetrievalSet(queries.take(rows), corpus, qrels)
-
-
-def _qrels_file(folder: Path, split: str) -> Path:
-    if not folder.is_dir():
-        raise DualencError(f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/")
-    splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
-    if split not in splits:
-        available = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
-        raise DualencError(f"{folder}: no split {split!r}; {available}")
-    return folder / "qrels" / f"{split}.tsv"
 
 
 def read_corpus(

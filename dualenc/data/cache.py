@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 IN_MEMORY_BYTES = 32 << 20
 """Files that are smaller than this together are kept in memory instead of the cache folder."""
+BATCH_ROWS = 2000
 VERSION = 4
 """Of what the cache holds; raise it when the reading changes."""
 FIX_CACHE = "set HF_DATASETS_CACHE to another folder"
@@ -49,10 +50,13 @@ def dataset_of_batches(
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
-    batches = _with_progress(batches, files[0].name)
+    bar = {"unit": " rows", "unit_scale": BATCH_ROWS, "delay": 2, "leave": False}
+    batches = tqdm(batches, files[0].name, **bar)
     if sum(file.stat().st_size for file in files) <= IN_MEMORY_BYTES:
         return Dataset(InMemoryTable(pa.Table.from_batches(batches, schema=schema)))
-    target = _cached_file(key(), ".arrow")
+    # Contents under one key never change, so two processes that write the same file do no harm.
+    digest = hashlib.sha256(f"{VERSION} {key()}".encode()).hexdigest()
+    target = cache_folder() / f"{digest[:32]}.arrow"
     counts = target.with_suffix(".json")
     # The counts are written after the table: a process killed in between leaves a table that is written again.
     is_cached = target.is_file() and counts.is_file()
@@ -68,16 +72,3 @@ def dataset_of_batches(
             bad_rows.counts.update(stored["counts"])
             bad_rows.first.update(stored["first"])
         return Dataset.from_file(str(target))
-
-
-def _cached_file(key: str, suffix: str) -> Path:
-    # Contents under one key never change, so two processes that write the same file do no harm.
-    digest = hashlib.sha256(f"{VERSION} {key}".encode()).hexdigest()
-    return cache_folder() / f"{digest[:32]}{suffix}"
-
-
-def _with_progress(batches: Iterable[pa.RecordBatch], name: str) -> Iterator[pa.RecordBatch]:
-    with tqdm(desc=name, unit=" rows", delay=2, leave=False) as bar:
-        for batch in batches:
-            bar.update(len(batch))
-            yield batch

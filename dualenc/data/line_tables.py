@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import pyarrow as pa
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.cache import dataset_of_batches
+from dualenc.data.cache import BATCH_ROWS, dataset_of_batches
 from dualenc.data.identity import file_identity
 from dualenc.data.lines import is_json, read_records
 from dualenc.data.urls import display_name
@@ -30,7 +30,6 @@ FILE = "__file__"
 LINE = "__line__"
 """Columns that hold the position of each row."""
 
-_BATCH_ROWS = 2000
 _RECORDS_EXAMINED = 100_000  # of each file, to see what its columns hold
 _TYPES: dict[ColumnKind, pa.DataType] = {
     "value": pa.large_string(),
@@ -63,7 +62,7 @@ def table_of_lines(
 
 
 def _batches(rows: Iterator[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    while block := list(islice(rows, _BATCH_ROWS)):
+    while block := list(islice(rows, BATCH_ROWS)):
         yield pa.RecordBatch.from_pylist(block, schema=schema)
 
 

@@ -69,6 +69,7 @@ class Mixture(PairDataset):
         right_items = left_items
         if not self.views:
             right_items = Joined([part.right_items for part in parts], [right.get(name, "") for name in self.sources])
+        num_negatives = [0 if part.negatives is None else len(part.negatives.values) for part in parts]
         super().__init__(
             left_items,
             right_items,
@@ -77,7 +78,7 @@ class Mixture(PairDataset):
             negatives=_joined_negatives(parts, right_items.starts),
             weights=_joined_numbers([part.weights for part in parts], self.sizes, 1.0),
             scores=_joined_numbers([part.scores for part in parts], self.sizes, np.nan),
-            negative_scores=_joined_numbers([part.negative_scores for part in parts], _num_negatives(parts), np.nan),
+            negative_scores=_joined_numbers([part.negative_scores for part in parts], num_negatives, np.nan),
             left_modality=parts[0].left_modality,
             right_modality=parts[0].right_modality,
         )
@@ -150,10 +151,6 @@ def _check_prompts(side: Side, prompts: Mapping[str, str], sources: Mapping[str,
         if kind != "text":
             reason = f"{side}_prompts names {name}, whose {side} side is {kind}"
             raise DualencError(f"Mixture: {reason}; prompts are for texts")
-
-
-def _num_negatives(parts: Sequence[PairDataset]) -> list[int]:
-    return [0 if part.negatives is None else len(part.negatives.values) for part in parts]
 
 
 def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> Ragged | None:

@@ -173,20 +173,15 @@ class PairDataset:
         num_negatives = 0 if negatives is None else len(negatives.values)
         self.negative_scores = _checked_numbers("negative_scores", negative_scores, num_negatives)
         if negatives is not None:
-            self._check_negatives(negatives)
-        self._positives: dict[Side, Ragged] = {}
-
-    def _check_negatives(self, negatives: Ragged) -> None:
-        """Check the ids, and drop repeated ones."""
-        rows = len(negatives.lengths)
-        if rows != len(self):
-            raise DualencError(f"negatives has {rows} rows for {len(self)} pairs; give one row per pair")
-        _checked_ids("negatives", negatives.values, self.num_right)
-        first = negatives.first_in_row()
-        if not first.all():
+            rows = len(negatives.lengths)
+            if rows != len(self):
+                raise DualencError(f"negatives has {rows} rows for {len(self)} pairs; give one row per pair")
+            _checked_ids("negatives", negatives.values, self.num_right)
+            first = negatives.first_in_row()
             self.negatives = negatives.keep(first)
             if self.negative_scores is not None:
                 self.negative_scores = self.negative_scores[first]
+        self._positives: dict[Side, Ragged] = {}
 
     @property
     def num_left(self) -> int:

@@ -79,7 +79,10 @@ def open_corpus(
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
     bad_rows = BadRows(path, on_error)
     if kind == "images":
-        corpus = _folder_corpus(split_folder(path, split))
+        folder = split_folder(path, split)
+        names = find_images(folder)
+        numbers, class_names = labels_of_folders(names) or (None, None)
+        corpus = Corpus(names, ImageFiles(folder, names), "image", labels=numbers, class_names=class_names)
     elif kind == "beir":
         corpus = read_corpus(path, part, columns=columns, bad_rows=bad_rows)
     elif kind == "vectors" or modality == "vector" or vector_column is not None:
@@ -121,12 +124,6 @@ def open_corpus(
         )
     corpus.skipped = bad_rows.report()
     return corpus
-
-
-def _folder_corpus(folder: Path) -> Corpus:
-    names = find_images(folder)
-    numbers, class_names = labels_of_folders(names) or (None, None)
-    return Corpus(names, ImageFiles(folder, names), "image", labels=numbers, class_names=class_names)
 
 
 def open_pairs(

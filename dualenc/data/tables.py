@@ -15,7 +15,7 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.cache import dataset_of_batches
+from dualenc.data.cache import BATCH_ROWS, dataset_of_batches
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, detect
 from dualenc.data.identity import file_identity
 from dualenc.data.line_tables import (
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 _FORMATS = ", ".join(TABLE_FORMATS)
 _HUB_ADVICE = "check the name, subset and split, and the network"
-_BATCH_ROWS = 2000
 
 
 @dataclass(frozen=True)
@@ -102,13 +101,15 @@ def open_table(
         reshape: applied to each record of a line-based file before its columns are taken.
         root: where relative image paths start; by default the table's folder.
     """
+    import datasets
+
     source = str(source)
     name = display_name(source)
     files = find_files(source, split)
     required = [column for column in columns if column not in optional]
     if not files:
         dataset = _from_datasets(source, subset, split)
-    elif is_parquet(files[0]):
+    elif file_format(files[0]) == ".parquet":
         dataset = _from_parquet(name, files, columns, required)
     else:
         dataset = table_of_lines(files, columns, optional, bad_rows, quotes, reshape)
@@ -118,17 +119,12 @@ def open_table(
     # Columns are read as stored, without the indices of a selection.
     if dataset._indices is not None:
         dataset = dataset.flatten_indices()
-    root = root or _root(source, files)
+    if root is None and files:
+        root = files[0].parent
+    elif root is None:
+        # For a hub name a folder of the cache without any images in it.
+        root = Path(source if detect(source) in ("saved", "saved_splits") else datasets.config.HF_CACHE_HOME)
     return DataTable(name, dataset, bad_rows, root, files, allow_outside and not is_url(source))
-
-
-def _root(source: str, files: Sequence[Path]) -> Path:
-    """Where relative paths of a table start; for a hub name a folder of the cache without any images in it."""
-    from datasets import config
-
-    if files:
-        return files[0].parent
-    return Path(source if detect(source) in ("saved", "saved_splits") else config.HF_CACHE_HOME)
 
 
 def peek_columns(
@@ -136,7 +132,7 @@ def peek_columns(
 ) -> dict[str, ColumnKind]:
     """The columns of a table, in any of its files, and their kinds; lists of floating-point numbers are vectors."""
     files = find_files(str(source), split)
-    if files and not is_parquet(files[0]):
+    if files and file_format(files[0]) != ".parquet":
         return kinds_of_records(files, BadRows(source), quotes)
     schema = _one_schema(files) if files else _from_datasets(str(source), subset, split).data.schema
     return {column.name: kind_of_type(column.type) for column in schema}
@@ -224,7 +220,7 @@ def _parquet_batches(files: Sequence[Path], schema: pa.Schema) -> Iterator[pa.Re
     for file in files:
         with explain(f"{file}: not a readable parquet file", "fetch it again"):
             data = pyarrow.dataset.dataset(file, schema=schema, format="parquet")
-            yield from data.to_batches(batch_size=_BATCH_ROWS)
+            yield from data.to_batches(batch_size=BATCH_ROWS)
 
 
 def find_files(source: str, split: str) -> list[Path]:
@@ -297,8 +293,3 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
         known = ", ".join(f"{name} {count:,}" for name, count in sizes.items())
         raise DualencError(f"{source}: split {split!r} has no rows (of {known}); widen the slice")
     return concatenate_datasets(slices)
-
-
-def is_parquet(file: Path) -> bool:
-    """Whether a table file is in Parquet format."""
-    return file_format(file) == ".parquet"
