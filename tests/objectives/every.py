@@ -111,17 +111,15 @@ def batch(step: int, views: bool, own: slice | None = None) -> dict[str, Tensor]
     Positives are listed for the first two pairs and, of the right side, for the last; the first half of the pairs have
     a mined negative each. So a rank may have none of one, and then passes nothing.
     """
-    draw = torch.Generator().manual_seed(step)
-    size = BATCH_SIZES[step]
-    num_right = NUM_LEFT if views else NUM_RIGHT
+    draw, size = torch.Generator().manual_seed(step), BATCH_SIZES[step]
     left_id = torch.randperm(NUM_LEFT, generator=draw)[:size]
+    right_id = left_id
     if not views:
-        left_id = torch.randint(0, NUM_LEFT, (size,), generator=draw)
-    right_id = left_id if views else torch.randint(0, NUM_RIGHT, (size,), generator=draw)
+        left_id, right_id = (torch.randint(0, n, (size,), generator=draw) for n in (NUM_LEFT, NUM_RIGHT))
     mined = torch.randint(0, NUM_RIGHT, (size,), generator=draw)
     weights = torch.rand(size, generator=draw, dtype=torch.float64)
 
-    rows = torch.arange(size)[own or slice(None)]
+    rows, num_right = torch.arange(size)[own or slice(None)], NUM_LEFT if views else NUM_RIGHT
     found = {"left_id": left_id[rows], "right_id": right_id[rows]}
     if bool((rows < 2).any()):
         listed = torch.where(rows < 2, (left_id[rows] * 3 + 1) % num_right, -1)
@@ -157,9 +155,10 @@ class Run:
         """Arguments of `Objective.forward` for this rank's part of a batch."""
         own = batch(step, self.setting.views, distributed.rank_slice(BATCH_SIZES[step]))
         given: dict[str, Any] = {**own, "encode": self.towers.encode}
-        for name, side in (("left", "left"), ("right", "right"), ("negative", "right")):
-            if f"{name}_id" in own:
-                given["negatives" if name == "negative" else name] = self.towers.encode(side, own[f"{name}_id"])
+        for name, side in (("left", "left"), ("right", "right")):
+            given[name] = self.towers.encode(side, own[f"{name}_id"])
+        if "negative_id" in own:
+            given["negatives"] = self.towers.encode("right", own["negative_id"])
         given |= momentum_keys(self.criterion, given["left"], given["right"])
         if self.criterion.needs_teacher:
             num_pairs, num_mined = len(own["left_id"]), len(own.get("negative_id", ()))
@@ -175,13 +174,10 @@ class Run:
         parameters = [*self.towers.parameters(), *self.criterion.parameters()]
         loss.backward()
         distributed.average_gradients(parameters)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        gradient = torch.cat([g.flatten() for g in gradients]).clone()
-        with torch.no_grad():
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter -= 0.02 * parameter.grad
-                    parameter.grad = None
+        optimizer = torch.optim.SGD(parameters, lr=0.02)
+        optimizer.step()
+        gradient = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+        optimizer.zero_grad()
         return gradient
 
     def state(self) -> dict[str, dict[str, Tensor]]:
