@@ -74,6 +74,7 @@ class Objective(nn.Module):
     encodes_in_backward = False  # calls `encode` again in the backward pass
     needs_teacher = False  # `forward` takes a teacher's scores; see `Distilled`
     momentum: float | None = None  # μ of the moving average of the towers that gives `forward` keys; `MomentumQueue`
+    needs_uniform_batches: str | None = None  # the option that lifts the assumption of uniformly random batches
     dims: list[int] | None = None  # lengths that are trained besides the whole embeddings; see `Matryoshka`
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -107,6 +108,7 @@ class Objective(nn.Module):
         self.num_right = num_left if num_right is None or views else num_right
         self.views = views
         self.num_views = 2 if views else 1
+        self.directions = (0,) if views else (0, 1)  # of `Anchors`
         self.seed = seed
         self.corpus = SampledCorpus(self.num_left, self.num_right, views)
         self.positive_in_softmax = positive_in_softmax
@@ -231,11 +233,6 @@ class Objective(nn.Module):
         """Whether the value of `loss` is an estimate of L(θ); else only its gradient is, and logs leave it out."""
         return True
 
-    @property
-    def needs_uniform_batches(self) -> str | None:
-        """The option that lifts the assumption of uniformly random batches, or None without that assumption."""
-        return None
-
     def diagnostics(self) -> dict[str, Tensor]:
         """Scalars about the objective's memory as of the last call, averaged over this rank's anchors; all ranks ask
         together."""
@@ -258,11 +255,6 @@ class Objective(nn.Module):
             if expect is not None:
                 # Of a memory: an epoch shows pairs, so that items in many pairs come many times.
                 expect(num_pairs * self.num_views)
-
-    @property
-    def directions(self) -> tuple[int, ...]:
-        """All directions of `Anchors`: 0 for left anchors, and for views; 1 for right ones."""
-        return (0,) if self.views else (0, 1)
 
     def log_odds(self, log_partition: Tensor, positive: Tensor) -> Tensor:
         """(X, A) log(Z/e⁺) without gradient. Of an anchor without negatives, whose log Z is -inf, −s⁺/τ; or with

@@ -89,7 +89,8 @@ class ChainObjective(Objective):
             check_range("proposals", proposals, "[1, inf)")  # type: ignore[arg-type]
         check_range("recent", recent, "[0, inf)")
         self.proposals = proposals
-        # Draws from the corpus weigh every item once.
+        # In-batch proposals are uniform in random batches only; draws from the corpus weigh every item once.
+        self.needs_uniform_batches = "proposals=64" if proposals == "batch" else None
         self.corpus.counts_pairs = proposals == "batch"
         self.chain_per_view = self.views and not shared_chain
         num_chains = self.corpus.num_rows * (1 + self.chain_per_view)
@@ -107,19 +108,9 @@ class ChainObjective(Objective):
                 self.memories.append(EmbeddingMemory(num_items, recent * self.num_views, keys_per_item))
 
     @property
-    def needs_uniform_batches(self) -> str | None:
-        """In-batch proposals are uniform, as chains assume, in random batches only."""
-        return "proposals=64" if self.proposals == "batch" else None
-
-    @property
     def reports_loss(self) -> bool:
         """Whether the memories hold the whole corpus, and so its partition function."""
         return len(self.memories) > 0 and all(memory.holds_corpus for memory in self._memories)
-
-    @property
-    def state_size(self) -> int:
-        """S, how many items a state stands for."""
-        return 1
 
     def items_of(self, keys: Tensor) -> Tensor:
         """(X, …) the items of keys (X, …); -1 for NO_STATE, which floor division keeps."""
@@ -189,7 +180,7 @@ class ChainObjective(Objective):
                     memory.write(keys, embeddings)
             items = self.items_of(plan.keys)
             anchors = anchors.with_candidates(drawn, items // self.num_views)
-        states = outside[:, num_drawn:].unflatten(1, (-1, self.state_size))  # (X, A, S, D)
+        states = outside[:, num_drawn:].unflatten(1, plan.chain.is_found.shape[1:])  # (X, A, S, D)
         similarities = (anchors.embeddings[:, :, None] * states).sum(dim=-1)
         return anchors, similarities / anchors.temperature
 

@@ -33,18 +33,12 @@ class SampledCorpus(nn.Module):
         self.num_right = num_right
         self.views = views
         self.num_views = 2 if views else 1
+        # Rows of a table with one per item: left items first, then right ones; with views one per image.
+        self.num_rows = (num_left or 0) + (0 if views else num_right or 0)
         self.counts_pairs = True
         self.num_pairs: int | None = None
         # A fact about the data, set anew in every run; None where every item is in one pair.
         self.register_buffer("pair_counts", None, persistent=False)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a table with one per item: left items first, then right ones; with views one per image."""
-        num_left = self.num_left or 0
-        if self.views:
-            return num_left
-        return num_left + (self.num_right or 0)
 
     def num_ids(self, direction: int) -> int | None:
         """Size of the id space of a direction's candidates; None if unknown."""

@@ -84,6 +84,8 @@ class GlobalCache(MemoryObjective):
         check_choice("partition", partition, ("sample", "memory"))
         if pool is not None:
             check_range("pool", pool, "[1, inf)")
+        # How often an item was to be expected in the batch is known for random batches only.
+        self.needs_uniform_batches = "extra_encodes=0 (the batch alone)" if extra_encodes else None
         self.extra_encodes = extra_encodes
         self.control = control
         self.pool = pool
@@ -92,11 +94,6 @@ class GlobalCache(MemoryObjective):
         has_pool = any(self._num_blocks(direction) is not None for direction in self.directions)
         num_rows = self.corpus.num_rows * self.num_views
         self.register_buffer("hardest", torch.full((num_rows, NUM_HARDEST * has_pool), PADDING))
-
-    @property
-    def needs_uniform_batches(self) -> str | None:
-        """How often an item was to be expected in the batch is known for random batches only."""
-        return "extra_encodes=0 (the batch alone)" if self.extra_encodes else None
 
     @property
     def reports_loss(self) -> bool:

@@ -59,10 +59,6 @@ class ISIR(ChainObjective):
         self.store(anchors, plan.chain, self._drawn_keys(plan, drawn))
         return losses
 
-    @property
-    def state_size(self) -> int:
-        return 2 if self.views else 1
-
     def items_of_state(self, state: Tensor) -> Tensor:
         """Both views of the state's image."""
         if not self.views:

@@ -70,6 +70,7 @@ class EmbeddingMemory(nn.Module):
         super().__init__()
         self.num_items = num_items
         self.num_slots = num_items if num_slots is None else min(num_slots, num_items)
+        self.has_every_slot = self.num_slots == num_items
         self.keys_per_item = keys_per_item
         self.block_size = max(64, math.ceil(self.num_slots / MAX_BLOCKS))
         self.num_blocks = math.ceil(self.num_slots / self.block_size)
@@ -87,11 +88,6 @@ class EmbeddingMemory(nn.Module):
         return len(self.keys) == 0
 
     @property
-    def has_every_slot(self) -> bool:
-        """Whether every item has a slot of its own."""
-        return self.num_slots == self.num_items
-
-    @property
     def holds_corpus(self) -> bool:
         """Whether every item has a slot, and the first pass over all of them is done."""
         return self.has_every_slot and self.num_seen >= self.num_expected
@@ -99,7 +95,7 @@ class EmbeddingMemory(nn.Module):
     def expect(self, num_rows: int) -> None:
         """Set after how many rows of batches it is complete: those of an epoch, or twice the slots of a sample."""
         self.num_expected = num_rows
-        if self.num_slots < self.num_items:
+        if not self.has_every_slot:
             self.num_expected = min(num_rows, 2 * self.num_slots)
 
     def count(self, num_rows: int) -> bool:
