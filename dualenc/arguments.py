@@ -39,34 +39,55 @@ def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[st
         arguments: the words after the command's name.
     """
     parser = build_parser(function, prog)
-    # `--batch_size` is `--batch-size`.
-    words = [re.sub(r"^--\w[\w-]*", lambda option: option[0].replace("_", "-"), word) for word in arguments]
-    parsed, unknown = parser.parse_known_intermixed_args(words)
+    parsed, unknown = parser.parse_known_intermixed_args([_with_dashes(word) for word in arguments])
     values = vars(parsed)
+    _check_words(function, prog, values, unknown)
+    positional: list[Any] = []
+    for parameter in _parameters(function):
+        name = parameter.name
+        if _is_group(parameter):
+            values[name] = _group(parameter.annotation, values)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            positional += values.pop(name)
+        elif parameter.kind is not parameter.KEYWORD_ONLY and name in values:
+            positional.append(values.pop(name))
+    function(*positional, **values)
+
+
+def _with_dashes(word: str) -> str:
+    """`--batch_size` is `--batch-size`."""
+    option = re.match(r"--\w[\w-]*", word)
+    if option is None:
+        return word
+    return option[0].replace("_", "-") + word[option.end() :]
+
+
+def _check_words(function: Callable[..., Any], prog: str, values: dict[str, Any], unknown: list[str]) -> None:
+    """Refuse words that the parser did not know, and options that are missing or empty."""
+    more = f"see {prog} --help"
     options = [parameter for parameter in _flattened(function) if parameter.kind is parameter.KEYWORD_ONLY]
     for word in unknown:
         if not word.startswith("-"):
-            raise DualencError(f"{prog}: too many arguments, from '{word}' on; see {prog} --help")
+            raise DualencError(f"{prog}: too many arguments, from '{word}' on; {more}")
         name = word.partition("=")[0]
-        raise DualencError(f"{prog} has no option '{name}'{nearest(name, map(_label, options))}; see {prog} --help")
+        suggestion = nearest(name, map(_label, options))
+        raise DualencError(f"{prog} has no option '{name}'{suggestion}; {more}")
     # Not checked by argparse, which would then report the missing option in place of its misspelling.
     for option in options:
         if option.default is EMPTY and option.name not in values:
-            raise DualencError(f"{prog}: {_label(option)} is required; see {prog} --help")
+            raise DualencError(f"{prog}: {_label(option)} is required; {more}")
     if values.get("out") == "":
         # Path("") is the current folder.
         raise DualencError(f"{prog}: --out is empty; name a file or folder")
-    positional: list[Any] = []
-    for parameter in _parameters(function):
-        if _is_group(parameter):
-            names = {field.name for field in dataclasses.fields(parameter.annotation)}
-            fields = {name: values.pop(name) for name in names & values.keys()}
-            values[parameter.name] = parameter.annotation(**fields)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            positional += values.pop(parameter.name)
-        elif parameter.kind is not parameter.KEYWORD_ONLY and parameter.name in values:
-            positional.append(values.pop(parameter.name))
-    function(*positional, **values)
+
+
+def _group(kind: Any, values: dict[str, Any]) -> Any:
+    """A dataclass made of the values that are its fields, which are taken out of the others."""
+    fields = {}
+    for field in dataclasses.fields(kind):
+        if field.name in values:
+            fields[field.name] = values.pop(field.name)
+    return kind(**fields)
 
 
 def build_parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:

@@ -123,8 +123,10 @@ class Check:
                 raise self._refusal(f"{place}.{name}", "is filled in by the training; leave it out")
             self._check_known(name, known, f"key {place}.")
         for parameter, _ in _parameters(cls):
-            if parameter.default is parameter.empty and parameter.name in known and parameter.name not in values:
-                raise self._refusal(place, f"{cls.__name__} needs {parameter.name}; add {place}.{parameter.name}")
+            name = parameter.name
+            is_required = parameter.default is parameter.empty and name in known
+            if is_required and name not in values:
+                raise self._refusal(place, f"{cls.__name__} needs {name}; add {place}.{name}")
         return {name: self._value(value, hints[name], f"{place}.{name}") for name, value in values.items()}
 
     def _resolve(self, path: Any, bases: Sequence[Any], place: str, default: str) -> tuple[str, type]:
@@ -218,12 +220,14 @@ def _parameters(cls: type) -> Iterator[tuple[inspect.Parameter, Any]]:
         constructor = vars(base)["__init__"]
         hints = _type_hints(constructor)
         parameters = list(inspect.signature(constructor).parameters.values())[1:]
+        passes_on = False
         for parameter in parameters:
-            by_name = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            passes_on |= parameter.kind is parameter.VAR_KEYWORD
+            by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if by_name and parameter.name not in seen:
                 seen.add(parameter.name)
                 yield parameter, hints.get(parameter.name, Any)
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        if not passes_on:
             break
 
 
@@ -237,7 +241,8 @@ class _Names(dict[str, Any]):
 
 
 def _type_hints(function: Any) -> dict[str, Any]:
-    return typing.get_type_hints(function, localns=_Names(getattr(inspect.unwrap(function), "__globals__", {})))
+    module_names = getattr(inspect.unwrap(function), "__globals__", {})
+    return typing.get_type_hints(function, localns=_Names(module_names))
 
 
 def _alternatives(hint: Any) -> list[Any]:
