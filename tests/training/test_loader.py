@@ -99,60 +99,42 @@ def test_positives_are_listed_only_where_an_item_has_several():
 
 
 def make_items(model=None, pairs=None, **arguments):
-    model = model or TinyEncoder().train()
-    items = ItemEncoder(model, pairs or tiny_pairs(), PlainEncoding(model, CPU), **arguments)
-
-    def bind(number=0):
-        items.begin(number)
-        return items
-
-    return items, bind
+    model = model or TinyEncoder(batchnorm=True, shared=True).train()
+    return ItemEncoder(model, pairs or tiny_pairs(), PlainEncoding(model, CPU), **arguments)
 
 
-def test_order_and_repetition_of_ids_are_kept():
-    items, bind = make_items()
-    encode = bind()
-    assert encode("left", torch.zeros(0, dtype=torch.int64)).shape == (0, 5)
-    rows = encode("right", torch.tensor([5, 2, 5]))
+def test_items_are_embedded_in_the_order_of_their_ids_each_for_itself():
+    model = TinyEncoder(batchnorm=True).train()
+    items = make_items(model=model)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    rows = items("right", torch.tensor([5, 2, 5]))
     assert rows.requires_grad
     assert torch.allclose(rows[0], rows[2])
-    assert torch.allclose(rows[1:2], encode("right", torch.tensor([2])))
+    assert torch.allclose(rows[1:2], items("right", torch.tensor([2])))
+    assert items("left", torch.zeros(0, dtype=torch.int64)).shape == (0, 5)
     assert items.num_encoded == 4
-
-
-def test_augmentation_depends_on_seed_step_id_and_side():
-    _, bind = make_items(model=TinyEncoder(shared=True), seed=1)
-    ids = torch.tensor([3])
-    assert torch.equal(bind(4)("left", ids), bind(4)("left", ids))
-    assert not torch.allclose(bind(4)("left", ids), bind(5)("left", ids))
-    _, other = make_items(model=TinyEncoder(shared=True), seed=2)
-    assert not torch.allclose(bind(4)("left", ids), other(4)("left", ids))
-
-
-def test_batchnorm_neither_moves_nor_looks_at_the_others():
-    model = TinyEncoder(batchnorm=True).train()
-    _, bind = make_items(model=model)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    alone, together = bind()("left", torch.tensor([4])), bind()("left", torch.tensor([4, 9, 11]))
-    assert torch.allclose(alone[0], together[0])
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
     assert model.left.layers[1].training
-
-
-def test_broken_items_become_zero_and_are_counted_or_raise():
-    _, bind = make_items(pairs=tiny_pairs(bad=(3, 8)))
-    rows = bind()("left", torch.tensor([2, 3, 4]))
-    assert rows.norm(dim=1).tolist() == pytest.approx([1, 0, 1])
-    assert bind()("left", torch.tensor([3, 8])).tolist() == [[0.0] * 5] * 2
-    _, strict = make_items(pairs=tiny_pairs(bad=(3,)), on_error="raise")
-    with pytest.raises(BadSample, match="not readable"):
-        strict()("left", torch.tensor([3]))
-
-
-def test_ids_out_of_range_are_refused():
-    _, bind = make_items()
     with pytest.raises(DualencError, match=r"right item 24, but ids lie in \[0, 24\)"):
-        bind()("right", torch.tensor([24]))
+        items("right", torch.tensor([24]))
+
+
+def test_augmentation_of_an_item_depends_on_seed_and_batch():
+    found = []
+    for seed, number in ((1, 4), (1, 4), (1, 5), (2, 4)):
+        items = make_items(seed=seed)
+        items.begin(number)
+        found.append(items("left", torch.tensor([3])))
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])
+    assert not torch.allclose(found[0], found[3])
+
+
+def test_broken_items_become_zero_or_raise():
+    rows = make_items(pairs=tiny_pairs(bad=(3, 8)))("left", torch.tensor([2, 3, 8]))
+    assert rows.norm(dim=1).tolist() == pytest.approx([1, 0, 0])
+    with pytest.raises(BadSample, match="not readable"):
+        make_items(pairs=tiny_pairs(bad=(3,)), on_error="raise")("left", torch.tensor([3]))
 
 
 def test_weights_and_a_teachers_scores_come_with_their_pairs():

@@ -13,7 +13,6 @@ import torch
 from dualenc.data import Mixture, PairDataset
 from dualenc.encoders.dual import DualEncoder
 from dualenc.hard_negatives import Rule
-from dualenc.objectives import Objective
 from dualenc.training.log import read_metrics
 from dualenc.training.mining import NegativeMiner
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, vector_encoder, vector_pairs
@@ -52,9 +51,7 @@ def by_hand(model: DualEncoder, pairs: PairDataset, rule: Rule) -> list[dict[int
         return item.tobytes() if hasattr(item, "tobytes") else item
 
     def every(side: Any) -> list[Any]:
-        # Not by number: that of a bad item raises.
-        items: Any = pairs.items(side)
-        return list(items)
+        return list(pairs.items(side))  # not by number: that of a bad item raises
 
     def encoded(side: Any) -> np.ndarray:
         tower, rows = model.tower(side), []
@@ -108,53 +105,32 @@ def test_negatives_are_those_of_a_search_by_hand(tmp_path: Path, name: str, rule
     assert report["mean_rank"] == pytest.approx(np.mean([rank for ranks in of_left.values() for rank in ranks]))
 
 
-class Recorder:
-    """What the objective gets in each batch, and what a search by hand finds when an epoch begins."""
-
-    def __init__(self, model: DualEncoder, pairs: PairDataset, objective: Objective, every: int) -> None:
-        self.model, self.pairs, self.every, self.calls = model, pairs, every, 0
-        self.expected: list[dict[int, int]] | None = None
-        objective.register_forward_pre_hook(self, with_kwargs=True)
-
-    def __call__(self, module: Any, arguments: Sequence[Any], named: dict[str, Any]) -> None:
-        epoch, batch = divmod(self.calls, 4)
-        self.calls += 1
-        if batch == 0 and epoch and epoch % self.every == 0:
-            self.expected = by_hand(self.model, self.pairs, Rule(num_negatives=2, relative=None))
-        given = named.get("negative_id")
-        if self.expected is None:
-            assert given is None
-            return
-        left_id = arguments[2].tolist()
-        of_left = {int(left): row for left, row in zip(self.pairs.left_id, self.expected)}
-        assert given is not None
-        assert sorted(given.tolist()) == sorted(row for left in left_id for row in of_left[left])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize(("every", "chunk_size"), [(1, None), (2, 4)])
 def test_batches_have_the_negatives_that_the_model_mined_last(
     tmp_path: Path, every: int, chunk_size: int | None
 ) -> None:
-    pairs = tiny_pairs()
+    """Those of the data serve until the first mining; the caller's pairs stay as they are."""
+    negatives = [[(i + 3) % 24] for i in range(24)]
+    pairs = tiny_pairs(negatives=negatives, scores=range(24), negative_scores=range(24))
     model, objective = TinyEncoder(dropout=0.2), tiny_objective(pairs)
-    recorder = Recorder(model, pairs, objective, every)
+    expected: list[Any] = negatives
+    calls = 0
+
+    def compare(module: Any, arguments: Sequence[Any], named: dict[str, Any]) -> None:
+        nonlocal expected, calls
+        epoch, batch = divmod(calls, 4)
+        calls += 1
+        if batch == 0 and epoch and epoch % every == 0:
+            expected = by_hand(model, pairs, Rule(num_negatives=2, relative=None))
+        of_batch = [row for left in arguments[2].tolist() for row in expected[left]]
+        assert sorted(named["negative_id"].tolist()) == sorted(of_batch)
+
+    objective.register_forward_pre_hook(compare, with_kwargs=True)
     settings: dict[str, Any] = {"mine_every": every, "mine_negatives": 2, "mine_relative": None, "epochs": 4}
     train(tmp_path, model=model, pairs=pairs, objective=objective, chunk_size=chunk_size, **settings)
-    assert recorder.calls == 16
-    assert pairs.negatives is None, "the caller's pairs stay as they are"
+    assert calls == 16
+    assert rows(pairs) == negatives
     lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "mined/seconds" in line]
     assert [line["step"] for line in lines] == [4 * epoch + 1 for epoch in range(1, 4) if epoch % every == 0]
     assert all(line["mined/mean_rank"] >= 1 and line["mined/without_negatives"] == 0 for line in lines)
-
-
-def test_negatives_of_the_data_serve_until_the_first_mining(tmp_path: Path) -> None:
-    pairs = tiny_pairs(negatives=[[(i + 3) % 24] for i in range(24)], scores=range(24), negative_scores=range(24))
-    seen: list[list[int]] = []
-    objective = tiny_objective(pairs)
-    objective.register_forward_pre_hook(
-        lambda _, arguments, named: seen.append(((named["negative_id"] - arguments[2]) % 24).tolist()), with_kwargs=True
-    )
-    train(tmp_path, pairs=pairs, objective=objective, mine_every=1, mine_relative=None, epochs=2)
-    assert [row == [3] * 6 for row in seen] == [True] * 4 + [False] * 4

@@ -32,12 +32,9 @@ def test_norms_biases_and_the_temperature_do_not_decay():
     assert any(p is objective.log_temperature for p in others["params"])
     expected = [p for m in (model, objective) for p in m.parameters()]
     assert len(decayed["params"]) + len(others["params"]) == len(expected)
-
-
-def test_a_shared_parameter_counts_once_and_a_fixed_one_not_at_all():
-    model = TinyEncoder(shared=True)
-    model.left.layers[0].requires_grad_(False)
-    assert len(trainable_parameters([model, model])) == 2
+    shared = TinyEncoder(shared=True)
+    shared.left.layers[0].requires_grad_(False)
+    assert len(trainable_parameters([shared, shared])) == 2, "each once, and fixed ones not at all"
 
 
 @pytest.mark.parametrize(
