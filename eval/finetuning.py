@@ -35,7 +35,7 @@ from dualenc.encoders import DualEncoder, TextEncoder
 from dualenc.evaluation.report import Table, print_table
 from dualenc.hard_negatives import Rule
 from dualenc.search.embed import embed
-from dualenc.search.mining import mine
+from dualenc.search.mining import mine_negatives
 from dualenc.training import Trainer
 
 RESULTS = Path("eval/results/finetuning.jsonl")
@@ -114,7 +114,7 @@ def train(task: Task, row: Row, settings: dict[str, Any], steps: int) -> tuple[D
                 for side, tower, corpus in zip(("left", "right"), (model.left, model.right), corpora(pairs))
             ]
             rule = Rule(num_negatives=1, relative=0.95)
-            mine(*embedded, pairs, work / "mined.jsonl", rule=rule, progress=False)
+            mine_negatives(*embedded, pairs, work / "mined.jsonl", rule=rule, progress=False)
             pairs = with_negatives(pairs, work / "mined.jsonl")
         trainer = Trainer(
             output=work / "run",

@@ -26,7 +26,7 @@ from dualenc.encoders import DualEncoder
 from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import Distilled, InfoNCE
 from dualenc.search.embed import embed
-from dualenc.search.mining import Rule, mine
+from dualenc.search.mining import Rule, mine_negatives
 from dualenc.training import Trainer
 
 # By name: the limit of a negative's score as a share of its positive's (None: nothing is mined; 0: no limit), and
@@ -99,7 +99,7 @@ def main(path: Path, epochs: int = 20, seeds: int = 3, num_negatives: int = 4) -
                 pairs = task.pairs
                 if limit is not None:
                     rule = Rule(num_negatives=num_negatives, relative=limit or None)
-                    mine(queries, documents, pairs, work / f"{number}.jsonl", rule=rule, progress=False)
+                    mine_negatives(queries, documents, pairs, work / f"{number}.jsonl", rule=rule, progress=False)
                     pairs = with_negatives(pairs, work / f"{number}.jsonl")
                 model = copy.deepcopy(first)
                 train(model, pairs, seed, epochs, work / str(number), **options)

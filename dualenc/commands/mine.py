@@ -59,7 +59,7 @@ def mine(
     from dualenc.commands.output import embed_into, open_model, start_processes, writing
     from dualenc.data.corpus import corpora
     from dualenc.data.sources import open_pairs
-    from dualenc.search.mining import mine as mine_negatives
+    from dualenc.search.mining import mine_negatives
     from dualenc.search.rerank import open_cross_encoder
 
     folder = Path(embeddings or f"{Path(out)}-embeddings")

@@ -35,8 +35,7 @@ def push(
         replace: first remove a collection that holds other embeddings.
     """
     from dualenc.data.vector_shards import Embeddings
-    from dualenc.search.qdrant import check_push_target, is_server
-    from dualenc.search.qdrant import push as push_embeddings
+    from dualenc.search.qdrant import check_push_target, is_server, push_embeddings
 
     folder = Path(out or f"{embeddings.rstrip('/')}-engine")
     if not target or folder.resolve() == Path(target).resolve():

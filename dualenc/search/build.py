@@ -299,7 +299,7 @@ def build_faiss(
         rows = min(train_rows, num_vectors)
     started = time.perf_counter()
     if rows:
-        train(index, database.rows(database.sample(rows, seed)), factory)
+        train_index(index, database.rows(database.sample(rows, seed)), factory)
     try:
         # Flat storage is reserved at once: growing it would copy it, and need twice the memory.
         storage = faiss.downcast_index(index.storage if isinstance(index, faiss.IndexHNSW) else index)
@@ -316,7 +316,7 @@ def build_faiss(
     return index, {"trained_on": rows, "build_seconds": seconds}
 
 
-def train(index: Any, vectors: np.ndarray, factory: str) -> None:
+def train_index(index: Any, vectors: np.ndarray, factory: str) -> None:
     """Train an index on vectors (n, D)."""
     try:
         index.train(vectors)

@@ -35,11 +35,9 @@ TOKENS_PER_WINDOW = 2**21
 """Tokens in a text window, including padding: 50 MB for BERT's three inputs."""
 DEFAULT_LENGTH = 512
 VECTORS_PER_WINDOW = 2**12
-IMAGE_SAMPLING = 16
-"""In image sets of more than `MAX_IMAGES` one of so many images is read to detect changes."""
 
-Window = tuple["Inputs | None", Skipped, "str | None"]
-"""Prepared rows, if any; unusable rows with the reasons; an error that ends the run, if any."""
+Window = tuple["Inputs | None", Skipped]
+"""Prepared rows, if any; unusable rows with the reasons."""
 
 
 def embed(
@@ -228,9 +226,7 @@ class _Encoder:
         was_training = self.tower.training
         self.tower.eval()
         try:
-            for inputs, bad, fault in prepared:
-                if fault is not None:
-                    raise DualencError(fault)
+            for inputs, bad in prepared:
                 if bad and self.on_error == "raise":
                     raise BadSample(bad[0][1])
                 skipped.extend(bad)
@@ -283,9 +279,7 @@ class _Windows(torch.utils.data.Dataset):
             except BadSample as error:
                 # A worker's exception would arrive as a traceback in one string; a message arrives as it is.
                 skipped.append((row, str(error)))
-            except DualencError as error:  # an unreachable server
-                return None, [], str(error)
-        return (self.prepare(items) if items else None), skipped, None
+        return (self.prepare(items) if items else None), skipped
 
     def prefetched(self) -> Iterator[Window]:
         """Prefetching: the windows in order, each prepared in a thread while the previous one is encoded."""
@@ -299,12 +293,8 @@ class _Windows(torch.utils.data.Dataset):
 
 
 def _contents(corpus: Corpus, rows: range) -> str:
-    """Data fingerprint of a shard: of large image sets one in sixteen is read, the others count with size and time."""
-    numbers = np.arange(rows.start, rows.stop)
-    if corpus.modality != "image" or len(corpus) <= MAX_IMAGES:
-        # Contents are in memory together, so a block is small.
-        blocks = np.array_split(numbers, max(1, len(numbers) // 256))
-        return digest_of([digest_of(*identities(corpus.items, block, True)) for block in blocks])
-    metadata = identities(corpus.items, numbers, False)
-    contents = identities(corpus.items, numbers[::IMAGE_SAMPLING], True)
-    return digest_of([digest_of(*metadata), digest_of(*contents)])
+    """Data fingerprint of a shard; items of large image sets count with size and time, others with contents."""
+    read = corpus.modality != "image" or len(corpus) <= MAX_IMAGES
+    # Contents are in memory together, so a block is small.
+    blocks = np.array_split(np.arange(rows.start, rows.stop), max(1, len(rows) // 256))
+    return digest_of([digest_of(*identities(corpus.items, block, read)) for block in blocks])

@@ -99,7 +99,7 @@ class Report:
         return np.arange(first, first + num_bins + 1) * (width * BIN), histograms
 
 
-def mine(
+def mine_negatives(
     queries: Embeddings,
     documents: Embeddings,
     pairs: PairDataset,
@@ -178,7 +178,7 @@ def mine(
 
 
 def check_mined(path: str | os.PathLike[str]) -> None:
-    """Refuse to write a file that exists, is not empty, and was not written by `mine`."""
+    """Refuse to write a file that exists, is not empty, and was not written by `mine_negatives`."""
     check_file_target(path)
     if not os.path.exists(path):
         return

@@ -31,7 +31,7 @@ from dualenc.data.identity import digest_of
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, recover_inside, remove, removed_if_refused, save_array, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.build import Database, new_index, reason, train, training_rows
+from dualenc.search.build import Database, new_index, reason, train_index, training_rows
 from dualenc.search.kinds import training_rows_in
 
 PART_BYTES = 2**28
@@ -149,7 +149,7 @@ def build_in_parts(
     with removed_if_refused(work, "*.faiss"):
         _start_or_resume(work, plan)
         if not (work / "trained.faiss").exists():
-            train(empty, database.rows(database.sample(trained_on, seed)), factory)
+            train_index(empty, database.rows(database.sample(trained_on, seed)), factory)
             with atomic_path(work / "trained.faiss") as part:
                 faiss.write_index(empty, str(part))
         del empty

@@ -45,11 +45,11 @@ PAYLOAD_INDEXES = {"text": "keyword", "integer": "integer", "number": "float", "
 FILTER_EXAMPLE = '{"must": [{"key": "year", "range": {"gte": 2020}}]}'
 ENTRIES = {"target": str, "collection": str, "fingerprint": str, "count": int, "dim": int, "metric": str}
 ENTRIES |= {"columns": dict, "has_snippets": bool}
-"""Entries of meta.json that `push` adds to those of the embeddings, with their types."""
+"""Entries of meta.json that `push_embeddings` adds to those of the embeddings, with their types."""
 
 
 class QdrantIndex:
-    """A Qdrant collection searched by vectors: `push` returns it, `QdrantIndex.open` finds it again."""
+    """A Qdrant collection searched by vectors: `push_embeddings` returns it, `QdrantIndex.open` finds it again."""
 
     def __init__(self, meta: dict[str, Any]) -> None:
         try:
@@ -166,7 +166,7 @@ class QdrantIndex:
             raise DualencError(f"{self.location}: {reason}; the same command again resumes") from error
 
 
-def push(
+def push_embeddings(
     embeddings: Embeddings,
     target: str,
     collection: str,

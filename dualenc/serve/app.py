@@ -156,7 +156,7 @@ def search_by_link(request: Request, link: Annotated[SearchLink, Query()]) -> di
 
 
 @router.post("/search")
-def search(request: Request, body: SearchRequest) -> dict[str, Any]:
+def search_by_body(request: Request, body: SearchRequest) -> dict[str, Any]:
     """Search with a text, or for items similar to those with these ids."""
     return request.app.state.service.search(body)
 

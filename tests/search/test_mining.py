@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dualenc.data import MinedPairs, PairDataset, VectorPairs
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings
-from dualenc.search.mining import Report, Rule, mine
+from dualenc.search.mining import Report, Rule, mine_negatives
 
 QUERIES, DOCUMENTS, DIM = 30, 60, 5
 
@@ -45,7 +45,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def run(tmp_path: Path, rule: Rule, *, seed: int = 0, **how: Any) -> tuple[list[dict[str, Any]], Report]:
     queries, documents, pairs = collection(seed)
-    report = mine(queries, documents, pairs, tmp_path / "mined.jsonl", rule=rule, progress=False, **how)
+    report = mine_negatives(queries, documents, pairs, tmp_path / "mined.jsonl", rule=rule, progress=False, **how)
     return rows_of(tmp_path / "mined.jsonl"), report
 
 
@@ -166,7 +166,7 @@ def test_copies_of_positives_and_of_the_query_are_no_negatives_and_others_stand_
     texts = ["the answer", "the answer", "what is it?", "other", "other", "third"]
     vectors = np.array([[1, 0], [1, 0], [0.99, 0.14], [0.9, 0.436], [0.9, 0.436], [0.5, 0.866]], np.float32)
     pairs = PairDataset(["what is it?"], texts, [0], [0])
-    report = mine(
+    report = mine_negatives(
         Embeddings(["0"], vectors[:1]),
         Embeddings([str(i) for i in range(6)], vectors),
         pairs,
@@ -190,7 +190,7 @@ def test_queries_of_equal_contents_do_not_mine_each_others_positives(tmp_path: P
         how = {}
     alike = PairDataset(*items, pairs.left_id, pairs.right_id, **how)
     rule = Rule(num_negatives=DOCUMENTS, last_rank=DOCUMENTS, relative=None)
-    mine(queries, documents, alike, tmp_path / "mined.jsonl", rule=rule, progress=False)
+    mine_negatives(queries, documents, alike, tmp_path / "mined.jsonl", rule=rule, progress=False)
     rows = {row["query_id"]: row for row in rows_of(tmp_path / "mined.jsonl")}
     theirs = {str(d) for q, d in zip(pairs.left_id, pairs.right_id) if q in (0, 1, 7)}
     everything = {str(i) for i in range(DOCUMENTS)}
@@ -203,7 +203,7 @@ def test_an_item_without_a_vector_is_neither_asked_for_nor_found(tmp_path: Path)
     lost = int(pairs.right_id[3])
     kept = [i for i in range(DOCUMENTS) if i != lost]
     fewer = Embeddings([str(i) for i in kept], documents.vectors[kept])
-    report = mine(queries, fewer, pairs, tmp_path / "mined.jsonl", rule=Rule(relative=None), progress=False)
+    report = mine_negatives(queries, fewer, pairs, tmp_path / "mined.jsonl", rule=Rule(relative=None), progress=False)
     rows = rows_of(tmp_path / "mined.jsonl")
     without = {str(q) for q, d in zip(pairs.left_id, pairs.right_id) if d == lost}
     assert report.without_vectors == len(without) > 0
@@ -315,7 +315,7 @@ def test_of_vectors_the_rows_name_ids(tmp_path: Path, form: Any) -> None:
     np.save(tmp_path / "d.npy", right)
     pairs = VectorPairs(tmp_path / "q.npy", tmp_path / "d.npy")
     ids = [str(i) for i in range(20)]
-    mine(
+    mine_negatives(
         Embeddings(ids, left), Embeddings(ids, right), pairs, tmp_path / "m.jsonl", rule=Rule(relative=None), form=form
     )
     read = MinedPairs(tmp_path / "m.jsonl", queries=tmp_path / "q.npy", documents=tmp_path / "d.npy")
@@ -364,14 +364,14 @@ def test_what_cannot_be_mined_is_told(tmp_path: Path) -> None:
     queries, documents, pairs = collection()
     other = Embeddings(documents.ids, np.ones((DOCUMENTS, DIM + 1), np.float32))
     with pytest.raises(DualencError, match="queries have dimension 5 and documents 6"):
-        mine(queries, other, pairs, tmp_path / "x.jsonl")
+        mine_negatives(queries, other, pairs, tmp_path / "x.jsonl")
     strangers = Embeddings([f"x{i}" for i in range(QUERIES)], queries.vectors)
     with pytest.raises(DualencError, match="no query and its positive both have a vector"):
-        mine(strangers, documents, pairs, tmp_path / "x.jsonl", progress=False)
+        mine_negatives(strangers, documents, pairs, tmp_path / "x.jsonl", progress=False)
     with pytest.raises(DualencError, match="a score is not finite"):
         run(tmp_path, Rule(), rescore=lambda texts: np.full(len(texts), np.nan), rescored_by="nan")
     assert not list(tmp_path.iterdir()), "nothing half-written"
     kind: Any = "vector"
     items = PairDataset(queries.vectors, documents.vectors, [0], [0], left_modality=kind, right_modality=kind)
     with pytest.raises(DualencError, match="sentence-transformers need texts"):
-        mine(queries, documents, items, tmp_path / "x.jsonl", form="sentence-transformers")
+        mine_negatives(queries, documents, items, tmp_path / "x.jsonl", form="sentence-transformers")

@@ -17,7 +17,7 @@ import pytest
 
 from dualenc.errors import DualencError, UnknownId
 from dualenc.search import Embeddings, qdrant
-from dualenc.search.qdrant import QdrantIndex, push
+from dualenc.search.qdrant import QdrantIndex, push_embeddings
 from tests.search.conditions import KINDS, LANGUAGES
 
 NUM = 120
@@ -61,7 +61,7 @@ def embeddings(dtype: str = "float32", unit: bool = True, seed: int = 0) -> Embe
 
 
 def pushed(folder: Path, source: Embeddings | None = None, **options: Any) -> tuple[QdrantIndex, int]:
-    index, sent = push(source or embeddings(), TARGET or str(folder / "store"), "items", **options)
+    index, sent = push_embeddings(source or embeddings(), TARGET or str(folder / "store"), "items", **options)
     index.close()
     return QdrantIndex(index.meta), sent
 
@@ -145,7 +145,7 @@ def dying(*batch):
     add(*batch)
 qdrant._add = dying
 qdrant.BATCH_ROWS = 12
-qdrant.push(embeddings(), sys.argv[1], "items")
+qdrant.push_embeddings(embeddings(), sys.argv[1], "items")
 """
 
 
@@ -180,7 +180,7 @@ def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:
     client.create_collection("items", vectors_config=models.VectorParams(size=DIM, distance=models.Distance.DOT))
     client.close()
     with pytest.raises(DualencError, match="holds no embeddings that dualenc pushed"):
-        push(embeddings(), str(tmp_path / "store"), "items", replace=True)
+        push_embeddings(embeddings(), str(tmp_path / "store"), "items", replace=True)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_unusable_targets(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(DualencError, match=message) as error:
-        push(embeddings(), target.format(tmp_path), collection)
+        push_embeddings(embeddings(), target.format(tmp_path), collection)
     assert not {"\n", "word", "s3cret"} & {part for part in ("\n", "word", "s3cret") if part in str(error.value)}
 
 
