@@ -22,8 +22,7 @@ Statistics = dict[_BatchNorm, tuple[Tensor, Tensor]]
 class BatchStatistics:
     """The statistics by which BatchNorm layers normalised the latest training batch, for its out-of-batch items.
 
-    So chain states and cached items are embedded by the same function as the batch. The gradient goes through the
-    statistics into this process's part of the batch. Without `keep`, running statistics stand in.
+    The gradient goes through them into this process's part of the batch. Without `keep`, running statistics stand in.
     """
 
     def __init__(self, keep: bool = True) -> None:

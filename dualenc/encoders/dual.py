@@ -49,11 +49,9 @@ class Prepare:
     modality: Modality
 
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
-        """Collate B raw items into one batch, the tower's inputs by name; every tensor's first dimension is B.
+        """Collate B raw items: `str`, RGB `PIL.Image` or arrays (input_dim,); the first dimension of every result is B.
 
-        Args:
-            items: `str` for text, RGB `PIL.Image` for images, arrays (input_dim,) for vectors.
-            seeds: None for evaluation; otherwise one per item, and an image's augmentation is a function of it.
+        `seeds` are None for evaluation; otherwise one per item, of which an image's augmentation is a function.
         """
         raise NotImplementedError
 
@@ -66,13 +64,7 @@ class Prepare:
 
 
 class Tower(nn.Module):
-    """A module that encodes prepared inputs to unit vectors.
-
-    Attributes:
-        dim: D, the size of the vectors.
-        feature_dim: size of the features.
-        prepare: turns raw items into this tower's inputs.
-    """
+    """A module that encodes prepared inputs to unit vectors (B, dim); `feature_dim` is the size of its features."""
 
     modality: Modality
     dim: int
@@ -178,9 +170,6 @@ class DualEncoder(nn.Module):
             side: "left" encodes queries and images, "right" documents and texts.
             batch_size: items per forward pass.
             show_progress_bar: by default for more than 1,000 items.
-
-        Raises:
-            BadSample: an item of another modality; it names the first of those.
         """
         tower = self.tower(side)
         is_sequence = hasattr(items, "__len__") and hasattr(items, "__getitem__")
@@ -209,8 +198,7 @@ class DualEncoder(nn.Module):
     def save(self, folder: str | os.PathLike[str], card: dict[str, Any] | None = None) -> None:
         """Write the model folder: the ecosystem's own format, weights as safetensors, and a model card.
 
-        An earlier model there is replaced once the new one is complete; anything else is refused. `card` is what the
-        README says beyond the facts, see `render_card`.
+        `card` is what the README says beyond the facts, see `render_card`. Only a model is replaced.
         """
         folder = Path(folder)
         with atomic_folder(folder, is_model, "model") as new:
@@ -223,15 +211,12 @@ class DualEncoder(nn.Module):
         raise NotImplementedError
 
     def push_to_hub(self, repo: str, card: dict[str, Any] | None = None, private: bool = True) -> str:
-        """Upload the model to the Hugging Face hub; log in first with `hf auth login`.
+        """Upload the model to the Hugging Face hub and return the address of the commit; log in first: `hf auth login`.
 
         Args:
             repo: owner/name; a new one is made if needed.
             card: as for `save`.
             private: whether a new repository is.
-
-        Returns:
-            The address of the commit.
         """
         failure = explain(f"{repo}: could not be uploaded", "give owner/name, and log in: hf auth login")
         with failure, tempfile.TemporaryDirectory() as folder:

@@ -22,9 +22,7 @@ IGNORED_FILES = ["onnx/*", "openvino/*"]
 def model_folder(name: str | os.PathLike[str], *further: str) -> Path:
     """The local folder of a model: the one named, or the hub's, fetched without anything that could be code.
 
-    Args:
-        name: a folder, `local-dir:FOLDER`, a hub repository `owner/name`, or `hf-hub:owner/name`.
-        further: patterns of more files to fetch.
+    A name is a folder, `local-dir:FOLDER`, `owner/name` or `hf-hub:owner/name`; `further` are patterns of more files.
     """
     repository = hub_name(name)
     if repository is not None:

@@ -6,6 +6,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,6 @@ class ImageEncoder(DualEncoder):
         augment: training augmentation: image and seed to pixels (3, H, W) in [0, 1]; None crops and flips.
         backbone_args: further arguments of the timm architecture.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
-
-    Raises:
-        DualencError: the backbone does not load, or an argument does not fit the others.
     """
 
     left: ProjectedTower
@@ -79,7 +77,8 @@ class ImageEncoder(DualEncoder):
         if augment is None:
             crops = v2.RandomResizedCrop(config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC)
             to_pixels = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
-            augment = Seeded(v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels]))
+            views = v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels])
+            augment = partial(seeded_transform, transform=views)
         evaluate = create_transform(**config, is_training=False)
         prepare = ImagePrepare(evaluate, Normalized(augment, config["mean"], config["std"]))
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
@@ -250,12 +249,7 @@ def _data_config(known: dict[str, Any], image_size: int | None) -> dict[str, Any
 
 
 class ImagePrepare(Prepare):
-    """Stack transformed images.
-
-    Args:
-        evaluate: RGB image to pixels (3, H, W).
-        augment: the same for training, as a pure function of image and seed.
-    """
+    """Stack images as pixels (3, H, W): `evaluate` makes them of an image, `augment` of an image and its seed."""
 
     modality = "image"
 
@@ -273,15 +267,10 @@ class ImagePrepare(Prepare):
         return {"image": torch.stack(pixels)}
 
 
-class Seeded:
-    """Makes a transform that draws from the global generators a pure function of image and seed."""
-
-    def __init__(self, transform: Callable[[Image.Image], Tensor]) -> None:
-        self.transform = transform
-
-    def __call__(self, image: Image.Image, seed: int) -> Tensor:
-        with seeded(seed):
-            return self.transform(image)
+def seeded_transform(image: Image.Image, seed: int, transform: Callable[[Image.Image], Tensor]) -> Tensor:
+    """Apply a transform that draws from the global generators as a pure function of image and seed."""
+    with seeded(seed):
+        return transform(image)
 
 
 class Normalized:

@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import base_metadata, model_folder, no_foreign_code, save_weights
-from dualenc.encoders.image import ImagePrepare, Seeded, check_crop_scale
+from dualenc.encoders.image import ImagePrepare, check_crop_scale, seeded_transform
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
 from dualenc.encoders.vision_text import has_two_towers
@@ -61,9 +62,6 @@ class ImageTextEncoder(DualEncoder):
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
         lora_targets: endings of the names of the layers to adapt; None: all.
-
-    Raises:
-        DualencError: the model does not load, or an argument is missing or does not fit the others.
     """
 
     left: ClipImageTower
@@ -147,7 +145,7 @@ def _image_prepare(preprocess_config: dict[str, Any], crop_scale: tuple[float, f
 
     preprocess = PreprocessCfg(**preprocess_config)
     train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=crop_scale))
-    return ImagePrepare(image_transform_v2(preprocess, is_train=False), Seeded(train))
+    return ImagePrepare(image_transform_v2(preprocess, is_train=False), partial(seeded_transform, transform=train))
 
 
 class ClipImageTower(Tower):

@@ -27,12 +27,6 @@ def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device 
             open_clip or timm; a hub name; an open_clip name with the tag of its weights, "ViT-B-32/openai"; or a
             timm name, "resnet18.a1_in1k".
         device: where to put it.
-
-    Raises:
-        DualencError: no model is there, or its files are incomplete or corrupt.
-
-    Example:
-        >>> load_model("runs/mine/model").encode_query(["a question"])  # doctest: +SKIP
     """
     name = os.fspath(path_or_name)
     recover(Path(name.removeprefix("local-dir:")).expanduser())

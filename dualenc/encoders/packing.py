@@ -49,9 +49,8 @@ def pack(inputs: Inputs, first: int, one_by_one: bool = False) -> Inputs:
         one_by_one: attention may go through long texts one by one.
 
     Returns:
-        The inputs (R, L) of R rows with L tokens, and their "position_ids"; "place" (n, T), each token's index among
-        the R·L; "attention_mask" (n, T) as it was; and either "texts" (R, L), the text of each token, -1 for padding,
-        or, of a single row, "lengths" (n,) of its texts.
+        The inputs in R rows of L tokens, with "position_ids"; "place" (n, T), each token's index among the R·L; and
+        either "texts" (R, L), the text of each token, -1 for padding, or, of a single row, "lengths" (n,) of its texts.
     """
     mask = inputs["attention_mask"].bool()
     lengths: list[int] = mask.sum(dim=1).tolist()

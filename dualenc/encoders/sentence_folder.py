@@ -20,7 +20,6 @@ POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
-OTHER_FLAGS = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
 POOLING_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize")
 QUERY_NAMES = ("query",)
@@ -33,13 +32,7 @@ MIN_LENGTH = 3
 
 @dataclass(frozen=True)
 class SentenceFolder:
-    """The settings of a text model's folder, besides weights and vocabulary; None where it has none.
-
-    Attributes:
-        transformer: the folder with config.json, weights and tokenizer.
-        head: folders of Dense modules behind the pooling, in their order; None stands for a Normalize.
-        prompts: all prompts by name.
-    """
+    """The settings of a text model's folder; of `head`, None stands for a Normalize, a path for a Dense module."""
 
     transformer: Path
     pooling: Pooling | None = None
@@ -146,7 +139,7 @@ def write_sentence_files(
     }
     if truncate_dim is not None:
         config["truncate_dim"] = truncate_dim
-    flags = {flag: name == pooling for flag, name in POOLING_FLAGS.items()} | dict.fromkeys(OTHER_FLAGS, False)
+    flags = {flag: name == pooling for flag, name in POOLING_FLAGS.items()}
     sizes = {"word_embedding_dimension": hidden_size}
     write_json(folder / "modules.json", modules)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})

@@ -58,9 +58,6 @@ class TextEncoder(DualEncoder):
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         dtype: of the weights that adapters leave as they are; adapters are always in float32. "bfloat16" halves the
             memory of a large language model, and needs adapters: small updates would round to nothing.
-
-    Raises:
-        DualencError: the base model does not load, or an argument is missing or does not fit the others.
     """
 
     left: TextTower
@@ -84,10 +81,7 @@ class TextEncoder(DualEncoder):
         dtype: WeightType = "float32",
     ) -> None:
         if dtype not in get_args(WeightType) or (dtype != "float32" and not lora_rank):
-            raise DualencError(
-                f"dtype is {dtype!r}: choose float32, or bfloat16 with lora_rank; to train all weights in less memory "
-                "set trainer.mixed_precision=bf16"
-            )
+            raise DualencError(f"dtype is {dtype!r}: choose float32, or bfloat16 with lora_rank")
         if pooling is not None and pooling not in POOLINGS:
             raise DualencError(f"pooling is {pooling!r}: choose one of {', '.join(POOLINGS)}")
         sources = _open_sources(name, config, tokenizer, shared)
@@ -194,15 +188,7 @@ class TextPrepare(Prepare):
 
 
 class TextTower(Tower):
-    """A transformer's last hidden state (B, T, hidden size), pooled, mapped by Dense modules, cut and normalised.
-
-    Args:
-        backbone: the transformer.
-        prepare: makes its inputs.
-        pooling: how tokens become one vector.
-        head: `Dense` and `Normalize` modules behind the pooling.
-        truncate_dim: how many of the first components are used; None: all.
-    """
+    """A transformer's last hidden state (B, T, hidden size), pooled, mapped by Dense modules, cut and normalised."""
 
     modality = "text"
 

@@ -42,9 +42,6 @@ class VectorEncoder(DualEncoder):
             an index of the documents stays valid.
         right_input_dim: size of the right vectors; by default that of the left ones; recipes fill it in.
         shared: whether both towers are the same weights; by default where both are of one kind and size.
-
-    Raises:
-        DualencError: sizes that are not positive or do not fit one another.
     """
 
     left: VectorTower
@@ -141,10 +138,7 @@ class VectorTower(Tower):
 
 
 class Residual(nn.Module):
-    """x ↦ √d·Sx + W₂ gelu(W₁ norm(x)); S is the identity, or a matrix where the sizes differ; W₂ begins at zero.
-
-    √d brings the entries of a unit vector to the size that the layers are made for.
-    """
+    """x ↦ √d·Sx + W₂ gelu(W₁ norm(x)); S is the identity, or a matrix where the sizes differ; W₂ begins at zero."""
 
     def __init__(self, input_dim: int, hidden: int, dim: int) -> None:
         super().__init__()

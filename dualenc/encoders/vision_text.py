@@ -44,9 +44,6 @@ class VisionTextEncoder(DualEncoder):
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
         lora_targets: endings of the names of the layers to adapt; None: all.
-
-    Raises:
-        DualencError: the model does not load, or an argument does not fit it.
     """
 
     left: VisionTower

@@ -18,8 +18,8 @@ from dualenc.batching import BatchSelector, SpectralBatches
 class SelectedBatchSampler(DefaultBatchSampler):
     """Batch sampler of sentence-transformers that a `BatchSelector` fills; see `selected_batches`.
 
-    Before each epoch but the first, all pairs are embedded. A run that resumes within an epoch embeds them with the
-    weights of the checkpoint, so for exact resumption save at the ends of epochs.
+    All pairs are embedded before each epoch but the first, and when a run resumes: for exact resumption save at the end
+    of an epoch.
     """
 
     def __init__(self, dataset: Dataset, model: SentenceTransformer, selector: BatchSelector) -> None:
@@ -61,12 +61,9 @@ class SelectedBatchSampler(DefaultBatchSampler):
 def selected_batches(
     model: SentenceTransformer, kind: type[BatchSelector] = SpectralBatches, **options: Any
 ) -> Callable[..., SelectedBatchSampler]:
-    """`batch_sampler` of `SentenceTransformerTrainingArguments`: batches chosen by the model's embeddings.
+    """`batch_sampler` of `SentenceTransformerTrainingArguments`: batches chosen by the embeddings of the trained model.
 
-    Args:
-        model: that is trained.
-        kind: how to choose, such as `SpectralBatches` or `OSGD`.
-        options: of `kind`.
+    `kind` says how, such as `SpectralBatches` or `OSGD`; `options` are its own.
     """
 
     def build(dataset: Dataset, batch_size: int, seed: int = 0, **unused: Any) -> SelectedBatchSampler:

@@ -8,7 +8,7 @@ GlobalLossTrainer(model, args, train_dataset=dataset, loss=loss).train()
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -119,10 +119,6 @@ class GlobalLoss(nn.Module):
     def _module(self) -> SentenceTransformer:
         # Processes encode different numbers of texts, and each call of DistributedDataParallel may be collective.
         return getattr(self.model, "module", self.model)
-
-    def get_config_dict(self) -> Mapping[str, Any]:
-        """The settings in model cards."""
-        return {"objective": self.objective.name, "temperature": self.objective.temperature.item()}
 
 
 def _distinct_negatives(negatives: list[Tensor], ids: Tensor) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torchvision.transforms import v2
 
 from dualenc.encoders import ImageEncoder, load_model
-from dualenc.encoders.image import ImagePrepare, Seeded, seeded
+from dualenc.encoders.image import ImagePrepare, seeded, seeded_transform
 from dualenc.errors import DualencError
 
 SMALL: dict[str, Any] = {"backbone": "resnet10t", "image_size": 16, "backbone_args": {"stem_type": ""}}
@@ -174,7 +175,7 @@ def test_seeding_is_local() -> None:
 @pytest.fixture
 def prepare() -> ImagePrepare:
     crops = v2.Compose([v2.RandomResizedCrop(8), TO_PIXELS])
-    return ImagePrepare(v2.Compose([v2.Resize((8, 8)), TO_PIXELS]), Seeded(crops))
+    return ImagePrepare(v2.Compose([v2.Resize((8, 8)), TO_PIXELS]), partial(seeded_transform, transform=crops))
 
 
 def test_views_do_not_depend_on_company_or_worker(prepare: ImagePrepare, images: list[Image.Image]) -> None:
