@@ -1,7 +1,7 @@
 """Small runs in processes of their own, which may be slow, get signals and be killed, alone or as one of several ranks.
 
 They are forked from a server that has imported everything and done nothing else: torch and accelerate take 8 seconds to
-import. `python -m tests.training.launched OUTPUT` is the same for programs that start Python themselves.
+import.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ def small_run(
 
     objective.register_forward_pre_hook(wait)
     train(output, model=TinyEncoder(dropout=dropout), objective=objective, **settings)
-    print(f"rank {distributed.rank()} of {distributed.world_size()}")
 
 
 class Launched:
@@ -144,8 +143,3 @@ def _begin(
     if code != 2 and distributed.is_initialized():  # otherwise another rank is gone, and would be waited for
         PartialState().destroy_process_group()
     sys.exit(code)  # only here, where what the traceback held, data workers among it, is gone
-
-
-if __name__ == "__main__":
-    small_run(Path(sys.argv[1]))
-    PartialState().destroy_process_group()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.commands.launch import launch_command, launch_command_parser
 
 from dualenc.batching import RandomBatches
 from dualenc.data import Mixture
@@ -16,13 +14,11 @@ from dualenc.objectives import EMC2, Distilled, InfoNCE, MomentumQueue, SogCLR
 from dualenc.training import mining
 from dualenc.training.log import read_metrics
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, vector_encoder, vector_pairs, weights
-from tests.training.launched import free_port, launch
+from tests.training.launched import launch
 from tests.training.runs import FixedEvaluator, train
 from tests.training.test_every_objective import OBJECTIVES, make
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
 
 MINED = [[(i + 3) % 24] * (i % 3) for i in range(24)]
 # Half of the right items have two pairs, so that some parts list no positives.
@@ -169,22 +165,3 @@ def test_more_processes_may_resume_from_a_checkpoint(runs):
     one, two = runs
     assert_same_model(one / "plain", two / "grown")
     assert [line["step"] for line in read_metrics(two / "grown" / "metrics.jsonl")] == [3, 6, 9, 12]
-
-
-def accelerate_launch(arguments: list[str]) -> None:
-    """The command, in a process that has accelerate at hand; it starts Python anew for each rank."""
-    os.environ["PYTHONPATH"] = str(ROOT)
-    os.chdir(ROOT)
-    launch_command(launch_command_parser().parse_args(arguments))
-
-
-def test_accelerate_launch_with_two_processes(tmp_path, runs):
-    """`--multi_gpu` is what makes accelerate start several processes, ACCELERATE_USE_CPU what puts them on CPU."""
-    command = ["--num_processes", "2", "--multi_gpu", "--main_process_port", str(free_port())]
-    command += ["--module", "tests.training.launched", str(tmp_path / "run")]
-    (process,) = launch(tmp_path, accelerate_launch, command)
-    code, written = process.end(300)
-    assert code == 0, written[-2000:]
-    assert "rank 0 of 2" in written
-    assert "rank 1 of 2" in written
-    assert_same_model(runs[0] / "plain", tmp_path / "run")

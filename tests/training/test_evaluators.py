@@ -25,14 +25,19 @@ class MeanColour(Prepare):
         return {"rows": torch.tensor(np.stack([np.asarray(item).mean(axis=(0, 1)) / 255 for item in items])).float()}
 
 
+class ColourNames(Prepare):
+    modality = "text"
+
+    def __call__(self, items, seeds=None):
+        return {"rows": torch.tensor([[float(part) for part in item.split()] for item in items])}
+
+
 class ColourTower(Tower):
-    """The colour of an image as its vector, and twice the colour as its features."""
+    """The colour of an image, or of its name, as its vector, and twice the colour as its features."""
 
-    modality = "image"
-
-    def __init__(self):
+    def __init__(self, prepare):
         super().__init__()
-        self.dim, self.feature_dim, self.prepare = 3, 3, MeanColour()
+        self.dim, self.feature_dim, self.prepare, self.modality = 3, 3, prepare, prepare.modality
         self.scale = torch.nn.Parameter(torch.ones(1))
 
     def forward(self, inputs):
@@ -42,19 +47,13 @@ class ColourTower(Tower):
         return 2 * inputs["rows"]
 
 
-class ColourNames(Prepare):
-    modality = "text"
-
-    def __call__(self, items, seeds=None):
-        return {"rows": torch.tensor([[float(part) for part in item.split()] for item in items])}
+def captioning():
+    return DualEncoder(ColourTower(MeanColour()), ColourTower(ColourNames()), kind="image-text")
 
 
-class NameTower(ColourTower):
-    modality = "text"
-
-    def __init__(self):
-        super().__init__()
-        self.prepare = ColourNames()
+def unimodal():
+    tower = ColourTower(MeanColour())
+    return DualEncoder(tower, tower, kind="image")
 
 
 def colours(count, seed=0):
@@ -132,7 +131,7 @@ def test_captions_of_an_image_are_all_right():
     values = colours(5)
     captions = [" ".join(map(str, value)) for value in values for _ in range(2)]
     left_id = np.repeat(np.arange(5), 2)
-    model = DualEncoder(ColourTower(), NameTower(), kind="image-text")
+    model = captioning()
     evaluator = ImageTextEvaluator(PairDataset(images(values), captions, left_id, left_modality="image"))
     metrics = evaluator(model)
     assert metrics["image_to_text_recall@1"] == 1
@@ -148,7 +147,7 @@ def test_neighbours_vote_on_features_as_in_scikit_learn():
     for seed, count in ((0, 60), (1, 30)):
         values = colours(count, seed)
         sides.append((values, ImageViews(images(values), Labels(values.argmax(axis=1), ["r", "g", "b"]))))
-    model = DualEncoder(ColourTower(), ColourTower(), kind="image")
+    model = unimodal()
     found = KNNEvaluator(sides[0][1], sides[1][1], k=5, temperature=None)(model)["knn_accuracy"]
     train, test = (v / np.linalg.norm(v, axis=1, keepdims=True) for v, _ in sides)
     reference = KNeighborsClassifier(5).fit(train, sides[0][1].labels)
@@ -169,11 +168,10 @@ def test_declared_metric_names_are_those_that_an_evaluation_has(model, kind):
     if kind == "image-text":
         names = [" ".join(str(int(value)) for value in row) for row in rows]
         evaluator = ImageTextEvaluator(PairDataset(images(rows), names, left_modality="image"))
-        model = DualEncoder(ColourTower(), NameTower(), kind="image-text")
+        model = captioning()
     else:
         views = ImageViews(images(rows), labels=Labels(np.arange(12) % 3, ["r", "g", "b"]))
-        evaluator, tower = KNNEvaluator(views, views, k=2), ColourTower()
-        model = DualEncoder(tower, tower, kind="image")
+        evaluator, model = KNNEvaluator(views, views, k=2), unimodal()
     assert set(evaluator.metric_names) == set(evaluator(model))
     assert evaluator.primary in evaluator.metric_names
     assert all(model.tower(side).modality == modality for side, modality in evaluator.modalities.items())

@@ -45,10 +45,9 @@ def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_harms_nothin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_lock_of_a_killed_run_is_no_obstacle(tmp_path, num_workers):
+def test_the_lock_of_a_killed_run_is_no_obstacle(tmp_path):
     """Nor are its data workers, which notice only after seconds that it is gone."""
-    assert run_and_die(train_and_die, tmp_path, 6, {"num_workers": num_workers}) == -signal.SIGKILL
+    assert run_and_die(train_and_die, tmp_path, 6, {"num_workers": 2}) == -signal.SIGKILL
     assert (tmp_path / ".lock").read_text().startswith("process ")
     train(tmp_path, resume=True)
     assert not (tmp_path / ".lock").exists()
@@ -70,13 +69,9 @@ def test_a_killed_process_holds_no_lock_before_its_parent_notices(tmp_path):
             run_folder.locked_run(tmp_path, resume=False, overwrite=True).__enter__()
     process.join()
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("content", ["", "process 1 on elsewhere"])
-def test_a_lock_file_that_nobody_holds_is_no_obstacle(tmp_path, content):
-    (tmp_path / ".lock").write_text(content)
+    (tmp_path / ".lock").touch()  # left by a kill before anything else was written
     with run_folder.locked_run(tmp_path, resume=False, overwrite=False):
-        assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json"]
+        pass
     assert os.listdir(tmp_path) == []
 
 

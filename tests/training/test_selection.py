@@ -46,14 +46,10 @@ def test_the_number_of_batches_is_known_beforehand():
     plan = BatchPlan(OSGDBatches(24, 6, k=4, q=1), 24)
     assert plan.num_steps(epochs=3) == 4 + 1 + 1
     assert plan.num_steps(epochs=3, gradient_accumulation=3) == 2 + 1 + 1
-    assert BatchPlan(RandomBatches(24, 5), 24).num_steps(epochs=3) == 12
-
-
-def test_a_selector_without_embeddings_needs_no_table():
-    plan = BatchPlan(RandomBatches(24, 6), 24)
-    observe(plan, *embeddings(), step=1)
-    assert plan.start_epoch(1, 4) == {}
-    assert plan.state_dict() == {}
+    random = BatchPlan(RandomBatches(24, 5), 24)
+    assert random.num_steps(epochs=3) == 12
+    observe(random, *embeddings(), step=1)
+    assert random.start_epoch(1, 4) == random.state_dict() == {}, "without embeddings there is no table"
 
 
 def test_the_table_holds_the_latest_row_of_each_pair():

@@ -28,8 +28,15 @@ def saved_step(output: Path) -> int:
     return max(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
 
 
-def evaluations(output: Path) -> list[dict]:
-    return [line for line in read_metrics(output / "metrics.jsonl") if "evaluation/score" in line]
+def assert_made_up_for(folder: Path, **settings) -> None:
+    """Resumed, `run` ends as a run that was never stopped, with the same evaluations."""
+    found = []
+    for name, resume in (("run", True), ("whole", False)):
+        evaluator = SlowEvaluator(0, folder / "evaluating")
+        train(folder / name, model=TinyEncoder(), evaluator=evaluator, resume=resume, **settings)
+        found.append([line for line in read_metrics(folder / name / "metrics.jsonl") if "evaluation/score" in line])
+    assert same(weights(folder / "run"), weights(folder / "whole"))
+    assert found[0] == found[1]
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +80,14 @@ def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, num
 
 @pytest.mark.slow
 def test_a_signal_in_an_evaluation_ends_the_run_after_it(tmp_path):
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    settings = {"evaluate_every": 5, "save_every": 1000}
+    run, settings = tmp_path / "run", {"evaluate_every": 5, "save_every": 1000}
     (process,) = launch(tmp_path, small_run, run, evaluation=0.5, **settings)
     wait_for(tmp_path / "evaluating")
     os.kill(process.pid, signal.SIGTERM)
     returncode, errors = process.end()
     assert returncode == 143, errors
     assert saved_step(run) == 5
-    for folder in (run, whole):
-        evaluator = SlowEvaluator(0, tmp_path / "evaluating")
-        train(folder, model=TinyEncoder(), evaluator=evaluator, resume=folder == run, **settings)
-    assert same(weights(run), weights(whole))
-    assert evaluations(run) == evaluations(whole)
+    assert_made_up_for(tmp_path, **settings)
 
 
 @pytest.mark.slow
@@ -95,13 +97,11 @@ def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for(tmp_
     settings = {"evaluate_every": 2, "save_every": 1000}
     evaluator = SlowEvaluator(0, tmp_path / "evaluating")
     with pytest.raises(SystemExit) as stopped:
-        train(tmp_path / "run", objective=signalled(signal.SIGTERM, at), evaluator=evaluator, **settings)
+        objective = signalled(signal.SIGTERM, at)
+        train(tmp_path / "run", model=TinyEncoder(), objective=objective, evaluator=evaluator, **settings)
     assert stopped.value.code == 143
     assert evaluator.calls == at // 2  # one before the training, none at the last step
-    for name, resume in (("run", True), ("whole", False)):
-        train(tmp_path / name, evaluator=SlowEvaluator(0, tmp_path / "evaluating"), resume=resume, **settings)
-    assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
-    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+    assert_made_up_for(tmp_path, **settings)
 
 
 def signalled(number: int, at: int):
