@@ -139,6 +139,6 @@ def kl_divergence(student: Tensor, teacher: Tensor, is_scored: Tensor) -> tuple[
     # A pair that does not count keeps all its scores, so that its gradient is 0 and not NaN.
     hidden = ~is_scored & counts[:, None]
     target = teacher.masked_fill(hidden, -torch.inf).log_softmax(dim=1)
-    found = student.masked_fill(hidden, -torch.inf).log_softmax(dim=1)
-    terms = target.exp() * (target.masked_fill(hidden, 0.0) - found.masked_fill(hidden, 0.0))
+    own = student.masked_fill(hidden, -torch.inf).log_softmax(dim=1)
+    terms = target.exp() * (target.masked_fill(hidden, 0.0) - own.masked_fill(hidden, 0.0))
     return terms.sum(dim=1).masked_fill(~counts, 0.0), counts.sum()
