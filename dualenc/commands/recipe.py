@@ -48,4 +48,5 @@ def _keys(text: str) -> str:
                 class_name = settings[name]["class_path"].rpartition(".")[2]
                 cls = getattr(importlib.import_module(section.package), class_name)
             parser.add_class_arguments(cls, name, skip=set(section.filled))
-    return parser.format_help().replace("--", "")
+    lines = parser.format_help().replace("--", "").splitlines(keepends=True)
+    return "".join(line for line in lines if "Path to a configuration file" not in line)
