@@ -55,7 +55,7 @@ def search(
     item = _item(query, searcher.encoder.tower(side).modality)
     top = 0 if ranking.rerank is None else ranking.rerank_top
     fusion: dict[str, Any] = {"hybrid": ranking.hybrid, "weight": ranking.weight}
-    hits = searcher.search([Query(side, item, k=k, where=conditions, filter=filter, rerank=top, **fusion)])[0]
+    hits = searcher.search(Query(side, item, k=k, where=conditions, filter=filter, rerank=top, **fusion))
     if isinstance(searcher.index, QdrantIndex):
         searcher.index.close()
     columns = searcher.index.column_kinds

@@ -24,7 +24,7 @@ from dualenc.search.qdrant import QdrantIndex, is_pushed
 from dualenc.search.rerank import Rescore, rerank
 from dualenc.search.texts import TextStore, has_texts
 from dualenc.search.where import Condition, meets, parse_conditions
-from dualenc.types import Inputs, Modality, Side
+from dualenc.types import Modality, Side
 
 
 class Query(NamedTuple):
@@ -157,68 +157,55 @@ class Searcher:
         if query.filter and isinstance(self.index, QdrantIndex):
             self.index.check_filter(query.filter)
 
+    def search(self, query: Query) -> list[Hit]:
+        """The best items for a query, best first."""
+        self.check(query)
+        k = query.rerank or query.k
+        # The results exclude the query's own items.
+        depth = k + len(query.ids)
+        if query.hybrid is not None:
+            depth = max(depth, FUSION_DEPTH)
+        depth = min(depth, len(self))
+        vector = self._vector(query)
+        allowed_rows = None
+        if isinstance(self.index, QdrantIndex):
+            hits = self.index.search(vector, depth, query.filter, **self.settings)[0]
+        else:
+            if query.where and self.index.columns is not None:
+                allowed_rows = meets(query.where, self.index.columns)
+            hits = self.index.search(vector, depth, allowed_rows=allowed_rows, **self.settings)[0]
+        if query.hybrid is not None:
+            hits = self._fused(query, hits, depth, allowed_rows)
+        hits = [hit for hit in hits if hit.id not in query.ids][:k]
+        if query.rerank:
+            hits = self._reranked(query, hits)
+        return hits[: query.k]
+
     @torch.inference_mode()
-    def encode(self, side: Side, inputs: Inputs) -> np.ndarray:
-        """Encode n prepared items to vectors of the index: (n, D) float32."""
-        tower = self.encoder.tower(side)
+    def _vector(self, query: Query) -> np.ndarray:
+        """The vector (D,) of a query, of the size of the index, which may contain the first components only."""
+        if query.ids:
+            return self.index.vectors(query.ids).mean(axis=0)
+        tower = self.encoder.tower(query.side)
         forward = tower.features if self.index.meta.get("output", "embedding") == "features" else tower
         device = next((tensor.device for tensor in tower.state_dict().values()), torch.device("cpu"))
+        inputs = tower.prepare([query.item])
         encoded = forward({name: tensor.to(device) for name, tensor in inputs.items()}).float()
-        # The index may contain the first components only.
         if self.index.dim < encoded.shape[1]:
             encoded = unit_norm(encoded[:, : self.index.dim])
-        vectors = encoded.cpu().numpy()
-        if not np.isfinite(vectors).all():
+        vector = encoded.cpu().numpy()[0]
+        if not np.isfinite(vector).all():
             raise DualencError("the model gives vectors that are not finite; check its weights")
-        return vectors
+        return vector
 
-    def search(self, queries: Sequence[Query]) -> list[list[Hit]]:
-        """Search the best items for each query, best first."""
-        for query in queries:
-            self.check(query)
-        vectors = self._vectors(queries)
-        results: list[list[Hit]] = [[] for _ in queries]
-        groups: dict[tuple[int, tuple[Condition, ...], str], list[int]] = {}
-        for number, query in enumerate(queries):
-            # The results exclude the query's own items.
-            depth = (query.rerank or query.k) + len(query.ids)
-            if query.hybrid is not None:
-                depth = max(depth, FUSION_DEPTH)
-            groups.setdefault((min(depth, len(self)), query.where, query.filter), []).append(number)
-        for (depth, where, filter), numbers in groups.items():
-            allowed_rows = self._allowed_rows(where)
-            for number, hits in zip(numbers, self._nearest(vectors[numbers], depth, filter, allowed_rows)):
-                query = queries[number]
-                if query.hybrid is not None:
-                    hits = self._fused(query, hits, depth, allowed_rows)
-                results[number] = [hit for hit in hits if hit.id not in query.ids][: query.rerank or query.k]
-        # One call of the cross-encoder for all queries.
-        to_rerank = [number for number, query in enumerate(queries) if query.rerank]
-        if to_rerank:
-            reranked = self._reranked([queries[n] for n in to_rerank], [results[n] for n in to_rerank])
-            for number, hits in zip(to_rerank, reranked):
-                results[number] = hits[: queries[number].k]
-        return results
-
-    def _reranked(self, queries: list[Query], results: list[list[Hit]]) -> list[list[Hit]]:
-        """The results of each query in the order and with the scores of the cross-encoder."""
+    def _reranked(self, query: Query, hits: list[Hit]) -> list[Hit]:
+        """The results in the order and with the scores of the cross-encoder."""
         assert self.cross_encoder is not None
         assert self.texts is not None
-        pairs = []
-        for query, hits in zip(queries, results):
-            texts = self.texts.of_ids([hit.id for hit in hits])
-            pairs.append([(query.item, text) for text in texts])
-        reranked = []
-        for hits, (order, scores) in zip(results, rerank(self.cross_encoder, pairs)):
-            ranked = zip(order.tolist(), scores.tolist())
-            reranked.append([hits[position]._replace(score=score) for position, score in ranked])
-        return reranked
-
-    def _allowed_rows(self, where: Sequence[Condition]) -> np.ndarray | None:
-        """The rows of a FAISS index that meet conditions, (N,) bool; None without conditions."""
-        if not where or isinstance(self.index, QdrantIndex) or self.index.columns is None:
-            return None
-        return meets(where, self.index.columns)
+        texts = self.texts.of_ids([hit.id for hit in hits])
+        order, scores = rerank(self.cross_encoder, [[(query.item, text) for text in texts]])[0]
+        ranked = zip(order.tolist(), scores.tolist())
+        return [hits[position]._replace(score=score) for position, score in ranked]
 
     def _fused(self, query: Query, hits: list[Hit], depth: int, allowed_rows: np.ndarray | None) -> list[Hit]:
         """Hybrid search: the fusion of a vector's results with those of BM25."""
@@ -230,26 +217,6 @@ class Searcher:
         rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, lexical_hits)]
         fused = fuse(rankings, query.hybrid or "rrf", weights=[query.weight, 1 - query.weight])
         return [hit_of[name]._replace(score=score) for name, score in fused]
-
-    def _vectors(self, queries: Sequence[Query]) -> np.ndarray:
-        """The vector of each query (Q, D); queries of one side are encoded together."""
-        vectors = np.zeros((len(queries), self.index.dim), np.float32)
-        sides: tuple[Side, Side] = ("left", "right")
-        for side in sides:
-            numbers = [n for n, query in enumerate(queries) if query.item is not None and query.side == side]
-            if numbers:
-                inputs = self.encoder.tower(side).prepare([queries[number].item for number in numbers])
-                vectors[numbers] = self.encode(side, inputs)
-        for number, query in enumerate(queries):
-            if query.ids:
-                vectors[number] = self.index.vectors(query.ids).mean(axis=0)
-        return vectors
-
-    def _nearest(self, vectors: np.ndarray, k: int, filter: str, allowed_rows: np.ndarray | None) -> list[list[Hit]]:
-        """The k nearest items of each query vector."""
-        if isinstance(self.index, QdrantIndex):
-            return self.index.search(vectors, k, filter, **self.settings)
-        return self.index.search(vectors, k, allowed_rows=allowed_rows, **self.settings)
 
 
 def _open_files(

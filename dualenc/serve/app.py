@@ -99,7 +99,7 @@ class Service:
                 query = self._query(request, image)
             except DualencError as error:
                 raise HTTPException(400, str(error)) from None
-            hits = self.searcher.search([query])[0]
+            hits = self.searcher.search(query)
         results = []
         for rank, hit in enumerate(hits, 1):
             score = round(hit.score, 6)

@@ -184,9 +184,9 @@ def test_an_open_searcher_keeps_words_and_texts(made: Path, tmp_path: Path) -> N
     shutil.copytree(made / "index", tmp_path / "index")
     searcher = Searcher.open(tmp_path / "index", str(made / "model"))
     query = Query("left", toy.texts(30)[0], k=25, hybrid="rrf")
-    before = searcher.search([query])
+    before = searcher.search(query)
     run("index", made / "model", made / "more.jsonl", "--out", tmp_path / "index", "--append")
-    assert searcher.search([query]) == before
+    assert searcher.search(query) == before
     assert searcher.texts is not None
     assert searcher.texts.of_ids(["d7"]) == [toy.texts(30)[7]]
     assert "d29" not in searcher.texts.ids

@@ -120,7 +120,7 @@ def test_conditions_hold_before_the_search(made: Path, where: list[str], hybrid:
             share = 1 / (60 + rank) if hybrid == "rrf" else (score - low) / (high - low) if hybrid else score
             expected[name] = expected.get(name, 0) + share / len(rankings)
     conditions = searcher.conditions(where)
-    hits = searcher.search([Query("left", query, k=60, where=conditions, hybrid=hybrid)])[0]
+    hits = searcher.search(Query("left", query, k=60, where=conditions, hybrid=hybrid))
     assert {hit.id: hit.score for hit in hits} == pytest.approx(expected, abs=1e-5)
     for hit in hits:
         row = documents()[int(hit.id[1:])]

@@ -104,7 +104,7 @@ def test_hybrid_search_is_the_fusion_of_both_rankings(made: Path, how: str, weig
             width = own[found].max() - own[found].min()
             fused[row] += share * (1 / (60 + rank) if how == "rrf" else (own[row] - own[found].min()) / width)
     searcher = Searcher.open(made / "index")
-    hits = searcher.search([Query("left", query, k=10, hybrid=how, weight=weight)])[0]  # type: ignore[arg-type]
+    hits = searcher.search(Query("left", query, k=10, hybrid=how, weight=weight))  # type: ignore[arg-type]
     np.testing.assert_allclose([hit.score for hit in hits], np.sort(fused)[::-1][:10], atol=1e-5)
     assert hits[0].snippet == texts[int(hits[0].id[1:])]
 
@@ -142,5 +142,5 @@ def test_mistakes(made: Path) -> None:
     with pytest.raises(DualencError, match="the data has no text 'd0'"):
         add_lexical(made / "index", Corpus(["x"], ["fox"]))
     with pytest.raises(DualencError, match="hybrid search needs a text"):
-        Searcher.open(made / "index").search([Query(ids=("d1",), hybrid="rrf")])
+        Searcher.open(made / "index").search(Query(ids=("d1",), hybrid="rrf"))
     assert len(Index.open(made / "index")) == 60

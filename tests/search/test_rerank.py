@@ -65,9 +65,9 @@ def test_the_best_of_a_search_in_the_order_of_the_library(made: Path, hybrid: st
     texts = dict(zip([f"d{i}" for i in range(60)], toy.texts(60)))
     asked = ["fox dog", "hen hen cat"]
     how = {"hybrid": hybrid}
-    first = searcher.search([Query("left", text, k=20, **how) for text in asked])  # type: ignore[arg-type]
-    again = searcher.search([Query("left", text, k=7, rerank=20, **how) for text in asked])  # type: ignore[arg-type]
-    for query, before, after in zip(asked, first, again):
+    for query in asked:
+        before = searcher.search(Query("left", query, k=20, **how))  # type: ignore[arg-type]
+        after = searcher.search(Query("left", query, k=7, rerank=20, **how))  # type: ignore[arg-type]
         names = [hit.id for hit in before]
         expected = ranked(made / "judge", query, names, [texts[name] for name in names])[:7]
         assert [hit.id for hit in after] == [name for name, _ in expected]
@@ -101,7 +101,7 @@ def test_the_whole_text_is_read_and_not_its_snippet(made: Path, tmp_path: Path) 
         read.extend(pairs)
         return np.zeros(len(pairs))
 
-    Searcher.open(tmp_path / "index", cross_encoder=judge).search([Query("left", "hen", k=2, rerank=2)])  # type: ignore[arg-type]
+    Searcher.open(tmp_path / "index", cross_encoder=judge).search(Query("left", "hen", k=2, rerank=2))  # type: ignore[arg-type]
     assert sorted(read) == [("hen", "fox"), ("hen", LONG)]
 
 
@@ -136,7 +136,7 @@ def test_texts_are_never_those_of_another_index(made: Path, tmp_path: Path) -> N
         Searcher.open(folder, made / "model", cross_encoder=judge)
     run("index", folder, made / "docs.jsonl", "--texts")
     searcher = Searcher.open(folder, made / "model", cross_encoder=judge)
-    assert len(searcher.search([Query("left", "fox", k=5, rerank=59)])[0]) == 5
+    assert len(searcher.search(Query("left", "fox", k=5, rerank=59))) == 5
     content = (folder / "texts" / "items.arrow").read_bytes()
     (folder / "texts" / "items.arrow").write_bytes(content[:-9])
     with pytest.raises(DualencError, match=r"items\.arrow: truncated or corrupt"):
@@ -149,10 +149,10 @@ def test_mistakes(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DualencError, match="its data holds vectors"):
         add_texts(made / "index", Corpus(["d0"], [np.zeros(3)], "vector"))
     with pytest.raises(DualencError, match="reranking needs a text, and a cross-encoder"):
-        Searcher.open(made / "index").search([Query("left", "fox", rerank=10)])
+        Searcher.open(made / "index").search(Query("left", "fox", rerank=10))
     searcher = Searcher.open(made / "index", cross_encoder=lambda texts: np.zeros(len(texts)))
     with pytest.raises(DualencError, match="reranking needs a text"):
-        searcher.search([Query(ids=("d1",), rerank=10)])
+        searcher.search(Query(ids=("d1",), rerank=10))
     assert searcher.texts is not None
     with pytest.raises(DualencError, match="has no text of 'nobody'"):
         searcher.texts.of_ids(["d1", "nobody"])
