@@ -233,29 +233,6 @@ def test_views_share_a_chain_only_if_wished(shared: bool) -> None:
     assert set((states // 2).tolist()) <= {3, 5, 8}
 
 
-@pytest.mark.parametrize("kind", [EMC2, ISIR])
-@pytest.mark.parametrize("proposals", ["batch", 9])
-def test_lower_precisions_agree_with_double_at_a_small_temperature(kind: Any, proposals: Any) -> None:
-    """β = 200 does not overflow; the draws are the same numbers in every precision."""
-    found = {}
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        corpus = Corpus.make(5)
-        with torch.no_grad():  # what is compared is the arithmetic, not the rounding of the input
-            corpus.left.copy_(corpus.left.bfloat16())
-            corpus.right.copy_(corpus.right.bfloat16())
-        criterion = on_item(kind(num_left=NUM, temperature=0.005, seed=2, proposals=proposals), 18, 0.5)
-        batch = corpus.batch(list(range(9)))
-        batch |= {side: batch[side].to(dtype) for side in ("left", "right")}
-        batch["encode"] = lambda side, ids, c=corpus, d=dtype: c.encode(side, ids).to(d)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            out = criterion(**batch)
-        found[dtype] = torch.cat(torch.autograd.grad(out.loss, [corpus.left, corpus.right]))
-    exact = found[torch.float64]
-    assert torch.isfinite(exact).all()
-    assert (found[torch.float32] - exact).norm() <= 1e-4 * exact.norm()
-    assert (found[torch.bfloat16] - exact).norm() <= 2e-2 * exact.norm()
-
-
 @pytest.mark.parametrize("kind", [ISIR, EMC2])
 def test_the_value_is_reported_once_every_item_was_seen_and_only_if_recent_holds_all(kind: Any) -> None:
     frozen = Frozen.make(num_pairs=20)

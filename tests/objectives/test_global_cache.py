@@ -302,13 +302,6 @@ def test_what_lies_outside_a_pool_may_be_nearer_than_all_inside_it() -> None:
     pool = Pool(items[:1], torch.zeros(1), in_pool=items < 1, log_chance=math.log(0.1))
     shares = mean_shares(*(tensor[None] for tensor in given), pools=[pool])
     assert shares.tolist() == [pytest.approx([1.0, 0.1], rel=1e-5)]
-    corpus = Corpus.make(0, 1000)
-    criterion, draw = GlobalCache(num_left=1000, temperature=0.005, pool=64), torch.Generator().manual_seed(0)
-    for _ in range(5):
-        ids = torch.randperm(1000, generator=draw)[:8]
-        left, right = (table[ids].detach().float().requires_grad_() for table in (corpus.left, corpus.right))
-        loss = criterion(left, right, ids, encode=lambda side, ids: corpus.encode(side, ids).float()).loss
-        assert all(torch.isfinite(values).all() for values in (loss, *torch.autograd.grad(loss, [left, right])))
 
 
 NUM_PAIRS, BATCH_SIZE = 320, 16
