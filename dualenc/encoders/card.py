@@ -103,14 +103,11 @@ def _metrics(metrics: Mapping[Any, Any]) -> str:
     """A table with a row per metric, and a column per name in nested mappings."""
     nested = {metric: value if isinstance(value, Mapping) else {"value": value} for metric, value in metrics.items()}
     columns = list(dict.fromkeys(column for row in nested.values() for column in row))
-    rows = [[metric, *(_number(row.get(column)) for column in columns)] for metric, row in nested.items()]
+    rows = []
+    for metric, row in nested.items():
+        values = [row.get(column, "") for column in columns]
+        rows.append([metric, *(f"{value:.4f}" if isinstance(value, float) else value for value in values)])
     return _table(["metric", *columns], rows)
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return "" if value is None else str(value)
 
 
 def _table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:

@@ -24,7 +24,7 @@ ARGUMENT_KEYS = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwar
 
 def cross_encoder_folder(name: str) -> Path:
     """The local folder of a cross-encoder, by its path or hub name; one that could lead to code is refused."""
-    folder = model_folder(name, "*.jinja")  # the chat templates of language models, which are rendered in a sandbox
+    folder = model_folder(name)
     if (folder / "adapter_config.json").is_file():
         raise DualencError(f"{folder}: holds adapters of another model; merge them into it and save that")
     if (folder / "modules.json").is_file():

@@ -15,21 +15,21 @@ from torch.nn import Module
 
 from dualenc.errors import DualencError, explain
 
-ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "README.md"]
+ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
+"""Among them chat templates of language models, which are rendered in a sandbox."""
 IGNORED_FILES = ["onnx/*", "openvino/*"]
 
 
-def model_folder(name: str | os.PathLike[str], *further: str) -> Path:
+def model_folder(name: str | os.PathLike[str]) -> Path:
     """The local folder of a model: the one named, or the hub's, fetched without anything that could be code.
 
-    A name is a folder, `local-dir:FOLDER`, `owner/name` or `hf-hub:owner/name`; `further` are patterns of more files.
+    A name is a folder, `local-dir:FOLDER`, `owner/name` or `hf-hub:owner/name`.
     """
     repository = hub_name(name)
     if repository is not None:
         with explain(f"{repository}: neither a folder here nor a model that the hub gives", "check the name"):
-            patterns = [*ALLOWED_FILES, *further]
             fetched = huggingface_hub.snapshot_download(
-                repository, allow_patterns=patterns, ignore_patterns=IGNORED_FILES
+                repository, allow_patterns=ALLOWED_FILES, ignore_patterns=IGNORED_FILES
             )
             return Path(fetched)
     local = Path(os.fspath(name).removeprefix("local-dir:")).expanduser()

@@ -74,11 +74,6 @@ class VisionTextEncoder(DualEncoder):
         config = model.config
         full = MODEL_TYPES[config.model_type]
         tokenizer = load_tokenizer(folder, stored_side=full)
-        if len(tokenizer) > config.text_config.vocab_size:
-            raise DualencError(
-                f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model {config.text_config.vocab_size}; "
-                "restore the tokenizer's files"
-            )
         positions = int(config.text_config.max_position_embeddings)
         length = min(positions, tokenizer.model_max_length) if max_length is None else max_length
         if not 3 <= length <= positions:

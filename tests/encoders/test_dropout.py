@@ -31,13 +31,6 @@ def test_what_is_kept_is_scaled_up_and_so_is_its_gradient(dtype: torch.dtype) ->
     assert torch.equal(values.grad, dropped)
 
 
-@pytest.mark.parametrize("p", [0.0, 1.0])
-def test_edges_are_torchs(p: float) -> None:
-    values = torch.randn(3, 5)
-    assert torch.equal(Dropout(p)(values), nn.Dropout(p)(values))
-    assert torch.equal(Dropout(0.5).eval()(values), values)
-
-
 def test_plain_dropout_is_replaced_at_any_depth_and_keeps_its_mode() -> None:
     network = nn.Sequential(nn.Sequential(nn.Dropout(0.3), nn.Dropout2d(0.3)), nn.Dropout(0.2).eval())
     convert_dropout(network)

@@ -111,17 +111,6 @@ def test_an_augmentation_of_ones_own_is_normalised(images: list[Image.Image]) ->
     assert torch.allclose(model.left.prepare(images[:1], seeds=[1])["image"][0, :, 0, 0], (1 - mean) / std)
 
 
-def test_checkpointed_activations_give_the_same_gradient(images: list[Image.Image]) -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        torch.manual_seed(0)
-        model = ImageEncoder("test_resnet", image_size=32, gradient_checkpointing=checkpointing).train()
-        model("left", model.left.prepare(images))[:, 0].sum().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(plain, recomputed)
-
-
 @pytest.mark.parametrize(("size", "small"), [(32, True), (64, True), (65, False)])
 def test_small_images_get_the_stem_for_them(size: int, small: bool) -> None:
     model = ImageEncoder("resnet10t", image_size=size, backbone_args={"stem_type": ""})

@@ -77,16 +77,6 @@ def test_broken_descriptions(build: Callable[[str], Path], file: str, text: str,
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
-def test_wrong_kind_of_folder(build: Callable[[str], Path]) -> None:
-    with pytest.raises(DualencError, match=r"no config\.json, so no transformers model"):
-        TextEncoder(str(build("image-text")))
-    with pytest.raises(DualencError, match=r"open_clip_config\.json: no such file"):
-        ImageTextEncoder(str(build("image")))
-    with pytest.raises(DualencError, match="names no timm architecture"):
-        ImageEncoder(str(build("query-document")))
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from dualenc.encoders import load_tokenizer, train_tokenizer
 from dualenc.encoders.text import TextPrepare
-from dualenc.encoders.tokenizer import TokenCache, Tokens, lower_casing, save_tokenizer
+from dualenc.encoders.tokenizer import TokenCache, Tokens, save_tokenizer
 from dualenc.errors import DualencError
 
 
@@ -68,18 +68,6 @@ def test_one_without_padding_pads_with_its_end(tokenizer: PreTrainedTokenizerBas
     neither = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(DualencError, match="no padding token"):
         load_tokenizer(neither)
-
-
-def test_lower_casing_comes_before_everything_else() -> None:
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    inner = Tokenizer(WordLevel({"[UNK]": 0, "dog": 1}, unk_token="[UNK]"))
-    inner.pre_tokenizer = Whitespace()
-    cased = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", pad_token="[UNK]")
-    assert cased("DOG").input_ids == [0]
-    lower_casing(cased)
-    assert cased("DOG").input_ids == [1]
 
 
 def test_saved_file_forgets_the_last_call(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
