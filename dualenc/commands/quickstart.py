@@ -82,7 +82,7 @@ def quickstart(
     check_options(0, MAX_SEED, seed=seed)
     start = time.perf_counter()
     folder = Path(out)
-    check_folder_target(folder, lambda path: is_collection(path / "data"), "quickstart")
+    check_folder_target(folder, lambda path: is_folder_of(path / "data", FORMAT), "quickstart")
 
     import torch
 
@@ -196,11 +196,6 @@ def _documented_nodes(
                 yield from _documented_nodes(child, name)
 
 
-def is_collection(folder: Path) -> bool:
-    """Whether a folder holds a collection of `write_collection`; other folders have a corpus.jsonl, too."""
-    return is_folder_of(folder, FORMAT)
-
-
 def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: int, seed: int = 0) -> None:
     """Write corpus.jsonl, queries.jsonl, qrels/train.tsv and qrels/test.tsv in place of an older collection.
 
@@ -211,7 +206,7 @@ def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: in
     order = np.random.default_rng(seed).permutation(len(docstrings))
     documents = [{"_id": each.name, "title": each.name, "text": each.rest} for each in docstrings]
     queries = [{"_id": f"query-{each.name}", "text": each.summary} for each in docstrings]
-    with atomic_folder(folder, is_collection, "quickstart") as part:
+    with atomic_folder(folder, lambda path: is_folder_of(path, FORMAT), "quickstart") as part:
         (part / "qrels").mkdir(parents=True)
         write_json(part / "meta.json", {"format": FORMAT})
         for file, records in (("corpus.jsonl", documents), ("queries.jsonl", queries)):
