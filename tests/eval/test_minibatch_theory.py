@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -47,13 +46,3 @@ def test_ordered_sgd_reaches_the_optimum_of_the_toy_example_first(theory: Module
     random = theory.toy_curve(lambda losses: torch.randint(6, (1,), generator=draw), 150, 0.05, 0.1)
     assert hardest[-1] == pytest.approx(optimum, abs=0.002)
     assert random[-1] > optimum + 0.02
-
-
-@pytest.mark.slow
-def test_the_command_prints_the_table_and_saves_the_figure(
-    theory: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(theory.PARTS, "histogram", lambda: theory.histogram(num_pairs=800))
-    theory.main(tmp_path / "out", only="histogram")
-    assert (tmp_path / "out" / "histogram.png").stat().st_size > 0
-    assert "SC above random" in capsys.readouterr().out

@@ -47,16 +47,6 @@ def test_objectives_are_timed_against_info_nce(capsys: pytest.CaptureFixture[str
     assert printed.split("InfoNCE")[1].split()[3] == "1.0000"
 
 
-@pytest.mark.parametrize("name", ["InfoNCE", "NegativeCache"])
-def test_memory_counts_the_inputs_of_a_batch_and_of_out_of_batch_items(name: str) -> None:
-    options = {"encoder": "linear", "size": 8, "layers": 1, "chunk_size": 4, "steps": 2, "num_items": 20}
-    found = load_script("bench/memory.py").measure({**options, "device": "cpu", "objective": name, "batch_size": 6})
-    num_items = found["inputs"] * 2**20 / (8 * 4)
-    assert num_items == pytest.approx(round(num_items))
-    assert num_items == pytest.approx(2 * 6) if name == "InfoNCE" else num_items > 2 * 6
-    assert found["peak"] > found["inputs"]
-
-
 @pytest.mark.slow
 def test_training_steps_of_two_tools_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("bench/training.py")

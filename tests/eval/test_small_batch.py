@@ -77,13 +77,3 @@ def test_runs_are_tuned_kept_and_reported(
         "few_toy_48_pairs.svg",
         "few_toy_48_seconds.svg",
     }
-
-
-def test_held_out_queries_are_not_trained_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load_script("comparison_tasks.py")
-    monkeypatch.setattr(script, "HELD_OUT", 6)
-    pairs, validation, test = script.beir_parts(folder)
-    assert len(pairs) == 24
-    assert validation.queries.ids == [f"q{i}" for i in range(24, 30)]
-    assert test.queries.ids == [f"q{i}" for i in range(30, 40)]
-    assert not {pairs.left_items[i] for i in range(24)} & {validation.queries.items[i] for i in range(6)}

@@ -121,7 +121,10 @@ def test_an_equal_vote_counts_heads_and_a_weighted_one_closeness() -> None:
     train = np.array([[1.0, 0.0], [0.6, 0.8], [0.6, -0.8]])
     labels, test = np.array([0, 1, 1]), np.array([[1.0, 0.0]])
     assert knn_predict(train, labels, test, k=3, temperature=None).tolist() == [1]
-    assert knn_predict(train, labels, test, k=3, temperature=0.07).tolist() == [0]
+    for temperature in (0.07, 1e-4):  # the smaller one must not overflow
+        assert knn_predict(train, labels, test, k=3, temperature=temperature).tolist() == [0]
+    # A tie goes to the lower class.
+    assert knn_predict(np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([4, 2]), test, k=2).tolist() == [2]
 
 
 def test_unit_rows_leave_a_zero_row_alone() -> None:
