@@ -70,26 +70,11 @@ def small_run(
 
 
 class Launched:
-    """A function that runs in a process of its own, which leads a process group and writes to a file.
+    """A process of its own, which leads a process group and writes to a file."""
 
-    `rank` is (number, port, number of ranks), if it is one of several.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        function: Callable[..., Any],
-        *arguments: Any,
-        rank: tuple[int, int, int] | None = None,
-        **named: Any,
-    ) -> None:
-        environment = {"ACCELERATE_USE_CPU": "true"}
-        if rank is not None:
-            number, port, world = (str(value) for value in rank)
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world}
-            environment |= {"RANK": number, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": world}
-        self.written = folder / f"written-{0 if rank is None else rank[0]}.txt"
-        self.process = SERVER.Process(target=_begin, args=(self.written, environment, function, arguments, named))
+    def __init__(self, written: Path, environment: dict[str, str], *call: Any) -> None:
+        self.written = written
+        self.process = SERVER.Process(target=_begin, args=(written, environment, *call))
         self.process.start()
         assert self.process.pid is not None
         self.pid = self.process.pid
@@ -104,11 +89,16 @@ class Launched:
 
 
 def launch(folder: Path, function: Callable[..., Any], *arguments: Any, ranks: int = 1, **named: Any) -> list[Launched]:
-    """A process, or several that are the ranks of one run; arguments as of `Launched`."""
-    if ranks == 1:
-        return [Launched(folder, function, *arguments, **named)]
-    port = free_port()
-    return [Launched(folder, function, *arguments, rank=(rank, port, ranks), **named) for rank in range(ranks)]
+    """Run a function in a process, or in several that are the ranks of one run."""
+    launched = []
+    port = str(free_port())
+    for rank in map(str, range(ranks)):
+        environment = {"ACCELERATE_USE_CPU": "true"}
+        if ranks > 1:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+            environment |= {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": str(ranks)}
+        launched.append(Launched(folder / f"written-{rank}.txt", environment, function, arguments, named))
+    return launched
 
 
 def free_port() -> int:

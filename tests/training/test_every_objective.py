@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import numpy as np
@@ -163,23 +162,20 @@ def test_pairs_of_weight_zero_teach_nothing(tmp_path):
         assert same(dict(TinyEncoder().state_dict()), dict(model.state_dict())) == (name == "zero")
 
 
-@pytest.mark.slow
-def test_a_recipe_takes_dims_and_the_card_tells_them(tmp_path):
-    rows = [{"query": [i, 1.0, 2.0, 3.0], "document": [1.0, 2.0, i, 1.0]} for i in range(8)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    columns = {"left_column": "query", "right_column": "document"}
-    columns |= {"left_modality": "vector", "right_modality": "vector"}
-    inner = {"class_path": "SogCLR"}
-    recipe = make_recipe(
-        {
-            "model": {"class_path": "VectorEncoder", "init_args": {"tower": "linear"}},
-            "data": {"class_path": "TablePairs", "init_args": {"path": str(tmp_path / "pairs.jsonl"), **columns}},
-            "objective": {"class_path": "Matryoshka", "init_args": {"dims": [2, 4], "objective": inner}},
-            "trainer": {"output": str(tmp_path / "run"), "batch_size": 4, "max_steps": 3, "progress": False},
-        }
-    )
-    objective = recipe.build().objective
-    assert isinstance(objective, Matryoshka)
-    assert [criterion.num_left for criterion in objective] == [8, 8]
-    recipe.train()
-    assert "The first 2, 4 components" in (tmp_path / "run" / "model" / "README.md").read_text()
+def test_the_card_tells_the_lengths_that_were_trained(tmp_path):
+    train(tmp_path, objective=Matryoshka(SogCLR(num_left=24), [2, 5]).double(), max_steps=1)
+    assert "The first 2, 5 components" in (tmp_path / "model" / "README.md").read_text()
+
+
+def test_a_recipe_gives_the_sizes_to_the_wrapped_objective(tmp_path):
+    files = {side: str(tmp_path / f"{side}.npy") for side in ("left", "right")}
+    for file in files.values():
+        np.save(file, np.eye(8, dtype=np.float32))
+    objective = {"dims": [2, 4], "objective": {"class_path": "SogCLR"}}
+    settings = {
+        "model": {"class_path": "VectorEncoder", "init_args": {"tower": "linear"}},
+        "data": {"class_path": "VectorPairs", "init_args": files},
+        "objective": {"class_path": "Matryoshka", "init_args": objective},
+        "trainer": {"output": str(tmp_path / "run")},
+    }
+    assert [criterion.num_left for criterion in make_recipe(settings).build().objective] == [8, 8]
