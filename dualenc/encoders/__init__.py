@@ -1,7 +1,6 @@
 """Towers and dual encoders on open_clip, transformers, timm and vectors; their folders, read and written."""
 
-# transformers, open_clip, timm and peft are imported in the functions that use them: together they take seconds, and
-# most commands need one of them or none.
+# transformers, open_clip, timm and peft take seconds to import, so the functions that use them import them.
 from dualenc.encoders.batchnorm import BatchStatistics
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.encoders.image import ImageEncoder

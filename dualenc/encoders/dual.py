@@ -107,6 +107,7 @@ class DualEncoder(nn.Module):
     left: Tower
     right: Tower
     ecosystem: str | None = None  # the folder's format, one of `card.LIBRARIES`; None: as the kind
+    usage: str | None = None  # the example of the model card's template; None: as the format
     base: Mapping[str, str] = MappingProxyType({})  # `base_model` and `license` for the model card, where known
 
     def __init__(self, left: Tower, right: Tower, kind: Kind, views: bool = False) -> None:
@@ -238,15 +239,10 @@ class DualEncoder(nn.Module):
             },
             {**self.base, **card},
             model_format=self.ecosystem or self.kind,
-            usage=self.usage,
+            usage=self.usage or self.ecosystem or self.kind,
             items=items[self.right.modality],
             on_hub=on_hub,
         )
-
-    @property
-    def usage(self) -> str:
-        """The example of the model card's template that shows how the folder is loaded."""
-        return self.ecosystem or self.kind
 
     def set_temperature(self, temperature: float) -> None:
         """Store the temperature that training ended with, in formats with a place for it (CLIP)."""

@@ -85,6 +85,7 @@ class ImageEncoder(DualEncoder):
         super().__init__(tower, tower, kind="image", views=True)
         self.backbone_args = all_args
         self.small_image_stem = has_small_stem
+        self.usage = "image, small" if has_small_stem else None
         self.data_config = config
         self.projector_dim = projector_dim
         if not is_timm_name(backbone):
@@ -123,11 +124,6 @@ class ImageEncoder(DualEncoder):
         save_weights(backbone.state_dict(), folder / WEIGHTS_FILE)
         if self.projector_dim is not None:
             save_weights(self.left.projector.state_dict(), folder / PROJECTOR_FILE)
-
-    @property
-    def usage(self) -> str:
-        """The example of the model card's template that shows how the folder is loaded."""
-        return f"{self.kind}, small" if self.small_image_stem else self.kind
 
 
 class ProjectedTower(Tower):

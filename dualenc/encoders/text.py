@@ -103,6 +103,7 @@ class TextEncoder(DualEncoder):
             right.tower(document_prompt, max_length, truncate_dim, pooling),
             kind="query-document",
         )
+        self.usage = None if self.shares_weights else f"{self.kind}, separate"
         self.prompts = left.settings.prompts | right.settings.prompts
         if name is not None:
             self.base = base_metadata(name, model_folder(name))
@@ -125,11 +126,6 @@ class TextEncoder(DualEncoder):
             (folder / role).mkdir()
             further = {name: prompt for name, prompt in self.prompts.items() if name.endswith(f"_{role}")}
             tower.write({**further, role: prompts[role]}, role, folder / role)
-
-    @property
-    def usage(self) -> str:
-        """The example of the model card's template that shows how the folder is loaded."""
-        return self.kind if self.shares_weights else f"{self.kind}, separate"
 
 
 class TextPrepare(Prepare):

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualenc.encoders.dual import DUALENC_FILE, SIDES, DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.hub import load_weights, save_weights
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
-from dualenc.types import Inputs, Side
+from dualenc.types import Inputs
 
 WEIGHTS_FILE = "model.safetensors"
 MAX_DIM = 1 << 20
@@ -95,15 +95,10 @@ class VectorEncoder(DualEncoder):
 
     def write(self, folder: Path) -> None:
         """Write dualenc.json and the weights of both towers."""
-        towers = {side: self.tower(side).config for side in SIDES}
-        right = None if self.shares_weights else towers["right"]
-        write_json(folder / DUALENC_FILE, {"kind": self.kind, "dim": self.dim, "left": towers["left"], "right": right})
+        right = None if self.shares_weights else self.right.config
+        config = {"kind": self.kind, "dim": self.dim, "left": self.left.config, "right": right}
+        write_json(folder / DUALENC_FILE, config)
         save_weights(self.state_dict(), folder / WEIGHTS_FILE)
-
-    def tower(self, side: Side) -> VectorTower:
-        """The tower of a side, "left" or "right"."""
-        super().tower(side)
-        return self.left if side == "left" else self.right
 
 
 class VectorTower(Tower):
