@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -110,21 +109,6 @@ def test_an_index_is_replaced_only_by_an_index(tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="holds no index"):
         Index.build(clustered(20), IDS[:20]).save(tmp_path / "thesis")
     assert (tmp_path / "thesis" / "thesis.tex").exists()
-
-
-@pytest.mark.slow
-def test_the_database_is_streamed(tmp_path: Path) -> None:
-    """More vectors do not take more of numpy's memory: they are never held in addition to FAISS's own copy."""
-
-    def peak(num_vectors: int) -> int:
-        embeddings = on_disk(tmp_path / str(num_vectors), clustered(num_vectors, 128), side="right")
-        tracemalloc.start()
-        Index.build(embeddings, factory="Flat", recall_queries=10)
-        result = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return result
-
-    assert peak(70_000) - peak(35_000) < 0.3 * 35_000 * 128 * 4
 
 
 def test_fewer_results_than_asked_for() -> None:
@@ -271,11 +255,6 @@ def test_what_cannot_be_built(vectors: np.ndarray, options: dict[str, Any], mess
 def test_what_cannot_be_searched(folder: Path, queries: np.ndarray, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DualencError, match=message):
         Index.open(folder).search_rows(queries, **options)
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(DualencError, match="no such folder; make an index with"):
-        Index.open(tmp_path / "nowhere")
 
 
 def test_hits_have_id_score_text_and_columns() -> None:

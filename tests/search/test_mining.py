@@ -158,8 +158,6 @@ def test_random_negatives_come_from_the_window_and_differ_by_seed(tmp_path: Path
 
 def test_an_index_finds_what_exact_search_finds(tmp_path: Path) -> None:
     assert run(tmp_path, Rule(), factory="Flat")[0] == run(tmp_path, Rule())[0]
-    with pytest.raises(DualencError, match="Nonsense"):
-        run(tmp_path, Rule(), factory="Nonsense")
 
 
 def test_copies_of_positives_and_of_the_query_are_no_negatives_and_others_stand_once(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from dualenc.reading import read_json
 from dualenc.search import Embeddings, Index, parts
 from dualenc.search.build import new_index
 from dualenc.search.parts import bytes_per_vector, can_be_merged, lists_on_disk, quiet
-from tests.search.clusters import clustered, exact_rows, search_ids
+from tests.search.clusters import clustered, search_ids
 from tests.search.test_index import on_disk
 
 COUNT = 6000
@@ -162,17 +162,6 @@ def test_refused_builds_leave_nothing(tmp_path: Path, embeddings: Embeddings) ->
     with pytest.raises(DualencError, match="cannot be trained on 20 vectors"):
         Index.build(embeddings, None, "IVF64,Flat", train_rows=20, **options)
     assert os.listdir(tmp_path) == ["emb"]
-
-
-@pytest.mark.slow
-def test_recall_of_the_merged_index_is_that_of_its_results(tmp_path: Path, embeddings: Embeddings) -> None:
-    queries = clustered(200, seed=5)
-    options: dict[str, Any] = {"folder": tmp_path / "index", "memory": MEMORY, "queries": queries}
-    index = Index.build(embeddings, None, "IVF16,Flat", target_recall=0.9, **options)
-    rows = index.search_rows(queries[1::2])[1]
-    exact = exact_rows(clustered(COUNT), queries[1::2], 10)
-    assert index.meta["recall_queries"] == 100
-    assert index.meta["recall_at_10"] == pytest.approx(np.mean([np.isin(e, f).mean() for e, f in zip(exact, rows)]))
 
 
 def test_lists_outside_the_folder_are_not_opened(tmp_path: Path, embeddings: Embeddings) -> None:
