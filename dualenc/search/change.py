@@ -100,7 +100,6 @@ def _replace(
     meta: dict[str, Any],
     texts: Iterable[str] | None,
 ) -> Index:
-    """Write a changed index in place of the old one, with its whole texts and BM25, and open it."""
     has_bm25 = has_lexical(folder)
     with atomic_folder(folder, is_index, "index") as part:
         part.mkdir()
@@ -123,7 +122,6 @@ def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] 
 
 
 def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]) -> None:
-    """Check that embeddings are of the index's dimension and model, and have new ids."""
     pairs: list[tuple[str, Any, Any]] = [("dimension", index.dim, embeddings.dim)]
     pairs += [(key, index.meta.get(key), embeddings.meta.get(key)) for key in ("model_checksum", "side", "output")]
     for name, ours, theirs in pairs:

@@ -96,7 +96,6 @@ def embed(
 
 
 def _bar(progress: bool | str) -> dict[str, Any]:
-    """Arguments of the progress bar."""
     options: dict[str, Any] = {"desc": "embed", "unit": " items", "disable": not (progress and distributed.is_main())}
     if isinstance(progress, str):
         # A log file would get a line for each update.
@@ -113,7 +112,6 @@ def _embed_into(
     notes: dict[str, Any],
     bar_options: dict[str, Any],
 ) -> Embeddings:
-    """Embed into a folder that any number of workers share."""
     corpus = encoder.corpus
     is_text = corpus.modality == "text"
     writer = EmbeddingWriter(
@@ -171,8 +169,6 @@ def tower_checksum(tower: Tower) -> str:
 
 
 class _Encoder:
-    """Encodes ranges of rows of one corpus."""
-
     def __init__(
         self,
         tower: Tower,

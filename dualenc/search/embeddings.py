@@ -118,7 +118,6 @@ class EmbeddingWriter:
         recover_inside(self.folder)
 
     def _create(self) -> None:
-        """Create the folder unless it exists."""
         if check_embeddings_target(self.folder):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +219,6 @@ class EmbeddingWriter:
         write_batches(shard_path(self.folder, number), [batch.replace_schema_metadata(metadata)])
 
     def _batch(self, vectors: np.ndarray, rows: Sequence[int]) -> pa.RecordBatch:
-        """The record batch of a shard."""
         ids = [self.ids[row] for row in rows]
         texts = None if self.snippet is None else [self.snippet(row) for row in rows]
         columns = None if self.columns is None else self.columns.take(list(rows))
@@ -243,7 +241,6 @@ class EmbeddingWriter:
         return Embeddings.open(self.folder)
 
     def _with_vectors(self, number: int, skipped: Sequence[tuple[int, str]]) -> Sequence[int]:
-        """The rows of a shard with a vector."""
         bad = {row for row, _ in skipped}
         return [row for row in self.ranges[number] if row not in bad]
 
@@ -266,5 +263,4 @@ class EmbeddingWriter:
 
 
 def _digest(batch: pa.RecordBatch) -> str:
-    """SHA-256 of the values of a record batch."""
     return hashlib.sha256(batch.serialize()).hexdigest()

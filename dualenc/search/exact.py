@@ -193,7 +193,6 @@ def _on_device(vectors: Vectors, device: torch.device) -> Tensor:
 
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    """Full float32 matrix products, whatever precision the caller has set."""
     settings = torch.backends.cuda.matmul
     # The second is that of torch before 2.9; once the first has been used, it may no longer be read.
     name, full = ("fp32_precision", "ieee") if hasattr(settings, "fp32_precision") else ("allow_tf32", False)

@@ -168,11 +168,9 @@ class Index:
         budget = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         in_parts = folder is not None and needed > budget // 2 and can_be_merged(empty)
         if memory is not None and needed > memory and not in_parts:
-            sizes_in_mib = (
-                f"{needed / 2**20:,.1f} MiB for {len(database):,} vectors, and memory is {memory / 2**20:,.1f}"
-            )
+            problem = f"takes {needed / 2**20:,.1f} MiB for {len(database):,} vectors, and memory is"
             remedy = "give more, or auto or an IVF factory with a folder to save to"
-            raise DualencError(f"factory {chosen!r} takes {sizes_in_mib} MiB; {remedy}")
+            raise DualencError(f"factory {chosen!r} {problem} {memory / 2**20:,.1f} MiB; {remedy}")
         if folder is not None:
             check_target(folder)
         options: dict[str, Any] = {"train_rows": train_rows, "seed": seed, "progress": progress}
@@ -187,20 +185,21 @@ class Index:
             meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric}
             meta |= {"factory": chosen, "requested_factory": factory, **built}
             meta["bytes_per_vector"] = bytes_per_vector(filled)
-            parameters = {"nprobe": nprobe, "efSearch": ef_search}
-            given_parameters = {name: value for name, value in parameters.items() if value is not None}
-            for name, value in given_parameters.items():
-                set_parameter(filled, name, value)
+            parameters = {}
+            for name, value in (("nprobe", nprobe), ("efSearch", ef_search)):
+                if value is not None:
+                    set_parameter(filled, name, value)
+                    parameters[name] = value
             probe_queries, rows = _measured_queries(database, queries, recall_queries, seed)
-            meta["search_parameters"] = given_parameters
-            meta |= _tune_and_measure(filled, database, probe_queries, rows, target_recall, given_parameters)
+            meta["search_parameters"] = parameters
+            meta |= _tune_and_measure(filled, database, probe_queries, rows, target_recall, parameters)
             index = cls(filled, embeddings.ids, meta, embeddings.snippets, embeddings.columns)
-            if folder is None:
-                return index
-            index.save(folder)
+            if folder is not None:
+                index.save(folder)
             if in_parts:
                 remove(work)
-                return cls.open(folder)
+        if folder is not None and in_parts:
+            return cls.open(folder)
         return index
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -306,7 +305,6 @@ class Index:
 
 
 def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | None) -> Embeddings:
-    """The vectors to index with their ids, checked."""
     if not isinstance(vectors, Embeddings):
         vectors = np.asarray(vectors)
         if vectors.ndim != 2 or not vectors.shape[1] or vectors.dtype.kind not in "fiu":

@@ -255,7 +255,6 @@ class Exclusions:
 
 
 def _content_hashes(corpus: Corpus) -> np.ndarray:
-    """A 64-bit hash (N,) of each item's contents."""
     hashes = np.empty(len(corpus), np.uint64)
     for start in range(0, len(corpus), HASHED_AT_ONCE):
         rows = np.arange(start, min(start + HASHED_AT_ONCE, len(corpus)))
@@ -270,8 +269,6 @@ def _block_path(folder: Path, number: int) -> Path:
 
 @dataclass(eq=False)
 class _Miner:
-    """Mines blocks of queries; each process writes its share of them to the folder."""
-
     queries: Embeddings
     documents: Embeddings
     pairs: PairDataset
@@ -410,7 +407,6 @@ class _Miner:
         return pairs[np.isfinite(self.pair_scores[pairs])]
 
     def _rankings(self, queries: list[int], search: Search) -> list[Ranking]:
-        """The nearest documents of each query, deep enough to fill its window."""
         depth = min(search_depth(queries, self.exclusions, self.rule), len(self.documents))
         vectors = np.asarray(self.queries.vectors[self.left_row[queries]], np.float32)
         rankings = []
@@ -423,7 +419,6 @@ class _Miner:
         return rankings
 
     def _rerank(self, queries: list[int], candidates: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Order and scores of the candidates of each query by the cross-encoder."""
         assert self.rescore is not None
         texts = []
         for query, ids in zip(queries, candidates):

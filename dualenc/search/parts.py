@@ -175,7 +175,6 @@ def _start_or_resume(work: Path, plan: dict[str, Any]) -> None:
 
 
 def _fill(database: Database, rows: range, number: int, work: Path, factory: str) -> None:
-    """Write one part: the lists of some rows, and their codes for refinement."""
     trained = faiss.read_index(str(work / "trained.faiss"))  # owns `base` and `refine`
     base, refine = split(trained)
     codes = []
@@ -197,7 +196,6 @@ def _fill(database: Database, rows: range, number: int, work: Path, factory: str
 
 
 def _merge(work: Path, num_parts: int) -> Any:
-    """Merge the inverted lists of all parts on disk, and concatenate their codes for refinement."""
     trained: Any = faiss.read_index(str(work / "trained.faiss"))  # owns `base` and `refine`
     base, refine = split(trained)
     (work / LISTS).unlink(missing_ok=True)

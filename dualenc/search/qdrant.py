@@ -229,7 +229,6 @@ def push_embeddings(
 
 
 def _create(index: QdrantIndex, dtype: str) -> None:
-    """Create the empty collection, in place of an earlier one that dualenc made."""
     distance = "Cosine" if index.meta["metric"] == "cosine" else "Dot"
     vectors = index.models.VectorParams(size=index.dim, distance=distance, datatype=dtype)
     metadata = {"dualenc": index.meta["fingerprint"]}

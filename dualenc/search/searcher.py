@@ -199,7 +199,6 @@ class Searcher:
         return vector
 
     def _reranked(self, query: Query, hits: list[Hit]) -> list[Hit]:
-        """The results in the order and with the scores of the cross-encoder."""
         assert self.cross_encoder is not None
         assert self.texts is not None
         texts = self.texts.of_ids([hit.id for hit in hits])
@@ -208,7 +207,6 @@ class Searcher:
         return [hits[position]._replace(score=score) for position, score in ranked]
 
     def _fused(self, query: Query, hits: list[Hit], depth: int, allowed_rows: np.ndarray | None) -> list[Hit]:
-        """Hybrid search: the fusion of a vector's results with those of BM25."""
         assert self.lexical is not None
         assert isinstance(self.index, Index)
         ranked_rows = self.lexical.search(query.item, depth, allowed_rows)
@@ -222,7 +220,6 @@ class Searcher:
 def _open_files(
     folder: Path, qdrant_path: str | None, hybrid: bool | None, *, needs_texts: bool
 ) -> tuple[Index | QdrantIndex, Lexical | None, TextStore | None]:
-    """Open the index, its BM25 and its texts, for `Searcher.open`."""
     index: Index | QdrantIndex
     if is_pushed(folder):
         index = QdrantIndex.open(folder, qdrant_path)
