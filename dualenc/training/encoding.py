@@ -163,7 +163,7 @@ class CachedEncoding(PlainEncoding):
         calls = self._calls
         self._calls = []
         cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda), running_statistics_kept(self.model):
+        with torch.random.fork_rng(devices=cuda), unchanged_running_statistics(self.model):
             for call in calls:
                 if call.leaves.grad is not None:
                     self._repeat(call, call.leaves.grad)
@@ -188,7 +188,7 @@ class CachedEncoding(PlainEncoding):
 
 
 @contextmanager
-def running_statistics_kept(module: nn.Module) -> Iterator[None]:
+def unchanged_running_statistics(module: nn.Module) -> Iterator[None]:
     """Keep running statistics: BatchNorm layers normalise over the batch, which was added to them before."""
     layers = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
     for layer in layers:

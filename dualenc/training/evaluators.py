@@ -34,7 +34,7 @@ class Evaluator(ABC):
     """Measures a model in evaluation mode; any callable with a `primary` can be one.
 
     Attributes:
-        primary: name of the metric, higher is better, by which the best weights are kept.
+        primary: name of the metric, higher is better, by which the best weights are chosen.
         metric_names: names that `primary` may have; empty where they are known only after an evaluation.
         data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.

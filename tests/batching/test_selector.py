@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,24 +22,9 @@ from tests.batching.clusters import random_pairs
 Make = Callable[..., BatchSelector]
 
 
-def bisection(*args: int, **kwargs: object) -> BatchSelector:
-    return SpectralBatches(*args, method="bisection", **kwargs)
-
-
-def spectral(*args: int, **kwargs: object) -> BatchSelector:
-    return SpectralBatches(*args, method="spectral", k=3, **kwargs)
-
-
-def bandwidth(*args: int, **kwargs: object) -> BatchSelector:
-    return SpectralBatches(*args, method="bandwidth", **kwargs)
-
-
-def ordered(*args: int, **kwargs: object) -> BatchSelector:
-    return OSGDBatches(*args, k=2, q=1, **kwargs)
-
-
-PARTITIONS = [RandomBatches, bisection, spectral, bandwidth]
-ALL = [*PARTITIONS, ordered]
+METHODS = ("bisection", "spectral", "bandwidth")
+PARTITIONS: list[Make] = [RandomBatches, *(partial(SpectralBatches, method=method, k=3) for method in METHODS)]
+ALL = [*PARTITIONS, partial(OSGDBatches, k=2, q=1)]
 
 
 def degenerate(kind: str, num_pairs: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

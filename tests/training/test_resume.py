@@ -76,6 +76,7 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, name):
     result = train(whole, **changes(tmp_path))
     assert run_and_die(train_and_die, broken, killed_at, changes(tmp_path)) == -signal.SIGKILL
     assert not (broken / "model").exists()
+    assert (broken / ".lock").read_text().startswith("process "), "the lock of a killed run is no obstacle"
     assert train(broken, resume=True, **changes(tmp_path)).steps == result.steps
     assert same(weights(broken), weights(whole))
     for ours, theirs in zip(*(read_metrics(folder / "metrics.jsonl") for folder in (broken, whole)), strict=True):

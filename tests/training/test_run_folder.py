@@ -20,7 +20,7 @@ from dualenc.training import checkpoint as run_folder
 from dualenc.training.checkpoint import Checkpoints
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
 from tests.training.launched import launch, small_run
-from tests.training.runs import FixedEvaluator, run_and_die, train, train_and_die
+from tests.training.runs import FixedEvaluator, train
 from tests.training.test_signals import wait_for
 
 
@@ -42,15 +42,6 @@ def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_harms_nothin
     assert not (run / ".lock").exists()
     train(tmp_path / "alone", model=TinyEncoder())
     assert same(weights(run), weights(tmp_path / "alone"))
-
-
-@pytest.mark.slow
-def test_the_lock_of_a_killed_run_is_no_obstacle(tmp_path):
-    """Nor are its data workers, which notice only after seconds that it is gone."""
-    assert run_and_die(train_and_die, tmp_path, 6, {"num_workers": 2}) == -signal.SIGKILL
-    assert (tmp_path / ".lock").read_text().startswith("process ")
-    train(tmp_path, resume=True)
-    assert not (tmp_path / ".lock").exists()
 
 
 def test_a_killed_process_holds_no_lock_before_its_parent_notices(tmp_path):
@@ -89,26 +80,22 @@ def failing():
 MISTAKES = {
     "metric": lambda: {"evaluator": FixedEvaluator(0.1, primary="foo")},
     "first step": lambda: {"objective": failing()},
-    "batch": lambda: {"batch_size": 25},
     "sample": lambda: {"pairs": tiny_pairs(bad=tuple(range(24))), "on_error": "raise"},
 }
 
 
-@pytest.mark.parametrize("name", list(MISTAKES))
-def test_a_mistake_before_the_first_step_leaves_no_folder(tmp_path, name):
-    with pytest.raises(DualencError):
-        train(tmp_path / "a" / "b", **MISTAKES[name]())
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "how"), [("metric", "overwrite"), ("first step", "overwrite"), ("sample", "resume")])
-def test_a_mistake_before_the_first_step_leaves_an_earlier_run(tmp_path, name, how):
-    train(tmp_path, evaluator=FixedEvaluator(0.1, 0.2), **({"max_steps": 5, "epochs": None} if how == "resume" else {}))
-    before = contents(tmp_path)
+def test_a_mistake_before_the_first_step_leaves_no_folder_or_an_earlier_run(tmp_path, name, how):
+    run = tmp_path / "a" / "b"
     with pytest.raises(DualencError):
-        train(tmp_path, **MISTAKES[name](), **{how: True})
-    assert contents(tmp_path) == before
+        train(run, **MISTAKES[name]())
+    assert list(tmp_path.iterdir()) == []
+    train(run, evaluator=FixedEvaluator(0.1, 0.2), **({"max_steps": 5, "epochs": None} if how == "resume" else {}))
+    before = contents(run)
+    with pytest.raises(DualencError):
+        train(run, **MISTAKES[name](), **{how: True})
+    assert contents(run) == before
 
 
 @pytest.mark.slow

@@ -39,13 +39,6 @@ def assert_made_up_for(folder: Path, **settings) -> None:
     assert found[0] == found[1]
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("unbroken")
-    train(folder, model=TinyEncoder())
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "to_group", "settings"),
@@ -74,8 +67,6 @@ def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, num
     train(run, model=TinyEncoder(dropout=dropout), resume=True, save_every=1000, **settings)
     train(tmp_path / "whole", model=TinyEncoder(dropout=dropout), save_every=1000, **settings)
     assert same(weights(run), weights(tmp_path / "whole"))
-    logs = [read_metrics(folder / "metrics.jsonl") for folder in (run, tmp_path / "whole")]
-    assert [line["loss"] for line in logs[0]] == pytest.approx([line["loss"] for line in logs[1]], rel=1e-12)
 
 
 @pytest.mark.slow
@@ -152,15 +143,8 @@ def test_a_second_ctrl_c_ends_the_run_at_once_and_so_does_the_first_where_nothin
     assert not (tmp_path / "run").exists()
 
 
-def test_without_checkpoints_a_signal_says_that_nothing_is_saved(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        train(tmp_path, objective=signalled(signal.SIGTERM, at=1), save_every=None)
-    assert "stopped by SIGTERM after step 1: nothing is saved, as save_every is null" in capsys.readouterr().err
-    assert not (tmp_path / "checkpoints").exists()
-
-
 @pytest.mark.slow
-def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path, unbroken):
+def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path):
     from tests.training.test_distributed_training import assert_same_model
 
     run = tmp_path / "run"
@@ -172,7 +156,8 @@ def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path, u
     assert f"after step {saved_step(run)}" in ended[0][1]
     assert saved_step(run) < 12
     train(run, model=TinyEncoder(), resume=True, save_every=1000)
-    assert_same_model(run, unbroken)
+    train(tmp_path / "whole", model=TinyEncoder(), save_every=1000)
+    assert_same_model(run, tmp_path / "whole")
 
 
 @pytest.mark.slow
