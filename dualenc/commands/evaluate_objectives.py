@@ -104,12 +104,9 @@ def trained_temperature(model: DualEncoder, folder: Path) -> float | None:
     checkpoints = Checkpoints(run).finished() if folder.is_dir() and run.is_dir() else []
     if not checkpoints:
         return None
-    try:
-        state = torch.load(checkpoints[-1][1] / "state.pt", map_location="cpu", weights_only=True, mmap=True)
-        return float(state["objective"]["log_temperature"].exp())
-    except Exception as error:
-        reason = " ".join(str(error).split())[:120]
-        raise DualencError(f"{run}: holds no temperature ({reason}); give one with --temperature") from None
+    state = torch.load(checkpoints[-1][1] / "state.pt", map_location="cpu", weights_only=True, mmap=True)
+    recorded = state["objective"].get("log_temperature")
+    return None if recorded is None else float(recorded.exp())
 
 
 def open_set(model: DualEncoder, data: str, split: str, columns: ColumnOptions) -> Corpus | PairDataset:

@@ -15,7 +15,7 @@ from dualenc.data.item_lists import Picked
 from dualenc.data.labels import rows_with_label
 from dualenc.encoders import Tower, load_model
 from dualenc.errors import DualencError
-from dualenc.evaluation.corruptions import Images
+from dualenc.types import Items
 
 if TYPE_CHECKING:
     from dualenc.commands.evaluate import ImageOptions, ZeroShotOptions
@@ -54,7 +54,7 @@ def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> 
 class Labelled(NamedTuple):
     """Images, their features (N, D) and labels (N,); images that cannot be read are left out of all three."""
 
-    items: Images
+    items: Items
     features: np.ndarray
     labels: np.ndarray
 

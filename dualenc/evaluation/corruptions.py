@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from dualenc.decoding import open_image
 from dualenc.errors import DualencError, nearest
 from dualenc.reading import open_regular
 from dualenc.seeds import derive_seed
-from dualenc.types import Integers
+from dualenc.types import Integers, Items
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -40,14 +40,6 @@ MIN_SIDE = 32
 _OWN_GENERATOR = ("impulse_noise", "glass_blur")
 # All threads share numpy's global generator.
 _LOCK = threading.Lock()
-
-
-class Images(Protocol):
-    """N RGB images by number; a list is one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Image.Image: ...
 
 
 class CorruptedImages:
@@ -70,7 +62,7 @@ class CleanImages(CorruptedImages):
 
     corruptions: tuple[str, ...] = ("clean",)
 
-    def __init__(self, images: Images, labels: Integers | None = None, class_names: list[str] | None = None):
+    def __init__(self, images: Items, labels: Integers | None = None, class_names: list[str] | None = None):
         self.images = images
         self.labels = labels
         self.class_names = class_names
@@ -87,7 +79,7 @@ class GeneratedCorruptions(CleanImages):
 
     def __init__(
         self,
-        images: Images,
+        images: Items,
         corruptions: Sequence[str] = ALL,
         *,
         seed: int = 0,
