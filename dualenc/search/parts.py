@@ -85,6 +85,10 @@ def _lists(base: Any) -> Any:
 
 def open_merged(path: Path) -> Any:
     """Map an index whose lists, and codes for refinement if any, are in files beside it."""
+    if path.with_name(LISTS).is_symlink():
+        raise DualencError(
+            f"{path.with_name(LISTS)}: is a link, and no file outside the folder is opened; copy it there"
+        )
     with quiet():
         base = faiss.read_index(str(path), faiss.IO_FLAG_READ_ONLY | SAME_FOLDER)
     codes = path.with_name(REFINE)

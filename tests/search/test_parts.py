@@ -179,3 +179,6 @@ def test_lists_outside_the_folder_are_not_opened(tmp_path: Path, embeddings: Emb
     write_json(folder / "meta.json", read_json(folder / "meta.json") | sums)
     with pytest.raises(DualencError, match=r"index\.faiss: corrupt"):
         Index.open(folder)
+    (folder / "lists.ivfdata").symlink_to(secret)
+    with pytest.raises(DualencError, match="is a link"):
+        parts.open_merged(folder / "index.faiss")
