@@ -181,14 +181,14 @@ class TextColumn:
             return str(self.column[index])
         return f"{self.titles[index] or ''} {self.column[index] or ''}".strip()
 
-    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """The texts, or their lengths."""
+    def item_identity(self, row: int, read: bool) -> bytes:
+        """The text, or its length."""
         if read:
-            return [self[row].encode() for row in rows.tolist()]
-        lengths = self.column.lengths[rows]
+            return self[row].encode()
+        length = self.column.lengths[row]
         if self.titles is not None:
-            lengths = lengths + self.titles.lengths[rows]
-        return [str(length).encode() for length in lengths.tolist()]
+            length += self.titles.lengths[row]
+        return str(length).encode()
 
 
 class ColumnImages:
@@ -231,11 +231,8 @@ class ColumnImages:
             raise BadSample(f"{path!r}: image outside of the folder {root}; {fix}")
         return resolved
 
-    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """File contents, or lengths; of paths the `file_identity`."""
-        return [self._identity(row, read) for row in rows.tolist()]
-
-    def _identity(self, row: int, read: bool) -> bytes:
+    def item_identity(self, row: int, read: bool) -> bytes:
+        """File contents, or their length; of a path the `file_identity`."""
         length = int(self.column.lengths[row])
         # Contents are known by their lengths unless they are read; the lengths of paths say nothing.
         if length and not read and not self.column.holds_strings:

@@ -36,7 +36,7 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
 
     Vectors, and up to 2,097,152 texts or 65,536 images, are read in full. Of more, a fixed random sample (262,144
     texts, 4,096 images) is read; of the others the length of a text, or the size and time of a file count. A collection
-    may have a method `identities(rows, read) -> sequence of bytes` that identifies items without decoding them.
+    may have a method `item_identity(row, read) -> bytes` that identifies an item without decoding it.
     """
     is_image = modality == "image"
     max_read = MAX_IMAGES if is_image else MAX_TEXTS
@@ -54,16 +54,17 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
     return digest.hexdigest()
 
 
-def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
+def identities(items: Items, rows: np.ndarray, read: bool) -> list[bytes]:
     """The identity of each item of some rows (n,): its contents (`read`), or metadata that cost no reading."""
-    if hasattr(items, "identities"):
-        return items.identities(rows, read)
-    return [_identity(items, row) if read else b"" for row in rows.tolist()]
+    return [item_identity(items, row, read) for row in rows.tolist()]
 
 
-def _identity(items: Items, row: int) -> bytes:
+def item_identity(items: Items, row: int, read: bool) -> bytes:
+    """The identity of one item."""
+    if hasattr(items, "item_identity"):
+        return items.item_identity(row, read)
     try:
-        return contents(items[row])
+        return contents(items[row]) if read else b""
     except BadSample:
         return b"unreadable"
 

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
 from dualenc.data.identity import file_identity
@@ -33,10 +32,10 @@ class ImageFiles:
     def __getitem__(self, index: int) -> Image.Image:
         return open_image(self.root / self.names[index])
 
-    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
+    def item_identity(self, row: int, read: bool) -> bytes:
         """Name and `file_identity`."""
-        names = [self.names[row] for row in rows.tolist()]
-        return [name.encode(errors="surrogateescape") + b" " + file_identity(self.root / name, read) for name in names]
+        name = self.names[row]
+        return name.encode(errors="surrogateescape") + b" " + file_identity(self.root / name, read)
 
 
 def split_folder(folder: str | os.PathLike[str], split: str) -> Path:

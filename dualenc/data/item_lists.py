@@ -1,4 +1,4 @@
-"""Collections of items over other collections. Each has `identities(rows, read)` for `dualenc.data.identity`."""
+"""Collections of items over other collections. Each has `item_identity(row, read)` for `dualenc.data.identity`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from dualenc.data.identity import contents, identities
+from dualenc.data.identity import contents, item_identity
 from dualenc.data.vector_shards import Array
 from dualenc.errors import BadSample
 from dualenc.types import Items
@@ -30,9 +30,9 @@ class Picked:
     def __getitem__(self, index: int) -> Any:
         return self.items[int(self.positions[index])]
 
-    def identities(self, rows: np.ndarray, read: bool) -> Sequence[bytes]:
-        """Those of the items picked."""
-        return identities(self.items, self.positions[rows], read)
+    def item_identity(self, row: int, read: bool) -> bytes:
+        """That of the item picked."""
+        return item_identity(self.items, int(self.positions[row]), read)
 
 
 class Joined:
@@ -52,17 +52,11 @@ class Joined:
         prompt = self.prompts[number]
         return prompt + item if prompt else item
 
-    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """Those of all, in the order of `rows`, with their prompts."""
-        part_of = np.searchsorted(self.starts, rows, side="right") - 1
-        result = [b""] * len(rows)
-        for number in np.unique(part_of).tolist():
-            positions = np.flatnonzero(part_of == number)
-            prompt = self.prompts[number].encode()
-            own = identities(self.parts[number], rows[positions] - self.starts[number], read)
-            for position, identity in zip(positions.tolist(), own, strict=True):
-                result[position] = prompt + identity
-        return result
+    def item_identity(self, row: int, read: bool) -> bytes:
+        """That of the item, with the prompt of its collection."""
+        number = bisect_right(self.starts, row) - 1
+        own = item_identity(self.parts[number], row - self.starts[number], read)
+        return self.prompts[number].encode() + own
 
 
 class VectorItems:
@@ -77,9 +71,9 @@ class VectorItems:
     def __getitem__(self, index: int) -> np.ndarray:
         return np.array(self.matrix[int(index)], dtype=np.float32)
 
-    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
+    def item_identity(self, row: int, read: bool) -> bytes:
         """The numbers as float32, always read: nothing is known of a vector without them."""
-        return [row.tobytes() for row in np.asarray(self.matrix[rows], dtype=np.float32)]
+        return self[row].tobytes()
 
 
 def number_distinct(

@@ -42,7 +42,7 @@ class TablePairs(ColumnPairs):
     Args:
         path: a .jsonl, .json, .csv, .tsv, .txt or .parquet file, a glob or folder of such files, a folder written by
             `datasets.save_to_disk`, or a hub name.
-        left_column: query or image: file contents, `datasets` images, or paths relative to the table.
+        left_column: query or image. Images are file contents, `datasets` images, or paths relative to the table.
         right_column: document or caption; a list of captions makes one pair each.
         negative_column: mined negatives, one or a list of what the right column holds; or several such columns. By
             default those named `negative`, `negative_1`, …; [] reads none.

@@ -136,7 +136,8 @@ class ShardedVectors:
 
     def __getitem__(self, rows: int | slice | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(rows, (int, np.integer)):
-            return self[[int(rows)]][0]
+            number = int(np.searchsorted(self.offsets, rows, side="right")) - 1
+            return self.shards[number][rows - self.offsets[number]]
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             number = int(np.searchsorted(self.offsets, start, side="right")) - 1

@@ -194,11 +194,10 @@ class _MemberFiles:
             raise BadSample(f"{position}: {self.spec!r} holds no text; fill it in or remove the sample")
         return text.strip()
 
-    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
+    def item_identity(self, row: int, read: bool) -> bytes:
         """The tar's identity, and the file's offset and size in it."""
-        field = self.field.encode()
-        files = zip(self.tar[rows].tolist(), self.offset[rows].tolist(), self.size[rows].tolist())
-        return [b"%s %d %d %s" % (self._tar_identities[tar], offset, size, field) for tar, offset, size in files]
+        tar = self._tar_identities[self.tar[row]]
+        return b"%s %d %d %s" % (tar, self.offset[row], self.size[row], self.field.encode())
 
     @cached_property
     def _tar_identities(self) -> list[bytes]:
