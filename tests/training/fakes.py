@@ -30,14 +30,11 @@ class NumbersPrepare(Prepare):
 
     modality = "text"
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        self.dtype = dtype
-
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
-        rows = torch.tensor([[float(x) for x in item.split()] for item in items], dtype=self.dtype)
+        rows = torch.tensor([[float(x) for x in item.split()] for item in items], dtype=torch.float64)
         if seeds is not None:
             draws = [torch.Generator().manual_seed(seed) for seed in seeds]
-            rows += 0.1 * torch.stack([torch.randn(WIDTH, generator=draw, dtype=self.dtype) for draw in draws])
+            rows += 0.1 * torch.stack([torch.randn(WIDTH, generator=draw, dtype=torch.float64) for draw in draws])
         return {"rows": rows}
 
 
@@ -85,7 +82,7 @@ class TinyEncoder(DualEncoder):
 
 
 class NumberItems(list[str]):
-    """Items by position; those listed as bad cannot be read, and one can be deadly."""
+    """Items by position; those listed as bad cannot be read."""
 
     bad: tuple[int, ...] = ()
 

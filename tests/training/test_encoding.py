@@ -188,9 +188,7 @@ def encoded_by(model, parts, make, together):
     encoding.backward(sum((one * direction).sum() for one, direction in zip(encoded, directions, strict=True)))
     for hook in hooks:
         hook.remove()
-    return [*(one.detach() for one in encoded), *(p.grad for p in model.parameters() if p.grad is not None)], len(
-        passes
-    )
+    return [*(one.detach() for one in encoded), *gradients(model)], len(passes)
 
 
 @pytest.mark.parametrize("make", [PlainEncoding, partial(CachedEncoding, chunk_size=6)], ids=["plain", "cached"])

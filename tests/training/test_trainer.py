@@ -124,12 +124,7 @@ def test_the_best_weights_are_kept_and_the_card_tells_their_metrics(tmp_path):
     result = train(tmp_path / "best", evaluator=evaluator, evaluate_every=4)
     assert (result.before, result.metrics) == ({"score": 0.9}, {"score": 0.5})
     card = (tmp_path / "best" / "model" / "README.md").read_text()
-    for line in (
-        "| score | 0.9000 | 0.5000 |",
-        "InfoNCE, 8 steps with batches of 6.",
-        "learning_rate: 0.02",
-        "mine, dev",
-    ):
+    for line in ("| score | 0.9000 | 0.5000 |", "InfoNCE, 8 steps with batches of 6.", "rate: 0.02", "mine, dev"):
         assert line in card
     train(tmp_path / "last", evaluator=FixedEvaluator(), keep_best=False)
     assert not same(weights(tmp_path / "best"), weights(tmp_path / "last"))
