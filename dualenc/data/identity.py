@@ -41,12 +41,12 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
     is_image = modality == "image"
     max_read = MAX_IMAGES if is_image else MAX_TEXTS
     block = _IMAGE_BLOCK if is_image else _TEXT_BLOCK
-    every = np.arange(len(items))
-    passes = [(every, True)]
+    all_rows = np.arange(len(items))
+    passes = [(all_rows, True)]
     if len(items) > max_read and modality != "vector":
         # The seed is fixed: every process and every run looks at the same sample.
         draws = np.random.default_rng(0).integers(len(items), size=SAMPLED_IMAGES if is_image else SAMPLED_TEXTS)
-        passes = [(every, False), (np.unique(draws), True)]
+        passes = [(all_rows, False), (np.unique(draws), True)]
     digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
     for rows, read in passes:
         for start in range(0, len(rows), block):

@@ -49,11 +49,11 @@ class VectorPairs(PairDataset):
         lefts = open_vectors(left, id_column=default_ids(left), bad_rows=bad_rows)
         rights = open_vectors(right, id_column=default_ids(right), bad_rows=bad_rows)
         rows = rows_of(rights.ids, lefts.ids)
-        alone = [name for name, row in zip(lefts.ids, rows.tolist()) if row < 0]
-        alone += sorted(set(rights.ids) - set(lefts.ids))
-        if alone:
-            position = f"id {alone[0]!r}"
-            bad_rows.add("vector without a partner of the same id", position, "give it one or remove it", len(alone))
+        unpaired = [name for name, row in zip(lefts.ids, rows.tolist()) if row < 0]
+        unpaired += sorted(set(rights.ids) - set(lefts.ids))
+        if unpaired:
+            position = f"id {unpaired[0]!r}"
+            bad_rows.add("vector without a partner of the same id", position, "give it one or remove it", len(unpaired))
         left_rows = np.flatnonzero(rows >= 0)
         bad_rows.require(len(left_rows), "pair")
         left_first, left_id = number_distinct(lefts.items.__getitem__ if deduplicate else None, left_rows)

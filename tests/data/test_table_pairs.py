@@ -426,10 +426,6 @@ def test_bad_captions_are_named_or_skipped(folder: Path, row: list[str], message
     assert (contents(pairs), pairs.skipped) == ([(1, "one"), (3, "three")], 1)
 
 
-def test_unknown_caption_columns_are_refused(folder: Path) -> None:
-    write_csv(folder / "captions.csv", ["a", "b"], [["sub/1.png", "one"]])
-    with pytest.raises(DualencError, match=r"cannot tell which column is image_column; name it \(columns: a, b\)"):
-        ImageFolderPairs(folder)
 
 
 def save(path: Path, shades: list[int | None], features: dict | None = None, **columns: list) -> Path:
