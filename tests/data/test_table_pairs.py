@@ -426,8 +426,6 @@ def test_bad_captions_are_named_or_skipped(folder: Path, row: list[str], message
     assert (contents(pairs), pairs.skipped) == ([(1, "one"), (3, "three")], 1)
 
 
-
-
 def save(path: Path, shades: list[int | None], features: dict | None = None, **columns: list) -> Path:
     images = [None if s is None else {"bytes": encoded(picture(s)), "path": None} for s in shades]
     typed = datasets.Features({"image": datasets.Image(), **(features or {})})
