@@ -34,7 +34,6 @@ class Kind(NamedTuple):
     name: str
     factory: Callable[[int, int], str]
     resident: Callable[[int], int]
-    stored: Callable[[int], int]
     recall: float
     max_values: int = 0
     min_target: float = 0.0
@@ -46,23 +45,21 @@ def _subquantizers(dim: int) -> int:
 
 
 KINDS = (
-    Kind("Flat", lambda n, d: "Flat", lambda d: 4 * d, lambda d: 4 * d, 1.0, EXACT_VALUES),
+    Kind("Flat", lambda n, d: "Flat", lambda d: 4 * d, 1.0, EXACT_VALUES),
     # 32 links of 4 bytes on the upper levels, 64 on the lowest.
-    Kind("HNSW", lambda n, d: "HNSW32", lambda d: 4 * d + 288, lambda d: 4 * d + 288, 0.995, 2**28, 0.98),
-    Kind("IVF", lambda n, d: f"IVF{n},Flat", lambda d: 4 * d + 8, lambda d: 4 * d + 8, 1.0, FLOAT_VALUES),
-    Kind("IVF-SQ", lambda n, d: f"IVF{n}_HNSW32,SQ8", lambda d: d + 8, lambda d: d + 8, 0.97),
+    Kind("HNSW", lambda n, d: "HNSW32", lambda d: 4 * d + 288, 0.995, 2**28, 0.98),
+    Kind("IVF", lambda n, d: f"IVF{n},Flat", lambda d: 4 * d + 8, 1.0, FLOAT_VALUES),
+    Kind("IVF-SQ", lambda n, d: f"IVF{n}_HNSW32,SQ8", lambda d: d + 8, 0.97),
     Kind(
         "IVF-PQ, refined",
         lambda n, d: f"IVF{n}_HNSW32,PQ{_subquantizers(d)},Refine(SQfp16)",
         lambda d: _subquantizers(d) + 8,
-        lambda d: _subquantizers(d) + 8 + 2 * d,
         0.99,
     ),
     Kind(
         "RaBitQ, refined",
         lambda n, d: f"IVF{n}_HNSW32,RaBitQ,Refine(SQfp16)",
         lambda d: math.ceil(d / 8) + 16,
-        lambda d: math.ceil(d / 8) + 16 + 2 * d,
         0.97,
     ),
 )

@@ -1,4 +1,4 @@
-"""An index of ten million vectors under a limit on memory: built in parts, merged on disk, opened, searched, changed.
+"""An index of ten million vectors under a limit on memory: built in parts, merged on disk, opened, searched.
 
     python eval/bench/large_index.py --vectors 10000000 --dim 128 --limit 2GiB --folder /tmp/large
 
@@ -107,8 +107,8 @@ def main(
     how |= {"queries": queries, "folder": place / "index", "memory": parse_bytes(memory)}
     told("index built, merged and measured", lambda: Index.build(embeddings, None, factory, **how))
     index = told("index opened", lambda: Index.open(place / "index"))
-    told("first search", lambda: index.search_ids(queries[:1]))
-    told("1,000 searches in one call", lambda: index.search_ids(queries))
+    told("first search", lambda: index.search_rows(queries[:1]))
+    told("1,000 searches in one call", lambda: index.search_rows(queries))
     told("row of an id", lambda: index.ids.rows([f"d{vectors - 1}"]))  # type: ignore[attr-defined]
     told("all files verified", lambda: Index.open(place / "index", verify=True))
     sizes = {path.name: path.stat().st_size for path in sorted((place / "index").iterdir())}

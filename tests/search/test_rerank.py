@@ -171,7 +171,6 @@ HOSTILE = "torch.distributed.run.main"
     ("file", "change", "message"),
     [
         ("config_sentence_transformers.json", {"activation_fn": HOSTILE}, "is no activation of torch.nn"),
-        ("config_sentence_transformers.json", {"activation_fn": [HOSTILE]}, "is no activation of torch.nn"),
         ("config.json", {"sentence_transformers": {"activation_fn": HOSTILE}}, "is no activation of torch.nn"),
         ("config.json", {"sbert_ce_default_activation_function": HOSTILE}, "is no activation of torch.nn"),
         ("config.4.0.0.json", {"sbert_ce_default_activation_function": HOSTILE}, "is no activation of torch.nn"),
@@ -188,11 +187,6 @@ HOSTILE = "torch.distributed.run.main"
             "modules.json",
             [{"idx": 0, "name": "0", "path": "", "type": "torch.distributed.run.main"}],
             "its module torch.distributed.run.main is not supported",
-        ),
-        (
-            "modules.json",
-            [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.Router"}],
-            "is not supported",
         ),
         (
             "modules.json",
