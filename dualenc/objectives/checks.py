@@ -102,15 +102,19 @@ def check_shapes(
         fail("negatives", "and negative_id must be given together, (n, D) and (n,)")
     for name, values in ids.items():
         rows = embeddings["negatives"] if name == "negative_id" else left
-        is_list = name.endswith("positives")
-        fits = values.shape[:1] == rows.shape[:1] and values.dim() == 1 + is_list
-        if not fits or values.is_floating_point() or values.dtype == torch.bool:
-            expected_ids = f"({len(rows)}, K) integer ids" if is_list else f"{len(rows)} integer ids"
-            fail(name, f"has shape {tuple(values.shape)} ({values.dtype}); it must hold {expected_ids}")
-        if values.device != rows.device:
-            fail(name, f"is on {values.device}, the embeddings are on {rows.device}; move it there")
+        _check_id_tensor(name, values, rows)
     if weights is not None and weights.shape != left.shape[:1]:
         fail("weights", f"has shape {tuple(weights.shape)}; it must hold {len(left)} numbers")
+
+
+def _check_id_tensor(name: str, ids: Tensor, rows: Tensor) -> None:
+    is_list = name.endswith("positives")
+    fits = ids.shape[:1] == rows.shape[:1] and ids.dim() == 1 + is_list
+    if not fits or ids.is_floating_point() or ids.dtype == torch.bool:
+        expected = f"({len(rows)}, K) integer ids" if is_list else f"{len(rows)} integer ids"
+        fail(name, f"has shape {tuple(ids.shape)} ({ids.dtype}); it must hold {expected}")
+    if ids.device != rows.device:
+        fail(name, f"is on {ids.device}, the embeddings are on {rows.device}; move it there")
 
 
 def check_values(
