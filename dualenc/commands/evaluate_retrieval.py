@@ -61,13 +61,7 @@ def evaluate_retrieval(
     needs_texts = "--rerank" if ranking.rerank is not None else ""
     if options.bm25 or ranking.hybrid is not None:
         needs_texts = "--bm25"
-    collections: dict[str, RetrievalSet] = {}
-    for source in data:
-        name, collection = _open_collection(source, options, columns, needs_texts)
-        if name in collections:
-            raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
-        report_self_matches(name, collection, options.keep_self_matches)
-        collections[name] = collection
+    collections = _open_collections(data, options, columns, needs_texts)
     split = options.split or default_split(data[0], "test")
     encoder = open_model(model, ("query-document", "vector"), evaluation.device)
     evaluation.check_weights(encoder.left, encoder.right)
@@ -98,14 +92,32 @@ def evaluate_retrieval(
                 results.append(Result(system, name, run, *about, keep_self_matches=options.keep_self_matches))
 
     if distributed.is_main():
-        facts: dict[str, object] = {"model": model, "split": split, "depth": options.depth}
-        facts["keep_self_matches"] = options.keep_self_matches
-        if ranking.hybrid is not None:
-            facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
-        if ranking.rerank is not None:
-            facts |= {"rerank": ranking.rerank, "rerank_top": ranking.rerank_top}
+        facts = _facts(model, split, options, ranking)
         _write_results(evaluation, facts, collections, results, folders)
     distributed.barrier()
+
+
+def _open_collections(
+    data: Sequence[str], options: RetrievalOptions, columns: ColumnOptions, needs_texts: str
+) -> dict[str, RetrievalSet]:
+    collections: dict[str, RetrievalSet] = {}
+    for source in data:
+        name, collection = _open_collection(source, options, columns, needs_texts)
+        if name in collections:
+            raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
+        report_self_matches(name, collection, options.keep_self_matches)
+        collections[name] = collection
+    return collections
+
+
+def _facts(model: str, split: str, options: RetrievalOptions, ranking: RankingOptions) -> dict[str, object]:
+    facts: dict[str, object] = {"model": model, "split": split, "depth": options.depth}
+    facts["keep_self_matches"] = options.keep_self_matches
+    if ranking.hybrid is not None:
+        facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
+    if ranking.rerank is not None:
+        facts |= {"rerank": ranking.rerank, "rerank_top": ranking.rerank_top}
+    return facts
 
 
 def _other_runs(
