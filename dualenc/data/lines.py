@@ -158,23 +158,10 @@ def _separated(
     if not header:
         raise DualencError(f"{path}: empty file; its first line must name the columns")
     check_distinct(f"{path}:1", [name for name in header if name.strip()])
-    while True:
-        start = rows.line_num + 1
-        row: list[str] = []
-        try:
-            row = next(rows)
-            fault = f"{len(row)} fields under a header of {len(header)}"
-        except StopIteration:
-            return
-        except csv.Error as error:
-            fault = str(error)
-        else:
-            if not row:
-                continue
-        if len(row) == len(header):
-            if may_double:
-                row = [_unquoted(field) for field in row]
-            yield rows.line_num, dict(zip(header, row))
+    for start, row, fault in _read_rows(rows, len(header)):
+        if not fault:
+            fields = [_unquoted(field) for field in row] if may_double else row
+            yield rows.line_num, dict(zip(header, fields))
             continue
         # A stray quote swallows the lines up to the next quote: all of them are lost, and counted.
         count = max(1, rows.line_num + 1 - start)
@@ -185,6 +172,22 @@ def _separated(
             if any('"' in field for field in row):
                 reason = "malformed line with a quote (pass quotes=true if quotes enclose fields)"
         bad_rows.add(reason, f"{path}:{start}", fix, count)
+
+
+def _read_rows(rows: Any, num_columns: int) -> Iterator[tuple[int, list[str], str]]:
+    """The first line, the fields and the fault ("" for none) of every row that is not blank."""
+    while True:
+        start = rows.line_num + 1
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield start, [], str(error)
+            continue
+        if row:
+            fits = len(row) == num_columns
+            yield start, row, "" if fits else f"{len(row)} fields under a header of {num_columns}"
 
 
 def _unquoted(field: str) -> str:
