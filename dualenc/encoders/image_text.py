@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import base_metadata, model_folder, no_foreign_code, save_weights
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 Tokenize: TypeAlias = Callable[[list[str]], Tensor]
 """Texts to token ids (B, context length)."""
+EndToken: TypeAlias = "int | Literal['max'] | None"
 
 CONTEXT_LENGTH = 77
 VOCAB_SIZE = 49408
@@ -96,7 +98,7 @@ class ImageTextEncoder(DualEncoder):
         dim = int(own_config["embed_dim"])
         super().__init__(
             ClipImageTower(visual, _image_prepare(visual.preprocess_cfg, crop_scale), dim),
-            ClipTextTower(clip, ClipTextPrepare(tokenize), dim),
+            ClipTextTower(clip, ClipTextPrepare(tokenize, _end_token(clip)), dim),
             kind="image-text",
         )
         self.config = own_config
@@ -166,16 +168,27 @@ class ClipImageTower(Tower):
 
 
 class ClipTextPrepare(Prepare):
-    """Tokenize to the model's context length by an open_clip tokenizer."""
+    """Tokenize by an open_clip tokenizer, and cut the columns that no text of the batch reaches.
+
+    Args:
+        tokenizer: texts to (B, context length) ids.
+        end: the id at which the tower reads its output; "max": the largest id of each text; None: nothing may be cut.
+    """
 
     modality = "text"
 
-    def __init__(self, tokenizer: Tokenize) -> None:
+    def __init__(self, tokenizer: Tokenize, end: EndToken) -> None:
         self.tokenizer = tokenizer
+        self.end: EndToken = end
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         check_items(items, "text")
-        return {"text": self.tokenizer(list(items))}
+        tokens = self.tokenizer(list(items))
+        if self.end is None:
+            return {"text": tokens}
+        ends = tokens if self.end == "max" else tokens.eq(self.end).int()
+        last = int(ends.argmax(dim=1).max())
+        return {"text": tokens[:, : last + 1]}
 
 
 class ClipTextTower(Tower):
@@ -190,8 +203,38 @@ class ClipTextTower(Tower):
         self.dim = self.feature_dim = dim
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Encode token ids (B, context length) to (B, D) unit-norm float32."""
-        return unit_norm(self.clip.encode_text(inputs["text"]))
+        """Encode token ids (B, T), T at most the context length, to (B, D) unit-norm float32."""
+        tokens = inputs["text"]
+        length = tokens.shape[1]
+        prefix, transformer = _causal_transformer(self.clip)
+        if transformer is None or length == len(transformer.positional_embedding):
+            return unit_norm(self.clip.encode_text(tokens))
+        # Under a causal mask the output token sees nothing of what follows it: the same vectors for less work.
+        shorter = {
+            f"clip.{prefix}positional_embedding": transformer.positional_embedding[:length],
+            f"clip.{prefix}attn_mask": transformer.attn_mask[:length, :length],
+        }
+        vectors: Tensor = functional_call(self, shorter, (inputs,))
+        return vectors
+
+
+def _causal_transformer(clip: nn.Module) -> tuple[str, Any]:
+    """Prefix and module that hold positions and causal mask; (.., None) for other kinds of text tower."""
+    prefix = "text." if hasattr(clip, "text") else ""
+    module = clip.text if hasattr(clip, "text") else clip
+    is_causal = isinstance(getattr(module, "attn_mask", None), Tensor) and getattr(module, "cls_emb", None) is None
+    return prefix, module if is_causal else None
+
+
+def _end_token(clip: nn.Module) -> EndToken:
+    """The argument `end` of `ClipTextPrepare`."""
+    _, module = _causal_transformer(clip)
+    if module is None:
+        return None
+    pooling = getattr(module, "text_pool_type", None) or getattr(module, "pool_type", None)
+    if pooling == "eos":
+        return int(module.text_eos_id if hasattr(module, "text_eos_id") else module.eos_id)
+    return "max" if pooling == "argmax" else None
 
 
 def is_open_clip_name(name: str | None) -> bool:

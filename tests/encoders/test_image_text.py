@@ -108,6 +108,21 @@ def test_saved_model_loads_in_open_clip_with_equal_vectors(
     assert again.temperature == pytest.approx(0.02, rel=1e-5)
 
 
+def test_short_texts_cost_less_and_gradients_are_the_same(model: ImageTextEncoder) -> None:
+    short = model.right.prepare(["a dog"])["text"]
+    assert short.shape[1] < 12
+    whole = model.right.prepare.tokenizer(["a dog"])
+    assert whole.shape[1] == 20
+    gradients = []
+    for tokens in (short, whole):
+        model.zero_grad()
+        model("right", {"text": tokens})[:, 0].sum().backward()
+        gradients.append({n: p.grad.clone() for n, p in model.right.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name])
+
+
 def test_vectors_are_unit_norm_float32_also_in_bfloat16(
     model: ImageTextEncoder, texts: list[str], images: list[Image.Image]
 ) -> None:
