@@ -175,20 +175,15 @@ def push_embeddings(
     replace: bool = False,
     progress: bool = False,
 ) -> tuple[QdrantIndex, int]:
-    """Send the vectors, ids, texts and columns that a collection does not hold yet.
+    """Send the items that a collection does not hold yet; returns the index, and the number of vectors sent.
 
     Batches arrive in order: an interrupted push resumes behind the stored vectors, from any machine.
 
     Args:
         embeddings: N vectors.
         target: URL of a server, whose key is in the environment variable QDRANT_API_KEY, or a folder that is trusted.
-        collection: its name.
         metric: by default cosine for embeddings that are normalized, and ip for others.
         replace: first remove a collection that holds other embeddings.
-        progress: show a bar.
-
-    Returns:
-        The index, and the number of vectors that were sent.
     """
     check_ids(embeddings.ids)
     if embeddings.columns is not None:
