@@ -3,7 +3,8 @@
 from dualenc.data.beir import BeirPairs, read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.data.mixture import Mixture
-from dualenc.data.pairs import Pair, PairDataset, Ragged
+from dualenc.data.pairs import Pair, PairDataset
+from dualenc.data.ragged import Ragged
 from dualenc.data.sources import open_corpus, open_pairs
 from dualenc.data.table_pairs import ImageFolderPairs, ImageFolderViews, ImageViews, MinedPairs, TablePairs, TableViews
 from dualenc.data.vectors import VectorPairs

@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 from dualenc import distributed
 from dualenc.data.corpus import corpora
 from dualenc.data.identity import digest_of, identities
-from dualenc.data.pairs import Ragged
+from dualenc.data.ragged import Ragged
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, check_file_target, remove, removed_if_refused, save_array, write_json
