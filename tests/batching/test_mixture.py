@@ -87,14 +87,6 @@ def test_any_two_pairs_meet_equally_often():
         assert np.allclose(np.diag(together), counts)
 
 
-def test_even_a_pair_in_every_batch_comes_once_in_each():
-    for seed in range(50):
-        counts = np.array([5, 5, 5, 3, 2])
-        batches = deal(counts, 5, 4, np.random.default_rng(seed))
-        assert np.bincount(batches.ravel()).tolist() == counts.tolist()
-        assert all(len(set(batch)) == 4 for batch in batches.tolist())
-
-
 @pytest.mark.parametrize(
     ("sizes", "weights", "arguments", "message"),
     [

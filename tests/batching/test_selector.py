@@ -49,9 +49,7 @@ def degenerate(kind: str, num_pairs: int, seed: int) -> tuple[np.ndarray, np.nda
     seed=st.integers(0, 99),
 )
 @example(size=(72, 9), kind="collinear", seed=0)
-def test_each_pair_appears_exactly_once_and_the_remainder_is_dropped(
-    make: Make, size: tuple[int, int], kind: str, seed: int
-) -> None:
+def test_each_pair_appears_exactly_once_and_the_remainder_is_dropped(make, size, kind, seed):
     num_pairs, batch_size = size
     selector = make(num_pairs, batch_size, seed=seed)
     batches = selector.select(0, *degenerate(kind, num_pairs, seed))
@@ -62,7 +60,7 @@ def test_each_pair_appears_exactly_once_and_the_remainder_is_dropped(
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_batches_are_a_function_of_seed_epoch_and_embeddings(make: Make) -> None:
+def test_batches_are_a_function_of_seed_epoch_and_embeddings(make):
     left, right = random_pairs(60, 8)
     first = make(60, 5, seed=3).select(2, left, right)
     np.random.seed(1)  # noqa: NPY002 - the global generator must make no difference
@@ -76,7 +74,7 @@ def test_batches_are_a_function_of_seed_epoch_and_embeddings(make: Make) -> None
 
 
 @pytest.mark.parametrize("make", ALL[1:])
-def test_embeddings_that_cannot_be_right_are_refused(make: Make) -> None:
+def test_embeddings_that_cannot_be_right_are_refused(make):
     left, right = random_pairs(40, 8)
     with pytest.raises(DualencError, match=r"left .* \(39, 8\); expected \(40, D\)"):
         make(40, 4).select(0, left[:-1], right)
@@ -103,12 +101,12 @@ def test_embeddings_that_cannot_be_right_are_refused(make: Make) -> None:
         (SpectralBatches, {"share": 1.5}, "share is 1.5"),
     ],
 )
-def test_arguments_out_of_range_are_refused(kind: type[BatchSelector], arguments: dict, message: str) -> None:
+def test_arguments_out_of_range_are_refused(kind, arguments, message):
     with pytest.raises(DualencError, match=message):
         kind(**{"num_pairs": 100, "batch_size": 5, **arguments})
 
 
-def test_random_batches_are_uniform() -> None:
+def test_random_batches_are_uniform():
     selector = RandomBatches(6, 2)
     together = np.mean([[{0, 5} == set(batch) for batch in selector.select(epoch)] for epoch in range(3000)]) * 3
     assert together == pytest.approx(1 / 5, abs=0.03)
@@ -122,7 +120,7 @@ def slow_loss(left: np.ndarray, right: np.ndarray, batch: np.ndarray, temperatur
 
 @pytest.mark.parametrize("temperature", [1.0, 0.1, 0.005])
 @pytest.mark.parametrize("chunk_bytes", [1, 20_000, 1 << 24])
-def test_losses_are_the_cross_entropy_batch_by_batch(temperature: float, chunk_bytes: int) -> None:
+def test_losses_are_the_cross_entropy_batch_by_batch(temperature, chunk_bytes):
     left, right = random_pairs(70, 12, noise=2.0)
     batches = np.random.default_rng(0).permutation(70).reshape(10, 7)
     expected = [slow_loss(left, right, batch, temperature) for batch in batches]
@@ -131,7 +129,7 @@ def test_losses_are_the_cross_entropy_batch_by_batch(temperature: float, chunk_b
     np.testing.assert_allclose(batch_losses(left, right, batches[:, :1], temperature), 0, atol=1e-6)
 
 
-def test_the_loss_of_a_batch_is_that_of_the_objective() -> None:
+def test_the_loss_of_a_batch_is_that_of_the_objective():
     left, right = random_pairs(12, 6, noise=2.0)
     ids = torch.arange(12)
     out = InfoNCE(temperature=0.1)(torch.from_numpy(left), torch.from_numpy(right), ids)
@@ -139,7 +137,7 @@ def test_the_loss_of_a_batch_is_that_of_the_objective() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_exhaustive_selection_takes_the_q_hardest_of_all_batches_in_order(seed: int) -> None:
+def test_exhaustive_selection_takes_the_q_hardest_of_all_batches_in_order(seed):
     left, right = random_pairs(7, 4, seed, noise=2.0)
     every = [np.array(batch) for batch in itertools.combinations(range(7), 3)]
     hardest = sorted(every, key=lambda batch: -slow_loss(left, right, batch, 0.1))[:5]
@@ -149,9 +147,7 @@ def test_exhaustive_selection_takes_the_q_hardest_of_all_batches_in_order(seed: 
 
 
 @given(num_batches=st.integers(1, 40), k=st.integers(1, 12), seed=st.integers(0, 9), data=st.data())
-def test_takes_the_hardest_of_each_window_of_the_partition(
-    num_batches: int, k: int, seed: int, data: st.DataObject
-) -> None:
+def test_takes_the_hardest_of_each_window_of_the_partition(num_batches, k, seed, data):
     q = data.draw(st.integers(1, k))
     num_pairs = 3 * num_batches + seed % 3
     left, right = random_pairs(num_pairs, 5, seed, noise=2.0)

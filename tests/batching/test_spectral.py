@@ -31,7 +31,7 @@ def as_sets(batches: np.ndarray) -> set[frozenset[int]]:
 
 @pytest.mark.slow
 @given(share=st.floats(0, 1), seed=st.integers(0, 20))
-def test_share_keeps_that_many_batches_as_they_were_selected(share: float, seed: int) -> None:
+def test_share_keeps_that_many_batches_as_they_were_selected(share, seed):
     left, right, _ = planted(20, 4, dim=16, seed=seed)
     selected = as_sets(SpectralBatches(80, 4, seed).select(0, left, right))
     mixed = SpectralBatches(80, 4, seed, share=share).select(0, left, right)
@@ -41,7 +41,7 @@ def test_share_keeps_that_many_batches_as_they_were_selected(share: float, seed:
     assert round(share * 20) <= unchanged <= round(share * 20) + 2
 
 
-def test_other_batches_and_the_order_are_random_in_each_epoch() -> None:
+def test_other_batches_and_the_order_are_random_in_each_epoch():
     left, right, labels = planted(40, 8)
     assert purity(SpectralBatches(320, 8, share=0.0).select(0, left, right), labels) < 0.4
     half = SpectralBatches(320, 8, share=0.5)
@@ -50,7 +50,7 @@ def test_other_batches_and_the_order_are_random_in_each_epoch() -> None:
     assert orders[0] != orders[1]
 
 
-def test_spectral_clusters_random_groups_of_k_batches() -> None:
+def test_spectral_clusters_random_groups_of_k_batches():
     left, right = random_pairs(60, 8)
     selector = SpectralBatches(60, 5, seed=7, method="spectral", k=4)
     found = as_sets(selector.select(2, left, right))
@@ -66,7 +66,7 @@ def test_spectral_clusters_random_groups_of_k_batches() -> None:
 
 @pytest.mark.parametrize("method", ["bisection", "spectral", "bandwidth"])
 @pytest.mark.parametrize(("clusters", "size"), [(4, 8), (16, 16), (12, 4), (13, 32)])
-def test_planted_clusters_are_recovered(method: str, clusters: int, size: int) -> None:
+def test_planted_clusters_are_recovered(method, clusters, size):
     left, right, labels = planted(clusters, size, noise=0.1)
     batches = SpectralBatches(len(left), size, method=method).select(0, left, right)
     assert purity(batches, labels) > (0.95 if method == "bisection" else 0.999)
@@ -80,7 +80,7 @@ def separation(points: np.ndarray, low: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("half", [2, 4, 5])
-def test_splits_are_nearly_as_good_as_the_best_of_all(half: int) -> None:
+def test_splits_are_nearly_as_good_as_the_best_of_all(half):
     draw = np.random.default_rng(half)
     every = [np.isin(np.arange(8), chosen) for chosen in itertools.combinations(range(8), half)]
     shares = []
@@ -92,7 +92,7 @@ def test_splits_are_nearly_as_good_as_the_best_of_all(half: int) -> None:
     assert np.mean(shares) > 0.9
 
 
-def test_nodes_are_split_independently() -> None:
+def test_nodes_are_split_independently():
     draw = np.random.default_rng(0)
     nodes = draw.standard_normal((4, 24, 5)).astype(np.float32)
     together = split_nodes(nodes, 12, np.random.default_rng(1))
@@ -113,7 +113,7 @@ def slow_weight(u: np.ndarray, v: np.ndarray, k: int, m: int, batch_size: int, t
 
 @pytest.mark.parametrize("temperature", [1.0, 0.1, 0.02])
 @pytest.mark.parametrize("batch_size", [2, 7])
-def test_affinity_is_equation_5(batch_size: int, temperature: float) -> None:
+def test_affinity_is_equation_5(batch_size, temperature):
     assert np.isfinite(affinity(*random_pairs(6, 5, noise=5.0), batch_size, 0.0005)).all()
     u, v = (side.astype(np.float64) for side in random_pairs(9, 5, noise=2.0))
     weights = affinity(u, v, batch_size, temperature)
@@ -123,7 +123,7 @@ def test_affinity_is_equation_5(batch_size: int, temperature: float) -> None:
 
 
 @given(batch_size=st.integers(2, 12), seed=st.integers(0, 999), temperature=st.sampled_from([0.05, 0.1, 0.5, 1.0]))
-def test_affinity_bounds_the_loss_from_below(batch_size: int, seed: int, temperature: float) -> None:
+def test_affinity_bounds_the_loss_from_below(batch_size, seed, temperature):
     """And tightly where all negatives are alike."""
     for left, right in (random_pairs(batch_size, 4, seed, noise=3.0), (np.eye(batch_size), np.eye(batch_size))):
         equation_2 = 2 * batch_losses(left, right, np.arange(batch_size)[None], temperature)[0]
@@ -132,7 +132,7 @@ def test_affinity_bounds_the_loss_from_below(batch_size: int, seed: int, tempera
     assert bound == pytest.approx(equation_2)
 
 
-def test_rows_span_what_scikit_learn_embeds() -> None:
+def test_rows_span_what_scikit_learn_embeds():
     weights = affinity(*random_pairs(30, 6), 5, 0.1)
     # scikit-learn's rows are scaled by the degree: undo that to get the eigenvectors.
     embedding = spectral_embedding(weights, n_components=6, drop_first=False, random_state=0)
@@ -142,7 +142,7 @@ def test_rows_span_what_scikit_learn_embeds() -> None:
     np.testing.assert_allclose(np.abs(rows @ rows.T), np.abs(expected @ expected.T), atol=1e-6)
 
 
-def test_assignment_is_the_cheapest_with_equal_clusters() -> None:
+def test_assignment_is_the_cheapest_with_equal_clusters():
     rows = np.array([[0.0], [1.0], [2.0], [3.0], [100.0], [101.0]])
     clusters = equal_clusters(rows, 2, seed=0)
     # k-means alone would cut 4 : 2; of the four near 1.5, the one nearest to 100 has to move.
@@ -150,7 +150,7 @@ def test_assignment_is_the_cheapest_with_equal_clusters() -> None:
 
 
 @given(clusters=st.integers(1, 6), size=st.integers(1, 8), seed=st.integers(0, 20))
-def test_clusters_are_equal_even_of_duplicates(clusters: int, size: int, seed: int) -> None:
+def test_clusters_are_equal_even_of_duplicates(clusters, size, seed):
     rows = np.random.default_rng(seed).integers(0, 2, (clusters * size, 2)).astype(float)
     found = equal_clusters(rows, clusters, seed)
     assert sorted(found.ravel().tolist()) == list(range(clusters * size))
@@ -166,7 +166,7 @@ def slow_graph(left: np.ndarray, right: np.ndarray, neighbors: int) -> np.ndarra
     return edges | edges.T
 
 
-def test_graph_joins_nearest_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_joins_nearest_neighbors(monkeypatch):
     left, right = random_pairs(80, 6, noise=0.1)
     expected = slow_graph(left, right, 4)
     np.testing.assert_array_equal(neighbor_graph(left, right, 4).toarray() > 0, expected)

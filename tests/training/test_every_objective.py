@@ -9,28 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-import dualenc.objectives
-from dualenc.objectives import (
-    ISIR,
-    Distilled,
-    GlobalCache,
-    InfoNCE,
-    Matryoshka,
-    MomentumQueue,
-    NegativeCache,
-    Objective,
-    SogCLR,
-)
-from dualenc.objectives.matryoshka import Wrapper
+from dualenc import objectives
+from dualenc.objectives import ISIR, Distilled, GlobalCache, InfoNCE, MomentumQueue, NegativeCache, Objective, SogCLR
+from dualenc.objectives.matryoshka import Matryoshka, Wrapper
 from dualenc.recipe import make_recipe
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
 from tests.training.runs import train
 
-CLASSES = [getattr(dualenc.objectives, name) for name in sorted(dualenc.objectives.__all__)]
-OBJECTIVES = [
-    kind for kind in CLASSES if isinstance(kind, type) and issubclass(kind, Objective) and kind is not Objective
-]
-OBJECTIVES = [kind for kind in OBJECTIVES if not issubclass(kind, Wrapper)]
+CLASSES = [getattr(objectives, name) for name in sorted(objectives.__all__)]
+CLASSES = [kind for kind in CLASSES if isinstance(kind, type) and issubclass(kind, Objective)]
+OBJECTIVES = [kind for kind in CLASSES if kind is not Objective and not issubclass(kind, Wrapper)]
 
 
 def make(kind: type[Objective], views: bool = False) -> Objective:

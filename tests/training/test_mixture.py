@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dualenc.batching import SpectralBatches
 from dualenc.data import Mixture, PairDataset
 from dualenc.encoders import TextEncoder, train_tokenizer
-from dualenc.objectives import DCL, Distilled, InfoNCE
-from dualenc.training.log import read_metrics
+from dualenc.objectives import Distilled, InfoNCE
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
 from tests.training.runs import train
 
@@ -37,13 +35,6 @@ def test_a_plain_mixture_trains_the_model_of_one_source_with_all_pairs(tmp_path:
         objective = Distilled(tiny_objective(pairs), "margin_mse")
         train(tmp_path / name, pairs=pairs, objective=objective, model=TinyEncoder())
     assert same(weights(tmp_path / "mixture"), weights(tmp_path / "joined"))
-
-
-def test_bad_samples_and_selected_batches_go_with_a_mixture(tmp_path: Path) -> None:
-    pairs = Mixture({"good": tiny_pairs(12), "bad": tiny_pairs(12, seed=1, bad=(0, 5))})
-    result = train(tmp_path, pairs=pairs, objective=DCL().double(), batching=SpectralBatches(24, 6))
-    assert result.skipped == 2
-    assert any("selection/loss" in line for line in read_metrics(tmp_path / "metrics.jsonl"))
 
 
 @pytest.mark.slow

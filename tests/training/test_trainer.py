@@ -66,16 +66,6 @@ def test_accumulated_batches_make_one_step_with_their_mean_gradient(tmp_path, ch
         assert torch.allclose(ours, theirs, rtol=1e-10)
 
 
-@pytest.mark.slow
-def test_mixed_precision_stays_close(tmp_path):
-    losses = {}
-    for precision in ("no", "bf16"):
-        parts = {"objective": InfoNCE(num_left=24), "model": TinyEncoder(dtype=torch.float32)}
-        losses[precision] = train(tmp_path / precision, mixed_precision=precision, **parts).loss
-    assert losses["bf16"] == pytest.approx(losses["no"], rel=0.05)
-    assert losses["bf16"] != losses["no"]
-
-
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_auto_is_bf16_where_it_is_fast_and_runs_of_different_precision_may_follow(tmp_path, monkeypatch, is_fast):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": is_fast})
