@@ -158,3 +158,11 @@ def test_weights_and_a_teachers_scores_come_with_their_pairs():
             assert batch.teacher_scores[row, 1 + len(rows) :].isnan().all()
     plain = next(make_loader().batches(PLAN))
     assert plain.weights is plain.teacher_scores is plain.teacher_rows is None
+
+
+def test_mined_negatives_are_augmented_by_the_seeds_after_those_of_their_pairs():
+    pairs = tiny_pairs(negatives=[[(i + 1) % 24, (i + 2) % 24] for i in range(24)])
+    batch = next(make_loader(pairs, seed=3).batches(PLAN))
+    seeds = [seed + number for seed in augmentation_seeds(3, 0, PLAN[0], "right") for number in (1, 2)]
+    items = [pairs.item("right", item_id) for item_id in batch.negative_id.tolist()]
+    assert torch.equal(batch.negatives["rows"], NumbersPrepare()(items, seeds)["rows"])
