@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
@@ -109,6 +110,14 @@ class Anchors:
         half_sizes = [size // 2 for size in self.sizes for _ in ("left", "right")]
         halves = gathered.split(half_sizes, dim=1)
         return torch.cat([*halves[0::2], *halves[1::2]], dim=1)
+
+    def gather_lists(self, lists: Tensor) -> Tensor:
+        """(X, G, K) likewise of lists (X, A, K), which may be shorter on other ranks; padded in front with -1."""
+        if len(self.sizes) == 1:
+            return lists
+        length = torch.tensor(lists.shape[-1], device=lists.device)
+        num_missing = int(distributed.all_reduce(length, "max")) - lists.shape[-1]
+        return self.gather(pad(lists, (num_missing, 0), value=PADDING))
 
     def with_candidates(self, candidates: Tensor, candidate_ids: Tensor) -> Anchors:
         """The same anchors against other candidates (X, C, D) with ids (X, C), which need not hold the positives."""

@@ -248,12 +248,12 @@ class ChainObjective(Objective):
         no_scores = torch.full_like(anchors.positive_scores, -torch.inf)
         # Drawn even where unused: the number of draws must not depend on what is remembered.
         uniform = self.draws.uniform(2, len(anchors.directions), anchors.num_batch, like=no_scores)
-        uniform = uniform[:, :, anchors.batch_rows]
+        # The memory is divided among ranks, so that all of them draw from it or none does.
         is_needed = distributed.all_reduce(started.any().long(), "max")
         if not self.memories or not (self.reports_loss or bool(is_needed)):
             return torch.full_like(anchors.rows, NO_STATE), no_scores, no_scores
-        queries = anchors.embeddings / anchors.temperature
-        hidden = anchors.hidden_items
+        queries = anchors.gather(anchors.embeddings) / anchors.temperature  # (X, G, D)
+        hidden = anchors.gather_lists(anchors.hidden_items)  # (X, G, K)
         keys = []
         scores = []
         log_means = []
@@ -265,8 +265,9 @@ class ChainObjective(Objective):
             # Items that are not remembered are taken to be like those that are.
             num_remembered = memory.num_negatives(hidden[x], counts).clamp(min=1)
             log_means.append(draws.log_sum - num_remembered.log().to(queries))
-        log_partition = torch.stack(log_means) + self.corpus.log_num_negatives(anchors)
-        return torch.stack(keys), torch.stack(scores), log_partition
+        own = anchors.batch_rows
+        log_partition = torch.stack(log_means)[:, own] + self.corpus.log_num_negatives(anchors)
+        return torch.stack(keys)[:, own], torch.stack(scores)[:, own], log_partition
 
     def _draw_ids(self, anchors: Anchors) -> Tensor:
         """(X, R) uniform draws from the id spaces."""

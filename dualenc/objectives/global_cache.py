@@ -111,6 +111,8 @@ class GlobalCache(MemoryObjective):
     @torch.no_grad()
     def plan(self, anchors: Anchors) -> CachePlan:
         queries = anchors.embeddings / anchors.temperature  # (X, A, D)
+        all_queries = anchors.gather(queries)  # (X, G, D)
+        hidden = anchors.gather_lists(anchors.hidden_items)  # (X, G, K)
         num_draws = 0
         if self.extra_encodes and anchors.num_batch:
             num_draws = max(round(self.extra_encodes * anchors.num_batch / 2), 1)  # R
@@ -119,11 +121,12 @@ class GlobalCache(MemoryObjective):
         draws = []
         for x in range(len(anchors.directions)):
             pool = self._pool(anchors, x)
-            attention = self._look(anchors, x, queries[x], pool)
+            attention = self._look(anchors, x, all_queries[x], hidden[x], pool)
             draws.append(sample(attention, num_draws, self.draws.uniform(1, like=queries)))
             pools.append(pool)
             seen.append(attention)
-        log_sum = torch.stack([attention.log_sum for attention in seen])  # (X, A)
+        log_sum = torch.stack([attention.log_sum for attention in seen])[:, anchors.batch_rows]  # (X, A)
+        seen_mean = torch.stack([attention.mean for attention in seen])[:, anchors.batch_rows]  # (X, A, D)
         items, number = with_draws(anchors.candidate_items, torch.stack(draws), anchors.num_batch)
 
         memories = [self.memory_of(direction) for direction in anchors.directions]
@@ -145,8 +148,8 @@ class GlobalCache(MemoryObjective):
             remembered=remembered,
             is_known=is_known,
             log_weights=number.to(queries).log() - log_expected,
-            seen_mean=torch.stack([attention.mean for attention in seen]),
-            log_partition=self._log_partition(anchors, log_sum),
+            seen_mean=seen_mean,
+            log_partition=self._log_partition(anchors, log_sum, hidden),
         )
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
@@ -187,34 +190,33 @@ class GlobalCache(MemoryObjective):
         repeat."""
         effective = []
         for shares in self._recorded.get("shares", []):
-            square = shares.double().square().sum()
+            square = distributed.all_reduce(shares.double().square().sum())
             effective.append(torch.where(square > 0, 1 / square, 0.0))
         mean = torch.stack(effective).mean() if effective else torch.zeros(())
         return super().diagnostics() | {"effective_items": mean}
 
-    def _look(self, anchors: Anchors, x: int, queries: Tensor, pool: Pool | None) -> Attention:
-        """What the anchors of one direction, over τ (A, D), see of the memory."""
+    def _look(self, anchors: Anchors, x: int, queries: Tensor, hidden: Tensor, pool: Pool | None) -> Attention:
+        """What the anchors of one direction, over τ (G, D), see of the memory without hidden items (G, K)."""
         direction = anchors.directions[x]
         memory = self.memory_of(direction)
         counts = self.corpus.item_counts(direction)
-        hidden = anchors.hidden_items[x]
         if pool is None:
             seen = memory.attend(queries, hidden, counts)
         else:
             seen = memory.attend(queries, hidden, counts, pool.slots, pool.log_weights, self.hardest.shape[1])
             if self.updates_state:
                 rows = self._hardest_rows(anchors)[x]
-                self.hardest[rows] = anchors.gather(seen.hardest[None])[0][first_occurrence(rows)]
+                self.hardest[rows] = seen.hardest[first_occurrence(rows)]
         self.record(shares=seen.shares)
         return seen
 
-    def _log_partition(self, anchors: Anchors, log_sum: Tensor) -> Tensor:
+    def _log_partition(self, anchors: Anchors, log_sum: Tensor, hidden: Tensor) -> Tensor:
         """(X, A) log Z: what is remembered, whose sum has the log (X, A), stands for the corpus; while items are
-        missing, or where nothing is seen, together with the batch."""
+        missing, or where nothing is seen, together with the batch. `hidden` (X, G, K) see `MemoryObjective`."""
         # A pool of a share π of the memory has seen so much less.
         chances = [self._chance(direction) for direction in anchors.directions]
         chance = log_sum.new_tensor(chances)[:, None]
-        number = chance * self.num_remembered(anchors)
+        number = chance * self.num_remembered(anchors, hidden)
         log_seen = log_sum + chance.log()
 
         is_complete = all(self.memory_of(direction).holds_corpus for direction in anchors.directions)
@@ -328,7 +330,7 @@ def mean_shares(
     An item outside the pool has its share, had it been sampled: e^s/(Z + e^s/π), with π the chance of the pool.
 
     Args:
-        queries, hidden, log_sum: of each anchor over τ, see `EmbeddingMemory.attend`.
+        queries, hidden, log_sum: of each anchor of this rank, over τ, see `EmbeddingMemory.attend`.
         items, remembered: (X, n) and (X, n, D).
         pools: of each direction; None for the whole memory.
     """

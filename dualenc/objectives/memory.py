@@ -1,6 +1,6 @@
 """The latest embeddings of a corpus, what anchors see in them, and the base of GlobalCache and NegativeCache.
 
-Shapes: X directions, A anchors of one direction, K hidden items of each, N items, n of them, D dimension.
+Shapes: X directions, A anchors of this rank, G of all ranks, K hidden items of each, N items, n of them, D dimension.
 """
 
 from __future__ import annotations
@@ -19,43 +19,47 @@ from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.tables import first_occurrence
 
 MAX_BLOCKS = 2**14
-PART_ENTRIES = 2**22  # of an (A, n) matrix that exist at a time
+PART_ENTRIES = 2**22  # of a (G, n) matrix that exist at a time
 
 
 class MemoryDraws(NamedTuple):
     """One item per anchor, drawn from its softmax over the memory."""
 
-    keys: Tensor  # (A,) -1 where an anchor sees nothing
-    scores: Tensor  # (A,) s/τ with the remembered embedding; -inf where an anchor sees nothing
-    log_sum: Tensor  # (A,) log of the sum of exp(s/τ) over what an anchor sees; -inf for nothing
+    keys: Tensor  # (G,) -1 where an anchor sees nothing
+    scores: Tensor  # (G,) s/τ with the remembered embedding; -inf where an anchor sees nothing
+    log_sum: Tensor  # (G,) log of the sum of exp(s/τ) over what an anchor sees; -inf for nothing
 
 
 class Attention(NamedTuple):
     """The anchors' softmax over the memory."""
 
-    items: Tensor  # (n,) by slot
-    shares: Tensor  # (n,) each item's share of their softmax, averaged over the anchors of all ranks that see anything
-    mean: Tensor  # (A, D) each anchor's mean of what it sees; 0 for nothing
-    log_sum: Tensor  # (A,) see `MemoryDraws`
-    hardest: Tensor  # (A, k) the items most similar to each anchor, padded with -1
+    items: Tensor  # (n,) those that this rank holds and looked at, by slot
+    shares: Tensor  # (n,) each item's share of their softmax, averaged over the anchors that see anything
+    mean: Tensor  # (G, D) each anchor's mean of what it sees; 0 for nothing
+    log_sum: Tensor  # (G,) see `MemoryDraws`
+    hardest: Tensor  # (G, k) the items most similar to each anchor, padded with -1
 
 
 class MemoryPart(NamedTuple):
-    """Rows of the memory, few enough for an (A, n) matrix."""
+    """Some of this rank's rows, few enough for a (G, n) matrix."""
 
     items: Tensor  # (n,)
     embeddings: Tensor  # (n, D)
-    shares: Tensor  # (A, n) each anchor's softmax over these rows; 0 where it sees nothing
-    log_sum: Tensor  # (A,) of these rows, see `MemoryDraws`
-    hardest: Tensor  # (A, k, 2) the items most similar to each anchor, and their s/τ
+    shares: Tensor  # (G, n) each anchor's softmax over these rows; 0 where it sees nothing
+    log_sum: Tensor  # (G,) of these rows, see `MemoryDraws`
+    hardest: Tensor  # (G, k, 2) the items most similar to each anchor, and their s/τ
 
 
 class EmbeddingMemory(nn.Module):
-    """The latest embedding of each item, the same on every rank; empty slots are never seen.
+    """The latest embedding of each item, divided among ranks; empty slots are never seen.
 
-    Item k has slot k mod `num_slots`: with fewer slots than items, each holds the latest of its class. A *key* names an
-    item, and where wanted the pair that it came with: item = key // keys_per_item. Embeddings are in double precision
-    if they come so, else in single precision on a CPU and in half precision on an accelerator.
+    Item k has slot k mod `num_slots`: with fewer slots than items, each holds the latest of its class. A rank's *rows*
+    are its slots, whole blocks of them. A *key* names an item, and where wanted the pair that it came with: item =
+    key // keys_per_item. Embeddings are in double precision if they come so, else in single precision on a CPU and in
+    half precision on an accelerator.
+
+    Ranks call every method together, with the same arguments: anchors are those of all ranks. The state dict holds all
+    slots, whatever the number of ranks; `state_dict()` is collective.
 
     Args:
         num_items: N.
@@ -75,7 +79,7 @@ class EmbeddingMemory(nn.Module):
         self.block_size = max(64, math.ceil(self.num_slots / MAX_BLOCKS))
         self.num_blocks = math.ceil(self.num_slots / self.block_size)
         self.stride = _stride(self.num_slots)
-        # Whole blocks, allocated with the first write, when the dimension is known.
+        # This rank's rows, allocated with the first write, when the dimension is known.
         self.register_buffer("keys", torch.full((0,), PADDING))
         self.register_buffer("embeddings", torch.zeros(0, 0))
         self.num_seen = 0
@@ -85,7 +89,7 @@ class EmbeddingMemory(nn.Module):
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever written."""
-        return len(self.keys) == 0
+        return self.embeddings.shape[1] == 0
 
     @property
     def holds_corpus(self) -> bool:
@@ -105,16 +109,23 @@ class EmbeddingMemory(nn.Module):
         return before < self.num_expected <= self.num_seen
 
     def write(self, keys: Tensor, embeddings: Tensor) -> None:
-        """Remember embeddings (n, D) of keys (n,), the same on every rank; of a slot's duplicates the first counts."""
+        """Remember embeddings (n, D) of keys (n,); of a slot's duplicates the first counts."""
+        own = self._own_slots
         if self.is_empty:
-            num_rows = self.num_blocks * self.block_size
+            num_rows = own.stop - own.start
             precision = _precision(embeddings)
             self.keys = torch.full((num_rows,), PADDING, device=keys.device)
             self.embeddings = torch.zeros(num_rows, embeddings.shape[1], dtype=precision, device=keys.device)
         slots = keys // self.keys_per_item % self.num_slots
         first = first_occurrence(slots)
-        self.keys[slots] = keys[first]
-        self.embeddings[slots] = embeddings.detach()[first].to(self.embeddings)
+        rows = slots - own.start
+        # A single process holds all rows, and selecting them would wait for the device.
+        if distributed.is_initialized():
+            is_own = self._are_rows(rows)
+            rows = rows[is_own]
+            first = first[is_own]
+        self.keys[rows] = keys[first]
+        self.embeddings[rows] = embeddings.detach()[first].to(self.embeddings)
 
     def due(self, share: float) -> Tensor:
         """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in turn."""
@@ -127,10 +138,12 @@ class EmbeddingMemory(nn.Module):
 
     def recall(self, items: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """(n, D) remembered embeddings of items (n,), 0 where none; (n,) whether there is one."""
-        if self.is_empty:
-            return like.new_zeros(len(items), like.shape[-1]), torch.zeros_like(items, dtype=torch.bool)
-        is_known = self._knows(items)
-        return self._embeddings_at(items % self.num_slots, like) * is_known[:, None], is_known
+        rows, is_known = self._find(items)
+        remembered = like.new_zeros(len(items), like.shape[-1])
+        if len(self.keys):
+            remembered = self._embeddings_at(rows, like) * is_known[:, None]
+        # One rank at most knows an item.
+        return distributed.all_reduce(remembered), distributed.all_reduce(is_known.long()) > 0
 
     def scattered(self, blocks: Tensor) -> Tensor:
         """(n,) slots in blocks (k,) of a fixed permutation, -1 beyond the last: slots of one block are far apart, since
@@ -140,41 +153,50 @@ class EmbeddingMemory(nn.Module):
 
     def num_remembered(self) -> Tensor:
         """Scalar: items that have an embedding."""
-        return (self.keys != PADDING).sum().double()
+        return distributed.all_reduce((self.keys != PADDING).sum().double())
 
     def num_negatives(self, hidden: Tensor, counts: Tensor | None = None) -> Tensor:
-        """(A,) remembered items that anchors see, each as often as counts (N,) say; `hidden` (A, K) see `draw`."""
-        if self.is_empty:
-            return torch.zeros(len(hidden), dtype=torch.float64, device=hidden.device)
+        """(G,) remembered items that anchors see, each as often as counts (N,) say; `hidden` (G, K) see `draw`."""
+        _, is_known = self._find(hidden)
         total = _counts_of(self._items_at(slice(None)), counts).sum()
-        num_hidden = (_counts_of(hidden, counts) * self._knows(hidden)).sum(dim=1)
-        return (total - num_hidden).double()
+        num_hidden = (_counts_of(hidden, counts) * is_known).sum(dim=1)
+        return distributed.all_reduce((total - num_hidden).double())
 
     @torch.no_grad()
     def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor, counts: Tensor | None = None) -> MemoryDraws:
         """Draw an item per anchor from its softmax: first a block of items, then one of the block.
 
         Args:
-            queries: (A, D) anchors over τ.
-            hidden: (A, K) items that an anchor does not see, padded with -1.
-            uniform: (2, A) draws in [0, 1).
+            queries: (G, D) anchors over τ.
+            hidden: (G, K) items that an anchor does not see, padded with -1.
+            uniform: (2, G) draws in [0, 1).
             counts: (N,) how often each item counts; by default once.
         """
-        if self.is_empty:
-            nothing = queries.new_full((len(queries),), -torch.inf)
-            return MemoryDraws(torch.full_like(nothing, PADDING, dtype=torch.long), nothing, nothing)
-        block_sums = []
+        block_sums = [queries.new_zeros(len(queries), 0)]
         for rows in self._parts(queries):
             _, _, logits = self._logits(rows, queries, hidden, counts)
             by_block = logits.unflatten(1, (-1, self.block_size))
             block_sums.append(by_block.logsumexp(dim=2))
-        log_sums = torch.cat(block_sums, dim=1).double()  # (A, blocks)
-        log_sum = log_sums.logsumexp(dim=1)
-        block = inverse_cdf(torch.softmax(log_sums, dim=1).nan_to_num(0.0), uniform[0])
-        keys, scores = self._draw_in_block(queries, hidden, block, uniform[1], counts)
-        sees = log_sum > -torch.inf
-        keys = keys.where(sees, PADDING)
-        scores = scores.where(sees, -torch.inf)
+        log_sums = torch.cat(block_sums, dim=1).double()  # (G, blocks of this rank)
+        rank_sums = _by_rank(log_sums.logsumexp(dim=1))  # (ranks, G)
+        log_sum = rank_sums.logsumexp(dim=0)
+        rank_shares = torch.exp(rank_sums - log_sum).nan_to_num(0.0)
+        start, end, total = _own_interval(rank_shares)
+        target = uniform[0] * total
+        is_own = (target >= start) & (target < end)
+        keys = torch.full_like(target, PADDING, dtype=torch.long)
+        scores = torch.full_like(target, -torch.inf)
+        if len(self.keys):
+            # What is left of the first draw places it among this rank's blocks.
+            inside = ((target - start) / (end - start)).nan_to_num(0.0)
+            block_shares = torch.softmax(log_sums, dim=1).nan_to_num(0.0)
+            block = inverse_cdf(block_shares, inside)
+            own_keys, own_scores = self._draw_in_block(queries, hidden, block, uniform[1], counts)
+            keys = torch.where(is_own, own_keys, keys)
+            scores = torch.where(is_own, own_scores, scores)
+        # One rank at most has drawn for an anchor; the others bring less than any key or score.
+        keys = distributed.all_reduce(keys, "max")
+        scores = distributed.all_reduce(scores, "max")
         return MemoryDraws(keys, scores.to(queries), log_sum.to(queries))
 
     @torch.no_grad()
@@ -187,11 +209,11 @@ class EmbeddingMemory(nn.Module):
         log_weights: Tensor | None = None,
         num_hardest: int = 0,
     ) -> Attention:
-        """The anchors' softmax: the shares of items (collective), and the mean that each anchor sees.
+        """The anchors' softmax: the shares of this rank's items, and the mean that each anchor sees.
 
         Args:
             queries, hidden, counts: see `draw`.
-            slots: (n,) ascending slots to look at, the same on every rank; by default all.
+            slots: (n,) ascending slots to look at; by default all.
             log_weights: (n,) log of how many slots each of them stands for; by default 0.
             num_hardest: how many of the most similar items to return.
         """
@@ -201,7 +223,7 @@ class EmbeddingMemory(nn.Module):
             # Before weights come in: an item is no harder for standing for others.
             hardest = _hardest(items, logits, num_hardest)
             if slots is not None and log_weights is not None:
-                logits += log_weights[torch.searchsorted(slots, rows)]
+                logits += log_weights[torch.searchsorted(slots, rows + self._own_slots.start)]
             # NaN for an anchor that sees nothing.
             shares = torch.softmax(logits, dim=1).nan_to_num_(0.0)
             # The largest share is 1/Σ exp(s/τ − peak): no second pass over all exponents.
@@ -217,25 +239,30 @@ class EmbeddingMemory(nn.Module):
         for part in single or map(weigh, all_rows):
             log_sum = torch.logaddexp(log_sum, part.log_sum)
             hardest.append(part.hardest)
+        log_sum = _by_rank(log_sum).logsumexp(dim=0)
 
         sees = log_sum.isfinite()
-        num_seeing = distributed.all_reduce(sees.sum()).clamp(min=1)
+        num_seeing = sees.sum().clamp(min=1)
         items = [hidden.new_zeros(0)]
         shares = [queries.new_zeros(0)]
         mean = torch.zeros_like(queries)
         for part in single or map(weigh, all_rows):
-            share_of_part = torch.exp(part.log_sum - log_sum).masked_fill(~sees, 0.0)  # (A,)
+            share_of_part = torch.exp(part.log_sum - log_sum).masked_fill(~sees, 0.0)  # (G,)
             items.append(part.items)
             shares.append(share_of_part / num_seeing @ part.shares)
             mean += share_of_part[:, None] * (part.shares @ part.embeddings)
+        mean = distributed.all_reduce(mean)
         hardest_items = _hardest_of_all(torch.cat(hardest, dim=1), num_hardest)
-        return Attention(torch.cat(items), distributed.all_reduce(torch.cat(shares)), mean, log_sum, hardest_items)
+        return Attention(torch.cat(items), torch.cat(shares), mean, log_sum, hardest_items)
 
     def _parts(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Ascending rows (n,), of slots or all, in parts of whole blocks."""
-        if self.is_empty:
+        """Ascending rows (n,) of this rank, of slots or all, in parts of whole blocks."""
+        rows = torch.arange(len(self.keys), device=queries.device)
+        if slots is not None:
+            rows = slots - self._own_slots.start
+            rows = rows[self._are_rows(rows)]
+        if not len(rows):
             return ()
-        rows = torch.arange(len(self.keys), device=queries.device) if slots is None else slots
         entries_per_block = max(1, len(queries) * self.block_size)
         num_blocks = max(1, PART_ENTRIES // entries_per_block)
         return rows.split(num_blocks * self.block_size)
@@ -243,13 +270,14 @@ class EmbeddingMemory(nn.Module):
     def _logits(
         self, rows: Tensor, queries: Tensor, hidden: Tensor, counts: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(n,) items and (n, D) embeddings of ascending rows, and (A, n) s/τ plus the log of each item's count, -inf
+        """(n,) items and (n, D) embeddings of ascending rows, and (G, n) s/τ plus the log of each item's count, -inf
         for what is not seen."""
         items = self._items_at(rows)
         embeddings = self._embeddings_at(rows, queries)
         log_counts = _counts_of(items, counts).to(queries).log()
         logits = torch.addmm(log_counts, queries, embeddings.T)
-        column = torch.searchsorted(rows, hidden % self.num_slots).clamp(max=len(rows) - 1)  # (A, K)
+        hidden_rows = hidden % self.num_slots - self._own_slots.start
+        column = torch.searchsorted(rows, hidden_rows).clamp(max=len(rows) - 1)  # (G, K)
         is_hidden = (items[column] == hidden) & (hidden != PADDING)
         # Added, not written: a column may be that of a hidden item and of padding at once.
         penalty = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(is_hidden, -torch.inf)
@@ -258,13 +286,13 @@ class EmbeddingMemory(nn.Module):
     def _draw_in_block(
         self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor, counts: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(A,) keys and (A,) scores of an item drawn from each anchor's block (A,)."""
+        """(G,) keys and (G,) scores of an item drawn from each anchor's block (G,) of this rank."""
         drawn_rows = []
         drawn_scores = []
         in_block = torch.arange(self.block_size, device=block.device)
         anchors_per_chunk = max(1, PART_ENTRIES // (self.block_size * queries.shape[1]))
         for chunk in torch.arange(len(queries), device=queries.device).split(anchors_per_chunk):
-            rows = block[chunk, None] * self.block_size + in_block  # (a, n)
+            rows = block[chunk, None] * self.block_size + in_block  # (g, n)
             items = self._items_at(rows)
             scores = torch.einsum("gd,gnd->gn", queries[chunk], self._embeddings_at(rows, queries))
             is_hidden = (items[:, :, None] == hidden[chunk, None, :]).any(dim=2)
@@ -276,18 +304,32 @@ class EmbeddingMemory(nn.Module):
         return self.keys[torch.cat(drawn_rows)], torch.cat(drawn_scores).double()
 
     def _items_at(self, rows: Tensor | slice) -> Tensor:
-        """(…) the items in rows (…); -1 for an empty one, which floor division keeps."""
+        """(…) the items in rows (…) of this rank; -1 for an empty one, which floor division keeps."""
         return self.keys[rows] // self.keys_per_item
 
     def _embeddings_at(self, rows: Tensor, like: Tensor) -> Tensor:
-        """(…, D) the embeddings in rows (…)."""
+        """(…, D) the embeddings in rows (…) of this rank."""
         # Several times as fast as indexing with them.
         selected = self.embeddings.index_select(0, rows.flatten())
         return selected.view(*rows.shape, self.embeddings.shape[1]).to(like)
 
-    def _knows(self, items: Tensor) -> Tensor:
-        """(…) whether items (…) have an embedding."""
-        return self._items_at(items % self.num_slots) == items
+    def _find(self, items: Tensor) -> tuple[Tensor, Tensor]:
+        """(…) rows of items (…), any row where this rank has none; (…) whether it has one."""
+        rows = items % self.num_slots - self._own_slots.start
+        if not len(self.keys):
+            return rows, torch.zeros_like(items, dtype=torch.bool)
+        inside = rows.clamp(0, len(self.keys) - 1)
+        return inside, (self._items_at(inside) == items) & (rows == inside)
+
+    def _are_rows(self, rows: Tensor) -> Tensor:
+        """(…) which of rows (…) this rank holds."""
+        return (rows >= 0) & (rows < len(self.keys))
+
+    @property
+    def _own_slots(self) -> slice:
+        """The slots of this rank: whole blocks, the last of which may go beyond `num_slots`."""
+        blocks = distributed.rank_slice(self.num_blocks)
+        return slice(blocks.start * self.block_size, blocks.stop * self.block_size)
 
     def get_extra_state(self) -> Tensor:
         """Rows seen and refreshes made, for the state dict."""
@@ -297,11 +339,18 @@ class EmbeddingMemory(nn.Module):
         """Restore from `get_extra_state()`."""
         self.num_seen, self.num_refreshes = state.long().tolist()
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in ("keys", "embeddings"):
+            destination[prefix + name] = distributed.gather(getattr(self, name))
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name in ("keys", "embeddings"):
             saved = state_dict.get(prefix + name)
             if saved is not None:
-                setattr(self, name, saved.new_zeros(saved.shape, device=self.keys.device))
+                own = saved[self._own_slots]
+                setattr(self, name, torch.zeros_like(own, device=self.keys.device))
+                state_dict[prefix + name] = own
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -344,13 +393,13 @@ class MemoryObjective(Objective):
             # The rest does not count: batches alone pass through the corpus.
             memory.count(anchors.num_batch)
 
-    def num_remembered(self, anchors: Anchors) -> Tensor:
-        """(X, A) how many negatives of each anchor are remembered."""
+    def num_remembered(self, anchors: Anchors, hidden: Tensor) -> Tensor:
+        """(X, A) how many negatives of each anchor are remembered, by hidden items (X, G, K) of all ranks' anchors."""
         numbers = [
-            self.memory_of(direction).num_negatives(anchors.hidden_items[x], self.corpus.item_counts(direction))
+            self.memory_of(direction).num_negatives(hidden[x], self.corpus.item_counts(direction))
             for x, direction in enumerate(anchors.directions)
         ]
-        return torch.stack(numbers).to(anchors.embeddings)
+        return torch.stack(numbers)[:, anchors.batch_rows].to(anchors.embeddings)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The logs of the mean of exp(s/τ) over the corpus, and what share of all items is remembered."""
@@ -364,16 +413,18 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
     """(num_draws,) ascending items, the same on all ranks; item z is drawn num_draws·share_z times, rounded up or down.
 
     One number, uniform (1,) in [0, 1), places all draws at equal distances along the cumulative shares (systematic
-    sampling); all are -1 where all shares are 0.
+    sampling); all are -1 where all shares are 0. Each rank draws where its shares are, so that any number of ranks
+    makes the same draws.
     """
-    if not len(attention.items):
-        return attention.items.new_full((num_draws,), PADDING)
-    cumulative = attention.shares.cumsum(dim=0, dtype=torch.float64)
+    # A first item of share 0, since a rank may have looked at nothing.
+    items = pad(attention.items, (1, 0), value=PADDING)
+    cumulative = pad(attention.shares, (1, 0)).cumsum(dim=0, dtype=torch.float64)
+    start, end, total = _own_interval(_by_rank(cumulative[-1]))
     steps = torch.arange(num_draws, device=uniform.device) + uniform.double()
-    target = steps * (cumulative[-1] / max(num_draws, 1))
-    column = torch.searchsorted(cumulative, target, right=True)
-    drawn = attention.items[column.clamp(max=len(attention.items) - 1)]
-    return drawn.where(target < cumulative[-1], PADDING)
+    target = steps * (total / max(num_draws, 1))
+    is_own = (target >= start) & (target < end)
+    column = torch.searchsorted(cumulative, target - start, right=True).clamp(max=len(items) - 1)
+    return distributed.all_reduce(items[column].where(is_own, PADDING), "max")
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -401,6 +452,18 @@ def _stride(number: int) -> int:
     return stride
 
 
+def _by_rank(value: Tensor) -> Tensor:
+    """(ranks, …) every rank's value (…)."""
+    return distributed.gather(value[None], [1] * distributed.world_size())
+
+
+def _own_interval(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(…) where this rank's interval of the cumulative sum of values (ranks, …) starts and ends, and (…) their sum."""
+    ends = values.cumsum(dim=0)
+    bounds = torch.cat([torch.zeros_like(ends[:1]), ends])
+    return bounds[distributed.rank()], bounds[distributed.rank() + 1], ends[-1]
+
+
 def _counts_of(items: Tensor, counts: Tensor | None) -> Tensor:
     """(…) how often items (…) count, by counts (N,) or once; 0 for -1, an empty slot."""
     is_item = items != PADDING
@@ -410,15 +473,25 @@ def _counts_of(items: Tensor, counts: Tensor | None) -> Tensor:
 
 
 def _hardest(items: Tensor, logits: Tensor, number: int) -> Tensor:
-    """(A, k, 2) those of items (n,) with the largest logits (A, n), and these; exact in double precision."""
+    """(G, k, 2) those of items (n,) with the largest logits (G, n), and these; exact in double precision."""
     best, column = logits.topk(min(number, logits.shape[1]), dim=1)
     best_items = items[column].masked_fill(best == -torch.inf, PADDING)
     return torch.stack([best_items.double(), best.double()], dim=-1)
 
 
 def _hardest_of_all(hardest: Tensor, number: int) -> Tensor:
-    """(A, k) of items and logits (A, n, 2) the items with the largest logits; -1 for none."""
-    # Pad with -1, so that topk always finds `number` entries.
+    """(G, k) of items and logits (G, n, 2) of this rank and others the items with the largest logits; -1 for none."""
+    if not number:
+        return hardest[..., 0].long()
+    by_rank = _by_rank(_largest(hardest, number))  # (ranks, G, k, 2)
+    largest = _largest(torch.cat(by_rank.unbind(), dim=1), number)
+    items = largest[..., 0]
+    return items.masked_fill(largest[..., 1] == -torch.inf, PADDING).long()
+
+
+def _largest(hardest: Tensor, number: int) -> Tensor:
+    """(G, k, 2) of items and logits (G, n, 2) those with the largest logits; -inf for none."""
+    # Padded, so that topk always finds `number` entries.
     hardest = pad(hardest, (0, 0, 0, number), value=-torch.inf)
-    best, column = hardest[..., 1].topk(number, dim=1)
-    return hardest[..., 0].gather(1, column).masked_fill(best == -torch.inf, PADDING).long()
+    column = hardest[..., 1].topk(number, dim=1).indices
+    return hardest.gather(1, column[..., None].expand(-1, -1, 2))

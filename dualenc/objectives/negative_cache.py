@@ -59,20 +59,20 @@ class NegativeCache(MemoryObjective):
         return super().anchor_losses(anchors, encoder)
 
     def plan(self, anchors: Anchors) -> DrawPlan:
-        queries = anchors.embeddings / anchors.temperature
-        hidden = anchors.hidden_items
-        # Drawn for the global batch, so that any number of ranks draws the same.
+        queries = anchors.gather(anchors.embeddings) / anchors.temperature  # (X, G, D)
+        hidden = anchors.gather_lists(anchors.hidden_items)  # (X, G, K)
         uniform = self.draws.uniform(2, len(self.directions), anchors.num_batch, like=queries)
-        uniform = uniform[:, :, anchors.batch_rows]
         keys = []
         log_sums = []
         for x, direction in enumerate(anchors.directions):
             draws = self.memory_of(direction).draw(queries[x], hidden[x], uniform[:, direction])
             keys.append(draws.keys)
             log_sums.append(draws.log_sum)
-        drawn = torch.stack(keys)
+        # Every rank has drawn for the global batch, so that any number of ranks draws the same.
+        drawn = torch.stack(keys)[:, anchors.batch_rows]
+        log_sum = torch.stack(log_sums)[:, anchors.batch_rows]
         # The batch is remembered already, so that there is always something to go by.
-        log_mean = torch.stack(log_sums) - self.num_remembered(anchors).clamp(min=1).log()
+        log_mean = log_sum - self.num_remembered(anchors, hidden).clamp(min=1).log()
         log_partition = log_mean + self.corpus.log_num_negatives(anchors)
         is_found, column = find(anchors.candidate_items, drawn)
         return DrawPlan(drawn.masked_fill(is_found, PADDING), drawn, is_found, column, log_partition)

@@ -7,9 +7,9 @@ Every item has been seen: caches are full. Items outside the batch come from a t
 what the objective's buffers take, memory what the process has grown by since before it was built (what an earlier
 objective has left is used first: time one at a time to see it all).
 
-    python eval/bench/corpus_size.py --state true --dimension 256
+    python eval/bench/corpus_size.py --ranks [1,8,64] --dimension 256
 
-prints what the state of larger corpora takes: that of two small ones after a step, extrapolated.
+prints what the state of larger corpora takes on each rank: that of two small ones after a step, extrapolated.
 """
 
 from __future__ import annotations
@@ -66,27 +66,29 @@ def stepper(criterion: Objective, batch_size: int, dimension: int) -> Callable[[
     return step
 
 
-def state_bytes(build: Callable[..., Objective], num_items: int, dimension: int) -> int:
-    """Bytes of state of N items on each side."""
+def state_bytes(build: Callable[..., Objective], num_items: int, dimension: int) -> tuple[int, int]:
+    """Bytes of state of N items on each side that every rank holds whole, and that ranks divide among them."""
     criterion = build(num_left=num_items)
     stepper(criterion, 8, dimension)()
-    return sum(buffer.nbytes for buffer in criterion.buffers())
+    divided = sum(b.nbytes for m in criterion.modules() if isinstance(m, EmbeddingMemory) for b in m.buffers())
+    return sum(b.nbytes for b in criterion.buffers()) - divided, divided
 
 
-def print_state(dimension: int) -> None:
-    """A line per corpus and objective: bytes per item, and GB."""
+def print_state(ranks: list[int], dimension: int) -> None:
+    """A line per corpus and objective: bytes per item, and GB per rank."""
     rows: list[dict[str, object]] = []
     small, large = 1 << 14, 1 << 15
     for name, build in {**OBJECTIVES, "ISogCLR": ISogCLR, "SACLR": SACLR}.items():
-        least = state_bytes(build, small, dimension)
+        (whole, divided), (more_whole, more_divided) = (state_bytes(build, n, dimension) for n in (small, large))
         # Beyond some 16,000 items all that grows is in proportion to their number, 2N.
-        per_item = (state_bytes(build, large, dimension) - least) / (2 * (large - small))
-        fixed = least - 2 * small * per_item
+        per_item, per_divided = (more / (2 * (large - small)) for more in (more_whole - whole, more_divided - divided))
+        fixed = whole - 2 * small * per_item
         for corpus, items in CORPORA.items():
-            row: dict[str, object] = {"corpus": corpus, "objective": name, "bytes per item": per_item}
-            row["GB"] = (fixed + items * per_item) / 1e9
+            row: dict[str, object] = {"corpus": corpus, "objective": name, "bytes per item": per_item + per_divided}
+            for number in ranks:
+                row[f"GB, {number} ranks"] = (fixed + items * (per_item + per_divided / number)) / 1e9
             rows.append(row)
-    print_table(Table(f"State, D = {dimension}", rows))
+    print_table(Table(f"State per rank, D = {dimension}", rows))
 
 
 def main(
@@ -96,7 +98,7 @@ def main(
     num_left: int | None = None,
     objectives: list[str] | None = None,
     repeats: int = 5,
-    state: bool = False,
+    ranks: list[int] | None = None,
 ) -> None:
     """Print a line per objective and size of the corpus.
 
@@ -107,10 +109,10 @@ def main(
         num_left: items on the left, such as queries; by default N.
         objectives: those to time, after InfoNCE; by default all.
         repeats: timed steps.
-        state: print the state of well-known corpora instead.
+        ranks: print the state per rank of well-known corpora instead, on so many ranks.
     """
-    if state:
-        print_state(dimension)
+    if ranks is not None:
+        print_state(ranks, dimension)
         return
     if unknown := set(objectives or []) - set(OBJECTIVES):
         raise SystemExit(f"objectives: no {min(unknown)!r}; there are {', '.join(OBJECTIVES)}")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dualenc.objectives.memory import EmbeddingMemory
 from tests.objectives.every import EVERY, FIRST, SETTINGS, STEPS, THREE, WRAPPED, Run, assert_same_state
 
 pytestmark = pytest.mark.slow
@@ -19,16 +20,17 @@ TOLERANCE = 1e-9
 Results = dict[str, dict[str, Any]]
 
 
-def run(training: Run) -> dict[str, list[Any]]:
-    """All steps from the start: gradients, and the state after each step."""
+def run(training: Run) -> dict[str, Any]:
+    """All steps from the start: gradients, the state after each step, how many rows of memories this rank holds."""
     gradients, states = [], []
     for step in range(STEPS):
         gradients.append(training.step(step))
         states.append(training.state())
-    return {"gradients": gradients, "states": states}
+    memories = [module for module in training.criterion.modules() if isinstance(module, EmbeddingMemory)]
+    return {"gradients": gradients, "states": states, "held": sum(len(memory.keys) for memory in memories)}
 
 
-def resumed(training: Run, saved: dict[str, list[Any]]) -> torch.Tensor:
+def resumed(training: Run, saved: dict[str, Any]) -> torch.Tensor:
     """The gradient of the last step, continued from a saved state."""
     training.load(saved["states"][RESUMED_AT - 1])
     return training.step(RESUMED_AT)
@@ -40,7 +42,8 @@ def work(rank: int, world_size: int, folder: Path, names: list[str], one: Result
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
     results = {name: run(Run(ALL[name])) for name in names}
     continued = {s.name: resumed(Run(s), one[s.name]) for s in THREE}
-    torch.save((results, continued), folder / f"{rank}.pt")
+    again = {s.name: resumed(Run(s), results[s.name]) for s in THREE}
+    torch.save((results, continued, again), folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -71,7 +74,7 @@ def many(request: pytest.FixtureRequest, one: Results, tmp_path_factory: pytest.
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_equal_one_process(setting: Any, world_size: int, one: Results, many: Any) -> None:
     expected = one[setting.name]
-    ranks = [results[setting.name] for results, _ in many(world_size)]
+    ranks = [results[setting.name] for results, _, _ in many(world_size)]
     for step in range(STEPS):
         first = ranks[0]["states"][step]["criterion"]
         assert_same_state(first, expected["states"][step]["criterion"], TOLERANCE)
@@ -79,13 +82,20 @@ def test_ranks_equal_one_process(setting: Any, world_size: int, one: Results, ma
             gradients = found["gradients"][step], expected["gradients"][step]
             torch.testing.assert_close(*gradients, rtol=TOLERANCE, atol=TOLERANCE)
             assert_same_state(found["states"][step]["criterion"], first)
+    assert sum(found["held"] for found in ranks) == expected["held"], "memories are divided among ranks"
 
 
 @pytest.mark.parametrize("setting", THREE, ids=lambda s: s.name)
 def test_another_number_of_processes_continues_the_run(setting: Any, one: Results, many: Any) -> None:
     """One run by three, and theirs by one."""
-    found = [continued[setting.name] for _, continued in many(3)]
+    found = [continued[setting.name] for _, continued, _ in many(3)]
     found.append(resumed(Run(setting), many(3)[2][0][setting.name]))
     for gradient in found:
         expected = one[setting.name]["gradients"][RESUMED_AT]
         torch.testing.assert_close(gradient, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("setting", THREE, ids=lambda s: s.name)
+def test_the_same_number_of_processes_continues_bit_by_bit(setting: Any, many: Any) -> None:
+    for results, _, again in many(3):
+        assert torch.equal(again[setting.name], results[setting.name]["gradients"][RESUMED_AT])
