@@ -69,11 +69,6 @@ def test_every_recipe_and_example_is_told_of() -> None:
     assert [recipe.name for recipe in (ROOT / "recipes").glob("*.yaml") if f"`{recipe.name}`" not in guide] == []
 
 
-def test_types_are_shipped() -> None:
-    assert (ROOT / "dualenc" / "py.typed").is_file()
-    assert '"py.typed"' in (ROOT / "pyproject.toml").read_text("utf-8")
-
-
 def test_objective_of_the_contributing_guide_is_the_softmax_over_batch_and_hardest_negative_met() -> None:
     definition, imports = code(ROOT / "CONTRIBUTING.md", "python")[:2]
     names: dict[str, Any] = {}

@@ -104,11 +104,3 @@ def test_pages_show_the_examples(library: str) -> None:
     example = (EXAMPLES / f"{library.replace('-', '_')}_loop.py").read_text()
     shown = code(page, "python")[0].split("\n\n\n")[0]
     assert shown in example
-
-
-def test_every_example_has_a_test() -> None:
-    names = {path.stem for path in EXAMPLES.glob("*.py")} - {"toy_data"}
-    assert names == {name.removeprefix("test_") for name in globals() if name.startswith("test_")} - {
-        "every_example_has_a_test",
-        "pages_show_the_examples",
-    }

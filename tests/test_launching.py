@@ -92,13 +92,6 @@ def nodes(recipe: Path) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.nightly
-def test_two_machines_train_what_one_process_trains(tmp_path: Path, recipe: Path, alone: Path) -> None:
-    ended = [end(node) for node in nodes(recipe)]
-    assert [code for code, _ in ended] == [0, 0], ended
-    assert close(tmp_path / "run", alone)
-
-
-@pytest.mark.nightly
 def test_a_lost_machine_ends_the_run_which_is_resumed_with_another_number(
     tmp_path: Path, recipe: Path, alone: Path
 ) -> None:

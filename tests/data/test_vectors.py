@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -191,21 +192,28 @@ BAD: list[tuple[Any, str]] = [
 def test_a_bad_vector_is_named_or_left_out(tmp_path: Path, bad: Any, message: str) -> None:
     records = [{"_id": "bad", "vector": bad}, *({"_id": n, "vector": v.tolist()} for n, v in zip(NAMES, LEFT))]
     path = write_jsonl(tmp_path / "v.jsonl", [json.dumps(record) for record in records])
-    with pytest.raises(BadSample, match=rf"v\.jsonl:1: {message}") as error:
+    with pytest.raises(BadSample, match=rf"v\.jsonl:1: {message}"):
         open_corpus(path, modality="vector", on_error="raise")
-    assert "\n" not in str(error.value)
     corpus = open_corpus(path, modality="vector")
     assert (corpus.ids, corpus.skipped) == (NAMES, 1)
     np.testing.assert_array_equal(corpus[0], LEFT[0])
 
 
-def test_what_holds_no_vectors_is_refused_in_one_line(tmp_path: Path) -> None:
+class Bomb:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+def test_what_holds_no_vectors_is_refused_and_no_pickle_is_read(tmp_path: Path) -> None:
     pq.write_table(pa.table({"vector": ["a", "b"]}), tmp_path / "text.parquet")
     pq.write_table(pa.table({"vector": [[1.0], [1.0, 2.0]]}), tmp_path / "sizes.parquet")
     np.save(tmp_path / "cube.npy", np.zeros((2, 2, 2)))
-    np.save(tmp_path / "pickle.npy", np.array([{}], dtype=object), allow_pickle=True)
+    np.save(tmp_path / "pickle.npy", np.array([Bomb(tmp_path / "canary")]), allow_pickle=True)
     (tmp_path / "broken.npy").write_bytes(b"no")
     for name in ("text.parquet", "sizes.parquet", "cube.npy", "pickle.npy", "broken.npy", "none.npy"):
-        with pytest.raises(DualencError, match=name) as error:
+        with pytest.raises(DualencError, match=name):
             open_corpus(tmp_path / name, modality="vector")
-        assert "\n" not in str(error.value)
+    assert not (tmp_path / "canary").exists()

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import webdataset
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from dualenc.data import TablePairs, WebDatasetPairs, tar_index
 from dualenc.data.webdataset import tar_corpus
@@ -157,7 +155,6 @@ def test_a_bad_sample_is_named_or_skipped(tmp_path: Path, extra: list, message: 
     with pytest.raises(BadSample) as error:
         WebDatasetPairs(path, on_error="raise")
     assert message in str(error.value)
-    assert "\n" not in str(error.value)
     for _ in range(2):  # with the index, too
         pairs = WebDatasetPairs(path)
         assert (contents(pairs), pairs.skipped) == ([(1, "one")], 1)
@@ -206,20 +203,3 @@ def test_members_that_are_too_large_or_do_not_decode(tmp_path: Path, monkeypatch
     monkeypatch.setattr("dualenc.data.webdataset.MAX_BYTES", 1000)
     with pytest.raises(BadSample, match=r"x\.tar: a/17: file of 2,000 bytes, where 1,000 are allowed"):
         pairs.item("right", 0)
-
-
-@pytest.mark.slow
-@given(st.data())
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-def test_damaged_tars_give_samples_or_an_error_in_one_line(tmp_path: Path, data: st.DataObject) -> None:
-    whole = bytearray(write_tar(tmp_path / "x.tar", [*sample("a", 1, "one"), *sample("b", 2, "two")]).read_bytes())
-    for _ in range(data.draw(st.integers(0, 6))):
-        whole[data.draw(st.integers(0, len(whole) // 4))] = data.draw(st.sampled_from(b"\0\xff0179xLKgS/"))
-    (tmp_path / "x.tar").write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
-    for on_error in ("skip", "raise"):
-        message = ""
-        try:
-            list(WebDatasetPairs(tmp_path / "x.tar", on_error=on_error))
-        except DualencError as error:
-            message = str(error)
-        assert "\n" not in message

@@ -106,9 +106,8 @@ def test_what_is_no_item_is_named_with_its_place(
         (VectorEncoder(4).encode_query, vector, ["a text", image, np.array([1, np.nan, 1, 1]), np.ones((2, 4)), [1.0]]),
     ):
         for bad in (None, math.nan, 3, True, b"a", ["a", ["b"]], {"text": "a"}, *others):
-            with pytest.raises(BadSample, match=r"^item 1 is .*, where an? .* is needed") as caught:
+            with pytest.raises(BadSample, match=r"^item 1 is .*, where an? .* is needed"):
                 encode([valid, bad])
-            assert "\n" not in str(caught.value)
         for items in (None, 3, "a text", b"a", {"a": 1}, {"a"}, (text for text in "ab")):
             with pytest.raises(DualencError, match=r"items is of type \w+; give a list of"):
                 encode(items)

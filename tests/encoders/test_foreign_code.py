@@ -59,7 +59,6 @@ def refuses(make: Callable[[], Any], canary: Path) -> str:
     with pytest.raises(DualencError) as caught:
         make()
     assert not canary.exists()
-    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
@@ -203,6 +202,7 @@ def test_arguments_of_a_backbone_name_no_other_weights(key: str, tmp_path: Path)
     canary = tmp_path / "canary"
     (tmp_path / "evil.pt").write_bytes(pickle.dumps(Bomb(canary)))
     value: Any = {"file": str(tmp_path / "evil.pt")} if "cfg" in key else str(tmp_path / "evil.pt")
+    refuses(lambda: ImageTextEncoder("ViT-B-32", pretrained=str(tmp_path / "evil.pt")), canary)
     told = refuses(lambda: ImageEncoder("test_resnet", backbone_args={key: value}), canary)
     assert f"{key} is no argument of an architecture" in told
     ImageEncoder("test_resnet", projector_dim=None).save(tmp_path / "model")

@@ -130,9 +130,8 @@ def test_small_images_get_the_stem_for_them(size: int, small: bool) -> None:
     ],
 )
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(DualencError, match=message) as caught:
+    with pytest.raises(DualencError, match=message):
         ImageEncoder(**{"backbone": "test_resnet", **arguments})
-    assert "\n" not in str(caught.value)
 
 
 TO_PIXELS = v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)])

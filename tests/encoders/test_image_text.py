@@ -166,9 +166,8 @@ def test_image_size_and_context_length_can_be_set(clip: dict[str, Any], tmp_path
     ],
 )
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(DualencError, match=message) as caught:
+    with pytest.raises(DualencError, match=message):
         ImageTextEncoder(**arguments)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +179,5 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> N
 )
 def test_unfit_configurations(clip: dict[str, Any], section: str, change: dict[str, Any], message: str) -> None:
     clip[section] |= change
-    with pytest.raises(DualencError, match=message) as caught:
+    with pytest.raises(DualencError, match=message):
         ImageTextEncoder(config=clip)
-    assert "\n" not in str(caught.value)

@@ -57,7 +57,6 @@ def test_corrupt_weights(build: Callable[[str], Path], kind: str, file: str) -> 
     with pytest.raises(DualencError) as caught:
         load_model(path.parent)
     assert str(path.parent) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +71,8 @@ def test_corrupt_weights(build: Callable[[str], Path], kind: str, file: str) -> 
 def test_broken_descriptions(build: Callable[[str], Path], file: str, text: str, message: str) -> None:
     folder = build("image")
     (folder / file).write_text(text)
-    with pytest.raises(DualencError, match=message) as caught:
+    with pytest.raises(DualencError, match=message):
         load_model(folder)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +87,8 @@ def test_broken_descriptions(build: Callable[[str], Path], file: str, text: str,
     ],
 )
 def test_names_of_nothing(name: str, message: str) -> None:
-    with pytest.raises(DualencError, match=message) as caught:
+    with pytest.raises(DualencError, match=message):
         load_model(name)
-    assert "\n" not in str(caught.value)
 
 
 def test_unknown_device(build: Callable[[str], Path]) -> None:

@@ -154,9 +154,8 @@ def test_a_length_above_the_positions_is_cut(
 )
 def test_what_towers_cannot_express(saved: Path, file: str, change: Any, message: str) -> None:
     (saved / file).write_text(json.dumps(change))
-    with pytest.raises(DualencError, match=message) as caught:
+    with pytest.raises(DualencError, match=message):
         load_model(saved)
-    assert "\n" not in str(caught.value)
 
 
 def with_modules(saved: Path, folder: Path, *modules: Any) -> Path:
@@ -209,9 +208,8 @@ def test_damaged_dense_modules(saved: Path, tmp_path: Path, file: str, change: A
         path.unlink()
     else:
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(DualencError, match=message) as caught:
+    with pytest.raises(DualencError, match=message):
         load_model(tmp_path / "dense")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -71,9 +71,8 @@ def test_checkpointed_activations_give_the_same_gradient(
     ],
 )
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(DualencError, match=message) as caught:
+    with pytest.raises(DualencError, match=message):
         TextEncoder(**arguments)
-    assert "\n" not in str(caught.value)
 
 
 def slow_pool(hidden: np.ndarray, mask: np.ndarray, pooling: str) -> np.ndarray:
@@ -120,9 +119,8 @@ def folder(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: P
 def test_unfit_configurations(
     bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, change: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(DualencError, match=message) as caught:
+    with pytest.raises(DualencError, match=message):
         new_transformer({**bert, **change}, tokenizer)
-    assert "\n" not in str(caught.value)
 
 
 def test_every_weight_is_held_once_and_gets_a_gradient_but_the_pooler(model: TextEncoder, texts: list[str]) -> None:

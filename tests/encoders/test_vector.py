@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,6 @@ def test_towers_are_shared_where_they_are_alike_unless_told() -> None:
         {"tower": "linear", "right_tower": "mlp", "right_input_dim": 8, "hidden": 6},
         {"tower": "identity"},
     ],
-    ids=lambda arguments: "-".join(map(str, arguments.values())),
 )
 def test_a_saved_model_loads_with_the_same_vectors_and_the_same_bytes(tmp_path: Path, arguments: Any) -> None:
     model = shaken(VectorEncoder(12, **arguments))
@@ -109,18 +107,15 @@ def test_a_saved_model_loads_with_the_same_vectors_and_the_same_bytes(tmp_path: 
         ({"shared": True, "right_input_dim": 8}, "leave shared out"),
         ({"tower": "conv"}, "linear, mlp, identity"),
     ],
-    ids=["zero", "none", "hidden", "huge", "identity", "shared", "kind"],
 )
 def test_sizes_that_do_not_fit_are_refused(arguments: Any, told: str) -> None:
-    with pytest.raises(DualencError, match=told) as error:
+    with pytest.raises(DualencError, match=told):
         VectorEncoder(**{"input_dim": 12, **arguments})
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("items", "told"),
     [([np.zeros(3)], "dimension 3, but this side of the model takes 12"), (["a text"], "'a text' is no vector")],
-    ids=["size", "text"],
 )
 def test_other_items_are_refused(items: Any, told: str) -> None:
     with pytest.raises(DualencError, match=told):
@@ -139,17 +134,3 @@ def test_the_lines_of_the_page_put_a_linear_tower_behind_its_base(
     exec(lines.replace("sentence-transformers/all-MiniLM-L6-v2", "base"), {})
     expected = encoded(model, "right", base.encode(texts)).numpy()
     np.testing.assert_allclose(load_model("runs/whole").encode(texts), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"dim": 4}, {"dim": "5"}, {"left": {}}],
-    ids=["dim", "text", "empty"],
-)
-def test_a_damaged_folder_is_told_in_one_line(tmp_path: Path, change: Any) -> None:
-    VectorEncoder(12, tower="linear", dim=5).save(tmp_path / "model")
-    path = tmp_path / "model" / "dualenc.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(DualencError) as error:
-        load_model(tmp_path / "model")
-    assert "\n" not in str(error.value)

@@ -121,9 +121,8 @@ def test_crops_are_functions_of_image_and_seed(folder: Path, images: list[Image.
     ],
 )
 def test_refusals(call: Any, message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    with pytest.raises(DualencError, match=message) as caught:
+    with pytest.raises(DualencError, match=message):
         call(str(make("CLIP", tokenizer, tmp_path)))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
