@@ -55,13 +55,20 @@ WORDS = ["a", "few", "words", "that", "stand", "for", "all", "there", "are", "in
 TEXTS = [" ".join(np.random.default_rng(number).choice(WORDS, 6)) for number in range(64)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"mixed_precision": "bf16"}, {"compile": True}], ids=str)
-def test_a_text_encoder_is_trained_saved_and_loaded(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.fixture
+def model() -> TextEncoder:
     torch.manual_seed(0)
     tokenizer = train_tokenizer(TEXTS, 300, max_length=16)
     config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config |= {"intermediate_size": 64, "max_position_embeddings": 16, "vocab_size": len(tokenizer)}
-    model, pairs = TextEncoder(config=config, tokenizer=tokenizer, max_length=16), PairDataset(TEXTS, TEXTS)
+    return TextEncoder(config=config, tokenizer=tokenizer, max_length=16)
+
+
+@pytest.mark.parametrize("settings", [{}, {"mixed_precision": "bf16"}, {"compile": True}], ids=str)
+def test_a_text_encoder_is_trained_saved_and_loaded(
+    tmp_path: Path, model: TextEncoder, settings: dict[str, Any]
+) -> None:
+    pairs = PairDataset(TEXTS, TEXTS)
     trainer = Trainer(output=tmp_path, batch_size=8, epochs=4, learning_rate=1e-3, progress=False, **settings)
     objective = GlobalCache(temperature=0.1, num_left=pairs.num_left, num_right=pairs.num_right)
     result = trainer.fit(model, pairs, objective)
@@ -103,13 +110,8 @@ def test_exact_search_finds_what_faiss_finds(dtype: type, k: int) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_model_on_the_gpu_is_evaluated_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer(TEXTS, 300, max_length=16)
-    config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config |= {"intermediate_size": 64, "max_position_embeddings": 16, "vocab_size": len(tokenizer)}
-    model = TextEncoder(config=config, tokenizer=tokenizer, max_length=16).eval()
+def test_a_model_on_the_gpu_is_evaluated_there(model: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator = RetrievalEvaluator(pairs=PairDataset(TEXTS, [text[::-1] for text in TEXTS]))
-    expected = evaluator(model.cpu())
+    expected = evaluator(model.cpu().eval())
     monkeypatch.setattr(exact, "_search_by_faiss", lambda *_: pytest.fail("searched on the CPU"))
     assert evaluator(model.to(GPU)) == pytest.approx(expected, abs=0.02)  # a rank or two, where scores nearly tie

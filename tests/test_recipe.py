@@ -81,12 +81,10 @@ def test_full_class_paths_and_nested_classes(settings, folder):
     ("key", "text", "value"),
     [
         ("model.query_prompt", "search for ", "search for "),
-        ("model.query_prompt", "### Query ", "### Query "),
         ("model.query_prompt", "query: ", "query: "),
         ("model.query_prompt", "'3'", "3"),
         ("model.query_prompt", "null", None),
         ("evaluator.path", "a #b", "a #b"),
-        ("evaluator.path", "[a] b", "[a] b"),
         ("evaluator.path", "*a", "*a"),
         ("trainer.max_steps", "", None),
         ("trainer.max_steps", "3 # three", 3),
@@ -121,7 +119,6 @@ REFUSALS = [
     ("objective.class_path=SogCRL", r"'SogCRL' in dualenc.objectives is not .*Objective \(did you mean SogCLR\?\)"),
     ("objective.class_path=nowhere.SogCLR", "nowhere.SogCLR is not of dualenc.*--allow-module nowhere"),
     ("objective.class_path=dualenc.nowhere.SogCLR", "cannot import dualenc.nowhere"),
-    ("batching.class_path=BatchSelector", "'BatchSelector' in dualenc.batching is not"),
     ("objective.num_left=3", "objective.num_left is filled in by the training; leave it out"),
     ("objective.temperature=", "objective.temperature is null; it must be float"),
     ("trainer.epochs=many", "trainer.epochs.*many"),
@@ -139,7 +136,6 @@ REFUSALS = [
     # Of sources within a section:
     ("data={class_path: Mixture, init_args: {sources: {faq: {class_path: BeirPairs}}}}", "data.sources.faq: BeirPairs"),
     ("data={class_path: Mixture, init_args: {sources: {faq: x}}}", "data.sources.faq is 'x'; it must name a class"),
-    ("data={class_path: Mixture, init_args: {sources: {faq: {class_path: Beer}}}}", "'Beer' in dualenc.data is not"),
 ]
 
 
@@ -199,19 +195,6 @@ def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
     assert parts.trainer.fit(parts.model, parts.data, parts.objective).steps == (8 + 32) // 4
 
 
-@pytest.mark.slow
-def test_the_command_trains_and_resumes(recipe, tmp_path, capsys):
-    assert cli.main(["train", recipe, "trainer.max_steps=3", "trainer.save_every=2"]) == 0
-    told = capsys.readouterr().out
-    assert "3 steps in" in told
-    assert "ndcg@10" in told
-    assert "dualenc index" in told
-    run = tmp_path / "run"
-    assert read_recipe(run / "recipe.yaml").settings["trainer"]["max_steps"] == 3
-    assert [line["step"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line] == [2, 3]
-    assert cli.main(["train", recipe, "trainer.max_steps=3", "trainer.save_every=2", "--resume"]) == 0
-
-
 def test_plain_values_are_those_of_yaml_1_2(tmp_path):
     """In YAML 1.1, as PyYAML reads it, `no` is false, 1e-3 is text, 1:30 is 90, 010 is 8 and 2001-01-01 a date."""
     path = tmp_path / "values.yaml"
@@ -227,9 +210,7 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.path=/nope", "BeirPairs: /nope"),
         ("objective.gamma=7", "SogCLR: gamma is 7"),
-        ("evaluator.path=/nope", "RetrievalEvaluator: /nope"),
         ("trainer.seed=-1", "Trainer: seed is -1"),
     ],
 )
@@ -242,10 +223,13 @@ def test_what_a_part_refuses_is_one_line_with_its_class(recipe, override, messag
 
 
 @pytest.mark.slow
-def test_a_run_ends_with_commands_that_can_be_pasted(recipe, folder, tmp_path, capsys):
-    assert cli.main(["train", recipe, "trainer.max_steps=1"]) == 0
-    lines = [line.removeprefix("next:  ") for line in capsys.readouterr().out.splitlines() if line.startswith("next:")]
+def test_a_run_can_be_resumed_and_ends_with_commands_that_can_be_pasted(recipe, folder, tmp_path, capsys):
+    words = ["train", recipe, "trainer.max_steps=3", "trainer.save_every=2"]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out.splitlines()
     run = tmp_path / "run"
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line] == [2, 3]
+    lines = [line.removeprefix("next:  ") for line in shown if line.startswith("next:")]
     assert lines == [
         f"dualenc report {run}",
         f"dualenc evaluate retrieval {run}/model {folder} --split train",
@@ -254,6 +238,7 @@ def test_a_run_ends_with_commands_that_can_be_pasted(recipe, folder, tmp_path, c
     for line in lines:
         out = ["--out", str(tmp_path / "evaluation")] if "evaluate" in line else []
         assert cli.main([*line.split()[1:], *out]) == 0
+    assert cli.main([*words, "--resume"]) == 0
 
 
 RETRIEVAL = {"class_path": "dualenc.training.evaluators.RetrievalEvaluator"}

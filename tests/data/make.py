@@ -73,11 +73,6 @@ def shades_in(pickled: bytes) -> list[int]:
     return [shade_of(pair.left) for pair in pickle.loads(pickled)]
 
 
-def rights_in(pickled: bytes) -> list[str]:
-    """The right items of pickled pairs."""
-    return [pair.right for pair in pickle.loads(pickled)]
-
-
 def write_beir(
     folder: Path, documents: Iterable[Any], queries: Iterable[Any], qrels: dict[str, Sequence[Sequence[Any]]]
 ) -> Path:

@@ -248,9 +248,6 @@ LONG_FORM = [(shade, f"caption {i} of {shade}") for shade in (1, 2, 3) for i in 
 def write_long_form(folder: Path, kind: str) -> Path:
     contents = [encoded(picture(shade)) for shade, _ in LONG_FORM]
     captions = [caption for _, caption in LONG_FORM]
-    if kind == "tar":
-        samples = [[(f"{i}.png", data), (f"{i}.txt", captions[i].encode())] for i, data in enumerate(contents)]
-        return write_tar(folder / "x.tar", [file for files in samples for file in files])
     if "path" in kind:
         for data, (shade, _) in zip(contents, LONG_FORM):
             (folder / f"{shade}.png").write_bytes(data)
@@ -264,7 +261,7 @@ def write_long_form(folder: Path, kind: str) -> Path:
     return folder / "x.parquet"
 
 
-@pytest.mark.parametrize("kind", ["bytes", "records", "tar", "paths", "paths metadata"])
+@pytest.mark.parametrize("kind", ["bytes", "records", "paths", "paths metadata"])
 def test_images_on_several_rows_are_one_image(tmp_path: Path, kind: str) -> None:
     pairs = open_pairs(write_long_form(tmp_path, kind))
     assert (pairs.num_left, pairs.num_right) == (3, 6)

@@ -31,6 +31,15 @@ def reference(folder: Path, side: str, texts: list[str]) -> torch.Tensor:
     return torch.tensor(call(texts, show_progress_bar=False))
 
 
+def assert_equal_there_and_here(model: DualEncoder, texts: list[str], folder: Path) -> None:
+    model.save(folder)
+    reloaded = load_model(folder)
+    for side in ("left", "right"):
+        expected = encode(model, side, texts)
+        assert torch.equal(encode(reloaded, side, texts), expected)
+        assert (reference(folder, side, texts) - expected).abs().max() < 1e-5
+
+
 @pytest.fixture
 def saved(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
     TextEncoder(config=bert, tokenizer=tokenizer, query_prompt="ask: ").save(tmp_path / "model")
@@ -58,12 +67,7 @@ def test_saved_model_gives_the_same_vectors_there_and_here(
         document_prompt="a document, ",
         max_length=16,
     )
-    model.save(tmp_path / "model")
-    reloaded = load_model(tmp_path / "model")
-    for side in ("left", "right"):
-        expected = encode(model, side, texts)
-        assert torch.equal(encode(reloaded, side, texts), expected)
-        assert (reference(tmp_path / "model", side, texts) - expected).abs().max() < 1e-5
+    assert_equal_there_and_here(model, texts, tmp_path / "model")
     assert SentenceTransformer(str(tmp_path / "model"), device="cpu").similarity_fn_name == "cosine"
 
 
@@ -85,10 +89,7 @@ def test_other_architectures(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path, config: dict[str, Any], pooling: Any
 ) -> None:
     model = TextEncoder(config=config, tokenizer=tokenizer, pooling=pooling)
-    model.save(tmp_path / "model")
-    expected = encode(model, "left", texts)
-    assert torch.equal(encode(load_model(tmp_path / "model"), "left", texts), expected)
-    assert (reference(tmp_path / "model", "left", texts) - expected).abs().max() < 1e-5
+    assert_equal_there_and_here(model, texts, tmp_path / "model")
 
 
 @pytest.mark.slow

@@ -39,12 +39,6 @@ def test_prompt_is_put_before_each_text_in_workers_too(model: TextEncoder, token
         assert ids.tolist() == tokenizer([prompt + "a dog"]).input_ids
 
 
-def test_a_text_alone_gives_what_it_gives_among_longer_ones(model: TextEncoder, texts: list[str]) -> None:
-    together = model("left", model.left.prepare(texts))
-    alone = torch.cat([model("left", model.left.prepare([text])) for text in texts])
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
-
-
 def test_checkpointed_activations_give_the_same_gradient(
     bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str]
 ) -> None:
