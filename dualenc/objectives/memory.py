@@ -18,6 +18,7 @@ from dualenc.objectives.base import Objective
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.tables import first_occurrence
 
+MIN_BLOCK_SIZE = 64  # slots
 MAX_BLOCKS = 2**14
 PART_ENTRIES = 2**22  # of a (G, n) matrix that exist at a time
 
@@ -76,7 +77,7 @@ class EmbeddingMemory(nn.Module):
         self.num_slots = num_items if num_slots is None else min(num_slots, num_items)
         self.has_every_slot = self.num_slots == num_items
         self.keys_per_item = keys_per_item
-        self.block_size = max(64, math.ceil(self.num_slots / MAX_BLOCKS))
+        self.block_size = max(MIN_BLOCK_SIZE, math.ceil(self.num_slots / MAX_BLOCKS))
         self.num_blocks = math.ceil(self.num_slots / self.block_size)
         self.stride = _stride(self.num_slots)
         # This rank's rows, allocated with the first write, when the dimension is known.

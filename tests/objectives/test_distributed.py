@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dualenc.objectives import memory
 from dualenc.objectives.memory import EmbeddingMemory
 from tests.objectives.every import EVERY, FIRST, SETTINGS, STEPS, THREE, WRAPPED, Run, assert_same_state
 
@@ -20,6 +22,14 @@ TOLERANCE = 1e-9
 Results = dict[str, dict[str, Any]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """Several blocks of memories on each rank; of left items, a third rank holds none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "MIN_BLOCK_SIZE", 16)
+        yield
+
+
 def run(training: Run) -> dict[str, Any]:
     """All steps from the start: gradients, the state after each step, how many rows of memories this rank holds."""
     gradients, states = [], []
@@ -27,7 +37,7 @@ def run(training: Run) -> dict[str, Any]:
         gradients.append(training.step(step))
         states.append(training.state())
     memories = [module for module in training.criterion.modules() if isinstance(module, EmbeddingMemory)]
-    return {"gradients": gradients, "states": states, "held": sum(len(memory.keys) for memory in memories)}
+    return {"gradients": gradients, "states": states, "held": sum(len(m.keys) for m in memories)}
 
 
 def resumed(training: Run, saved: dict[str, Any]) -> torch.Tensor:
