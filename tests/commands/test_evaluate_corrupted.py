@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.commands.image_models import save_cifar_c, save_image_model, save_splits
+from tests.commands.image_models import save_cifar_c, save_splits
 from tests.commands.in_process import run
 
 FEW = ("--corruptions", "gaussian_noise,fog,pixelate")
@@ -56,12 +56,3 @@ def test_cifar_c_is_read_and_needs_no_clean_images(image_model: Path, data: Path
     assert found["corrupted"]["images"] == 6
     assert "plain" not in found
     assert evaluate(tmp_path / "out", image_model, folder, "--clean", data)["plain"]["images"] == 9
-
-
-@pytest.mark.slow
-def test_real_images_of_64_pixels(shared_data: Path, tmp_path: Path) -> None:
-    save_image_model(tmp_path / "model", image_size=64)
-    images = shared_data / "tiny_imagenet100"
-    found = evaluate(tmp_path / "out", tmp_path / "model", images, "--split", "val", "--limit", "3")
-    assert sum("/" in name for name in found["corrupted"]) == 19
-    assert found["plain"]["images"] == 3

@@ -10,7 +10,7 @@ from PIL import Image
 
 from dualenc.evaluation.runs import write_per_query, write_trec
 from tests.commands import toy
-from tests.commands.image_models import save_cifar_c, save_splits
+from tests.commands.image_models import save_cifar_c, save_classes, save_splits
 from tests.commands.in_process import failure
 
 
@@ -41,7 +41,7 @@ MAKE: dict[str, Callable[[Path], object]] = {
     "spaced": make_spaced,
     "unjudged": make_unjudged,
     "captioned": toy.write_captioned,
-    "colours": toy.write_classes,
+    "colours": save_classes,
     "splits": save_splits,
     "flat": make_flat,
     "pink": make_pink,
@@ -49,9 +49,7 @@ MAKE: dict[str, Callable[[Path], object]] = {
     "pairs.csv": make_pairs,
     "few.txt": lambda path: path.write_text("red\n"),
     "bad.txt": lambda path: path.write_text("a photo\n"),
-    "latin.txt": lambda path: path.write_bytes("caf\u00e9 {}\n".encode("latin-1")),
     "run.trec": lambda path: write_trec(path, {"q": {"d": 1.0}}),
-    "none.tsv": lambda path: path.write_text("query-id\tcorpus-id\tscore\n"),
     "log.ndjson": lambda path: write_per_query(path, {"q": {"ndcg@10": 1.0}}),
     "other.ndjson": lambda path: write_per_query(path, {"p": {"ndcg@10": 1.0}}),
     "empty": Path.mkdir,
@@ -59,41 +57,32 @@ MAKE: dict[str, Callable[[Path], object]] = {
 CORRUPTED = "corrupted {image} {splits} --corruptions fog,contrast"
 REFUSALS = [
     ("retrieval {text} {beir} --split dev", "no split 'dev'; there are: test"),
-    ("retrieval {text} {absent}", "absent: neither a BEIR folder"),
     ("retrieval {text} {unjudged}", "no usable judgement"),
     ("retrieval {text} {spaced}", "'a b' is empty, holds white space or is not UTF-8"),
     ("retrieval {text} {beir} {beir}", "two folders are named beir"),
     ("retrieval {text} {beir} --depth 10", "depth=10"),
     ("retrieval {clip} {beir}", "needs kind query-document or vector; use `dualenc evaluate image-text`"),
     ("retrieval {text} {captioned}", "holds images; use `dualenc evaluate image-text`"),
-    ("image-text {clip} {captioned} --split dev", "no split 'dev'"),
     ("image-text {clip} {beir}", "pairs of text and text, not of image and text"),
     ("image-text {text} {captioned}", "needs kind image-text; use `dualenc evaluate retrieval`"),
     ("zero-shot {clip} {captioned}", "no labels"),
     ("zero-shot {clip} {colours} --class-names {few.txt}", "1 class names, but there is a label 2"),
-    ("zero-shot {clip} {colours} --class-names {absent}", "no such file"),
     ("zero-shot {clip} {colours} --templates {bad.txt}", "bad.txt:1: a template needs {} once"),
-    ("zero-shot {clip} {colours} --templates {latin.txt}", "latin.txt:1: not UTF-8"),
     ("probe {text} {splits}", "is of kind query-document and encodes no images"),
     ("probe {image} {flat}", "there are no labels"),
     ("probe {image} {splits} --shots 11", "shots=11: class 0 has 10"),
     ("probe {image} {splits} --l2 0.1,-1", "--l2 is -1.0"),
-    ("probe {image} {splits} --device meta", "device 'meta'"),
     ("probe {image} {pink}", "class pink is not among the 3 classes"),
-    ("corrupted {text} {splits}", "is of kind query-document and encodes no images"),
     ("corrupted {image} {splits} --corruptions fogg,fog", "unknown corruption fogg (did you mean fog?)"),
     ("corrupted {image} {splits} --corruptions fog,fog", "give two or more different ones"),
     (f"{CORRUPTED} --severities 1,9", "--severity is 9"),
     (f"{CORRUPTED} --clean {{splits}}", "leave --clean out"),
-    (f"{CORRUPTED} --train {{flat}}", "there are no labels"),
     ("corrupted {image} {cifar-c} --corruptions frost", "frost.npy: no such file or folder; there are snow"),
-    ("objectives {text} {pairs.csv} --batch-size 1", "--batch-size is 1"),
     ("objectives {text} {pairs.csv} --batch-size 64", "holds 13 pairs, fewer than a batch of 64"),
     ("objectives {text} {pairs.csv} --pairs 8", "--pairs is 8; it must be at least 32"),
     ("objectives {text} {pairs.csv} --objectives InfoNEC", "no 'InfoNEC' (did you mean InfoNCE?)"),
     ("objectives {clip} {pairs.csv} --batch-size 4", "its left items are text"),
     ("compare {run.trec} {run.trec}", "needs judgements"),
-    ("compare {run.trec} {run.trec} --qrels {none.tsv}", "none.tsv: no usable judgement"),
     ("compare {log.ndjson} {empty}", "holds no per_query.ndjson"),
     ("compare {log.ndjson} {other.ndjson}", "2 queries are in one run only"),
     ("compare {log.ndjson} {log.ndjson} --metrics ndgc@10", "'ndgc@10' is not in both runs; they share ndcg@10"),
@@ -129,7 +118,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("place", ["file", "file/below", "/dev/null/below"])
+@pytest.mark.parametrize("place", ["file", "file/below"])
 def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     place: str, data: Path, image_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +131,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
 def test_classes_without_names_need_a_file(
     data: Path, toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = toy.write_classes(tmp_path / "numbered")
-    for number, colour in enumerate(sorted(toy.COLOURS)):
-        (folder / colour).rename(folder / str(number))
+    folder = save_classes(tmp_path / "numbered", per_class=2)
+    for number, place in enumerate(sorted(folder.iterdir())):
+        place.rename(folder / str(number))
     assert "give them with --class_names FILE" in failure(capsys, "evaluate", "zero-shot", toy_clip, folder)

@@ -11,8 +11,8 @@ import pytest
 
 from dualenc.data.vector_shards import Embeddings
 from dualenc.evaluation.runs import read_per_query
+from tests.commands.image_models import HUES, save_classes
 from tests.commands.in_process import run
-from tests.commands.toy import COLOURS, write_classes
 
 
 def evaluate(out: Path, *words: object) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def evaluate(out: Path, *words: object) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_top1_from_the_embeddings(toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, out = write_classes(tmp_path / "data"), tmp_path / "out"
+    data, out = save_classes(tmp_path / "data", per_class=4), tmp_path / "out"
     (tmp_path / "prompts.txt").write_text("a {} picture\nthe {} photo\n")
     measured = evaluate(out, toy_clip, data, "--templates", tmp_path / "prompts.txt")
     assert (measured["images"], measured["classes"]) == (12, 3)
@@ -33,7 +33,7 @@ def test_top1_from_the_embeddings(toy_clip: Path, tmp_path: Path, capsys: pytest
     labels = np.repeat(np.arange(3), 4)  # folders in alphabetical order
     assert measured["metrics"]["top@1"] == pytest.approx(np.mean(predicted == labels))
     assert "top@5" not in measured["metrics"]
-    assert [row["class"] for row in measured["per_class"]] == sorted(COLOURS)
+    assert [row["class"] for row in measured["per_class"]] == sorted(HUES)
     assert len(read_per_query(out / "per_query.ndjson")) == 12
     assert "hardest first" in (out / "report.html").read_text()
     assert "Zero-shot" in capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_top1_from_the_embeddings(toy_clip: Path, tmp_path: Path, capsys: pytest
 
 
 def test_class_names_from_a_file(toy_clip: Path, tmp_path: Path) -> None:
-    data, names = write_classes(tmp_path / "data", per_class=1), tmp_path / "names.txt"
+    data, names = save_classes(tmp_path / "data", per_class=1), tmp_path / "names.txt"
     names.write_text("blue_sky\ngreen grass\nred rose\n")
     measured = evaluate(tmp_path / "out", toy_clip, data, "--class_names", names)
     assert [row["class"] for row in measured["per_class"]] == ["blue sky", "green grass", "red rose"]
@@ -52,6 +52,6 @@ def test_class_names_from_a_file(toy_clip: Path, tmp_path: Path) -> None:
 
 def test_a_split_is_no_way_out_of_the_folder(toy_clip: Path, tmp_path: Path) -> None:
     """ "../other" names no split; the folder is taken whole."""
-    data = write_classes(tmp_path / "data", per_class=2)
-    write_classes(tmp_path / "other", per_class=3)
+    data = save_classes(tmp_path / "data", per_class=2)
+    save_classes(tmp_path / "other", per_class=3)
     assert evaluate(tmp_path / "out", toy_clip, data, "--split", "../other")["images"] == 6

@@ -95,12 +95,8 @@ def test_mistakes_are_told(
     tmp_path: Path, toy_text: Path, toy_clip: Path, beir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl")
-    for options, message in (
-        (("--num-negatives", 0), "num_negatives is 0"),
-        (("--cross-encoder", toy_clip), "no cross-encoder that sentence-transformers reads"),
-        (("--split", "dev"), "no split 'dev'; there are: train"),
-    ):
-        assert message in failure(capsys, *words, *options)
+    assert "num_negatives is 0" in failure(capsys, *words, "--num-negatives", 0)
+    assert "no split 'dev'; there are: train" in failure(capsys, *words, "--split", "dev")
     assert "this task needs kind query-document or vector" in failure(capsys, "mine", toy_clip, *words[2:])
     assert not list(tmp_path.iterdir())
     (tmp_path / "mined.jsonl").write_text('{"query": "q", "pos": ["years of work"], "neg": []}\n')
@@ -108,26 +104,20 @@ def test_mistakes_are_told(
 
 
 @pytest.mark.slow
-def test_sentence_transformers_trains_on_its_form(
-    tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sentence_transformers_trains_on_its_form(tmp_path: Path, toy_text: Path, beir: Path) -> None:
     """The same negatives as in the other form, a row for each positive; rows with fewer negatives are left out."""
-    pytest.importorskip("sentence_transformers")
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-    # One query has two positives.
-    with open(beir / "qrels" / "train.tsv") as judged:
-        first = judged.read().splitlines()[1].split("\t")
     folder = tmp_path / "beir"
     shutil.copytree(beir, folder)
-    other = next(row["_id"] for row in rows_of(folder / "corpus.jsonl") if row["_id"] not in first[:2])
+    query, first = (folder / "qrels" / "train.tsv").read_text().splitlines()[1].split("\t")[:2]
+    other = next(row["_id"] for row in rows_of(folder / "corpus.jsonl") if row["_id"] not in (query, first))
     with open(folder / "qrels" / "train.tsv", "a") as judged:
-        judged.write(f"{first[0]}\t{other}\t1\n")
+        judged.write(f"{query}\t{other}\t1\n")
     limits = ("--relative", 0.98, "--last-rank", 60, "--num-negatives", 8, "--embeddings", tmp_path / "emb")
     run("mine", toy_text, folder, "--out", tmp_path / "m.jsonl", *limits)
-    capsys.readouterr()
     out = tmp_path / "tuples.jsonl"
     run("mine", toy_text, folder, "--out", out, *limits, "--form", "sentence-transformers")
     expected = []
@@ -135,17 +125,12 @@ def test_sentence_transformers_trains_on_its_form(
         if len(row["neg"]) == 8:
             negatives = {f"negative_{i}": text for i, text in enumerate(row["neg"], 1)}
             expected += [{"anchor": row["query"], "positive": positive, **negatives} for positive in row["pos"]]
-    rows = rows_of(out)
-    assert rows == expected
-    assert 4 < len({row["anchor"] for row in rows}) < len(rows_of(tmp_path / "m.jsonl"))
-    shown = capsys.readouterr().out
-    assert f"{len(rows)} rows with {8 * len(rows)} negatives" in shown
-
+    assert rows_of(out) == expected
+    assert 4 < len({row["anchor"] for row in expected}) < len(rows_of(tmp_path / "m.jsonl"))
     table = datasets.load_dataset("json", data_files=str(out), split="train", cache_dir=str(tmp_path / "cache"))
     assert table.column_names == ["anchor", "positive", *(f"negative_{i}" for i in range(1, 9))]
     model = SentenceTransformer(str(toy_text), device="cpu")
-    quick: dict[str, Any] = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "use_cpu": True}
-    arguments = Arguments(str(tmp_path / "st"), per_device_train_batch_size=4, **quick)
+    arguments = Arguments(str(tmp_path / "st"), max_steps=2, report_to="none", save_strategy="no", use_cpu=True)
     loss = MultipleNegativesRankingLoss(model)
     trainer = SentenceTransformerTrainer(model, arguments, train_dataset=table, loss=loss)
     assert 0 < trainer.train().training_loss < 20

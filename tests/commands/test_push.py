@@ -107,24 +107,17 @@ def test_mistakes_end_in_one_line(
     tmp_path: Path, emb: Path, engine: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("index", emb, "--out", tmp_path / "index")
-    push = ("push", emb, tmp_path / "data", "--out")
-    out = ("--out", tmp_path / "out")
     cases: list[tuple[tuple[Any, ...], str]] = [
-        ((*push, tmp_path / "data"), "name a folder other than --out"),
-        ((*push, tmp_path / "index"), "holds no collection"),
-        (("push", tmp_path, tmp_path / "data", *out), "meta.json: no such file"),
-        ((*push, tmp_path / "out", "--metric", "ip"), "push with --replace"),
-        (("push", emb, "http://127.0.0.1:9", *out), "refused"),
+        (("push", emb, tmp_path / "data", "--out", tmp_path / "data"), "name a folder other than --out"),
+        (("push", emb, tmp_path / "data", "--out", tmp_path / "index"), "holds no collection"),
         (("search", *engine, "wing", "--where", "year>1"), "in its own language (JSON); give a filter"),
-        (("search", tmp_path / "index", "wing", "--where", "yaer>1"), "no column 'yaer'"),
         (("search", tmp_path / "index", "wing", "--filter", "year>1"), "only an engine takes a filter"),
         (("search", tmp_path / "index", "wing", "--qdrant-path", "x"), "leave --qdrant-path out"),
     ]
     for words, message in cases:
         assert message in failure(capsys, *words), words
     meta = json.loads((engine[0] / "meta.json").read_text())
-    for name, value in {"model": 5, "model_checksum": 1, "side": "up", "output": 7}.items():
+    for name, value in {"model": 5, "side": "up"}.items():
         (engine[0] / "meta.json").write_text(json.dumps(meta | {name: value}))
         message = failure(capsys, "search", *engine, "wing")
         assert f"meta.json: {name} is " in message
-        assert "run `dualenc push` again" in message

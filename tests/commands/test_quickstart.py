@@ -18,27 +18,20 @@ from dualenc.commands.quickstart import Docstring, read_docstrings, write_collec
 from dualenc.data import BeirPairs, read_beir
 from dualenc.errors import DualencError
 
-ARGUMENTS = ["--max-docs", "400", "--test-docs", "50", "--steps", "12"]
-
 
 @pytest.mark.slow
 def test_trains_indexes_searches_and_says_what_to_type_next(tmp_path: Path) -> None:
     offline = {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    words = [sys.executable, "-m", "dualenc", "quickstart", "--max-docs", "400", "--test-docs", "50", "--steps", "12"]
+    environment = {**os.environ, **offline}
     done = subprocess.run(
-        [sys.executable, "-m", "dualenc", "quickstart", *ARGUMENTS],
-        cwd=tmp_path,
-        env={**os.environ, **offline},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    for words in ("untrained", "BM25", "trained", "Search: sort a list", "dualenc search quickstart-run/index"):
-        assert words in done.stdout
-    run = tmp_path / "quickstart-run"
-    assert (run / "model" / "model.safetensors").exists()
-    assert json.loads((run / "index" / "meta.json").read_text())["count"] == 400
+    for shown in ("untrained", "BM25", "trained", "Search: sort a list", "dualenc search quickstart-run/index"):
+        assert shown in done.stdout
+    assert (tmp_path / "quickstart-run" / "model" / "model.safetensors").exists()
+    assert json.loads((tmp_path / "quickstart-run" / "index" / "meta.json").read_text())["count"] == 400
 
 
 @pytest.mark.parametrize("option", [{"max_docs": 0}, {"test_docs": 0}, {"steps": 0}, {"seed": -1}])

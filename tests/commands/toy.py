@@ -11,10 +11,10 @@ from PIL import Image
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast, PreTrainedTokenizerBase
 
 from dualenc.encoders import ImageTextEncoder, TextEncoder, train_tokenizer
+from tests.commands.image_models import HUES, picture
 
 WORDS = ("wing", "flow", "shock", "heat", "plate", "layer", "slip", "stream", "cone", "drag", "lift", "jet")
 ANIMALS = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen")
-COLOURS = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220)}
 
 
 def write_beir(folder: Path, documents: int = 40, queries: int = 8, split: str = "test", seed: int = 0) -> Path:
@@ -59,37 +59,22 @@ def save_images(folder: Path, count: int) -> list[Image.Image]:
 def write_captioned(folder: Path, images: int = 6) -> Path:
     """Pictures of one colour, two captions each; the first caption of every other picture is the same."""
     (folder / "pictures").mkdir(parents=True)
-    names = list(COLOURS)
+    names = list(HUES)
     rows = []
     for number in range(images):
         colour = names[number % len(names)]
-        _picture(COLOURS[colour], number).save(folder / "pictures" / f"{number}.png")
+        picture(HUES[colour], number).save(folder / "pictures" / f"{number}.png")
         captions = ["a plain picture" if number % 2 else f"picture {number}", f"{colour} number {number}"]
         rows.append({"image": f"pictures/{number}.png", "captions": captions})
     _write_lines(folder / "test.jsonl", rows)
     return folder
 
 
-def write_classes(folder: Path, per_class: int = 4) -> Path:
-    """A folder of pictures for each colour."""
-    for colour, rgb in COLOURS.items():
-        (folder / colour).mkdir(parents=True)
-        for number in range(per_class):
-            _picture(rgb, number).save(folder / colour / f"{number}.png")
-    return folder
-
-
 def text_model(folder: Path, seed: int = 0) -> Path:
     """A query-document model with random weights, as a model folder; queries and documents differ by their prompts."""
     torch.manual_seed(seed)
-    config = {
-        "model_type": "bert",
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "max_position_embeddings": 64,
-    }
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = {"model_type": "bert", "max_position_embeddings": 64, **sizes}
     prompts = {"query_prompt": "query: ", "document_prompt": "passage: "}
     TextEncoder(config=config, tokenizer=_tokenizer(), max_length=64, **prompts).save(folder)
     return folder
@@ -128,13 +113,8 @@ def image_text_model(folder: Path) -> Path:
 
 def _tokenizer() -> PreTrainedTokenizerBase:
     animals = [" ".join(ANIMALS), "query: passage: "] * 5
-    words = [" ".join(WORDS), "title picture plain number a of the photo", " ".join(COLOURS), "0 1 2 3 4 5 6 7 8 9"]
+    words = [" ".join(WORDS), "title picture plain number a of the photo", " ".join(HUES), "0 1 2 3 4 5 6 7 8 9"]
     return train_tokenizer([*words, *animals], 400, max_length=64, min_frequency=1)
-
-
-def _picture(rgb: tuple[int, int, int], seed: int) -> Image.Image:
-    noise = np.random.default_rng(seed).integers(-30, 30, (32, 32, 3))
-    return Image.fromarray(np.clip(np.array(rgb) + noise, 0, 255).astype(np.uint8))
 
 
 def _write_lines(path: Path, rows: list[dict]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from tests.search.clusters import clustered
 from tests.search.test_index import on_disk
 from tests.test_files import die_at, is_killed
 
-FORK = multiprocessing.get_context("fork")
 COUNT = 300
 VECTORS = clustered(COUNT + 1000)
 
@@ -41,14 +39,6 @@ def small(folder: Path, merged: bool = False) -> Path:
     return folder / "index"
 
 
-def change_often(folder: Path, changes: int) -> None:
-    """Replace one item after the other, so that the index and its files keep their size, and sometimes grow."""
-    for number in range(changes):
-        if number % 3:
-            remove(folder, [f"doc {number}"])
-        append(folder, Embeddings([f"doc {COUNT + number}"], VECTORS[COUNT + number][None]))
-
-
 def check_generation(index: Index) -> None:
     """Each id is found in its row, by the order of the ids and by its vector."""
     names = list(index.ids)[::23]
@@ -56,30 +46,6 @@ def check_generation(index: Index) -> None:
     np.testing.assert_allclose(index.vectors(names), expected, atol=1e-5)
     rows = index.search_rows(expected, 1, nprobe=4)[1].ravel()
     assert [index.ids[row] for row in rows] == names
-
-
-def read_often(folder: Path, changes: int, opens: int) -> None:
-    """Open an index while it is changed, and use what was opened before the latest change, too."""
-    writer = FORK.Process(target=change_often, args=(folder, changes))
-    writer.start()
-    before: Index | None = None
-    try:
-        for _ in range(opens):
-            opened = Index.open(folder)
-            check_generation(opened)
-            if before is not None:
-                check_generation(before)
-            before = opened
-            if not writer.is_alive():
-                break
-    finally:
-        writer.join()
-    assert writer.exitcode == 0
-
-
-@pytest.mark.slow
-def test_readers_get_one_generation_while_the_index_changes(tmp_path: Path) -> None:
-    read_often(small(tmp_path), changes=50, opens=1000)
 
 
 @pytest.mark.slow
@@ -145,10 +111,17 @@ def same_as_built_anew(folder: Path, texts: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_what_is_appended_is_found_by_its_words_and_read_by_a_judge(made: Path, tmp_path: Path) -> None:
+    """An open searcher keeps its own words and texts."""
     texts = dict(zip([f"d{i}" for i in range(30)], toy.texts(30)))
     shutil.copytree(made / "index", tmp_path / "index")
+    searcher = Searcher.open(tmp_path / "index", str(made / "model"))
+    query = Query("left", texts["d0"], k=25, hybrid="rrf")
+    before = searcher.search(query)
     run("index", made / "model", made / "more.jsonl", "--out", tmp_path / "index", "--append")
     same_as_built_anew(tmp_path / "index", texts)
+    assert searcher.search(query) == before
+    assert searcher.texts is not None
+    assert searcher.texts.of_ids(["d7"]) == [texts["d7"]]
     (tmp_path / "gone.txt").write_text("d3\nd27\n")
     run("index", tmp_path / "index", "--remove", tmp_path / "gone.txt")
     same_as_built_anew(tmp_path / "index", {name: text for name, text in texts.items() if name not in ("d3", "d27")})
@@ -180,27 +153,8 @@ def test_an_append_that_would_lose_words_is_refused(
 
 
 @pytest.mark.slow
-def test_an_open_searcher_keeps_words_and_texts(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "index", tmp_path / "index")
-    searcher = Searcher.open(tmp_path / "index", str(made / "model"))
-    query = Query("left", toy.texts(30)[0], k=25, hybrid="rrf")
-    before = searcher.search(query)
-    run("index", made / "model", made / "more.jsonl", "--out", tmp_path / "index", "--append")
-    assert searcher.search(query) == before
-    assert searcher.texts is not None
-    assert searcher.texts.of_ids(["d7"]) == [toy.texts(30)[7]]
-    assert "d29" not in searcher.texts.ids
-
-
-def hold(target: Path, ready: Any) -> None:
-    with locked(target):
-        ready.set()
-        time.sleep(60)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["index", "push", "mine"])
-def test_an_output_that_another_process_writes_is_refused(
+def test_an_output_that_another_writer_holds_is_refused(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     run("embed", made / "model", made / "all.jsonl", "--out", tmp_path / "emb")
@@ -211,18 +165,10 @@ def test_an_output_that_another_process_writes_is_refused(
         "mine": ("mine", made / "model", tmp_path / "pairs.csv"),
     }
     target = tmp_path / "out"
-    ready = FORK.Event()
-    holder = FORK.Process(target=hold, args=(target, ready))
-    holder.start()
-    ready.wait()
-    try:
-        message = failure(capsys, *words[command], "--out", target)
-        assert message.startswith(f"another dualenc process is writing {target}; wait for it or choose another ")
-        assert not target.exists()
-    finally:
-        holder.kill()
-        holder.join()
-    run(*words[command], "--out", target)
+    with ThreadPoolExecutor(1) as other, locked(target):
+        message = other.submit(failure, capsys, *words[command], "--out", target).result()
+    assert message.startswith(f"another dualenc process is writing {target}; wait for it or choose another ")
+    assert not target.exists()
 
 
 def build_and_die(folder: Path, step: int) -> None:

