@@ -36,13 +36,16 @@ def test_csv_and_tsv_give_what_the_csv_module_wrote(
     assert [record for _, record in read(path, quotes=True)] == [{"a": a, "b": b} for a, b in rows]
 
 
+BLANK_AND_NAN = '\ufeff{"a": "é"}\n\n{"a": NaN}\n'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "records"),
     [
         ("list.json", b'[\n {"a": 1},\n {"a": 2}\n]', [(1, {"a": 1}), (2, {"a": 2})]),
         ("list.json", '\ufeff [{"a": "é"}]'.encode(), [(1, {"a": "é"})]),
         ("lines.json", b'{"a": 1}\n{"a": 2}', [(1, {"a": 1}), (2, {"a": 2})]),
-        ("x.jsonl.gz", gzip.compress('\ufeff{"a": "é"}\n\n{"a": NaN}\n'.encode(, mtime=0)), [(1, {"a": "é"}), (3, {"a": None})]),
+        ("x.jsonl.gz", gzip.compress(BLANK_AND_NAN.encode(), mtime=0), [(1, {"a": "é"}), (3, {"a": None})]),
         ("x.txt", b"one\r\n\n  two \n", [(1, {"text": "one"}), (3, {"text": "  two "})]),
         ("x.csv", b"a\n" + b"y" * 300_000, [(2, {"a": "y" * 300_000})]),
     ],
@@ -125,7 +128,7 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content
         ("x.json", b'[{"a": 1},]', "x.json:1: malformed JSON"),
         ("x.json", b"[" * 100_000, "nested too deeply"),
         ("x.jsonl.gz", b"no gzip", "broken gzip"),
-        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0, mtime=0)[:-20], "broken gzip"),
+        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-20], "broken gzip"),
         ("pipe.jsonl", None, "not a file"),
         ("nowhere.jsonl", None, "cannot be read"),
     ],
