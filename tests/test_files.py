@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import errno
-import json
 import multiprocessing
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dualenc import cli
 from dualenc.data.bad_rows import BadRows
@@ -279,24 +276,6 @@ def test_a_refusal_leaves_finished_work_or_nothing(
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == left
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda values: st.lists(values) | st.dictionaries(st.text(), values),
-)
-
-
-@given(value=JSON, broken=st.binary(max_size=20), end=st.integers(0, 200))
-def test_any_json_is_read_back_and_anything_else_refused(
-    tmp_path_factory: pytest.TempPathFactory, value: Any, broken: bytes, end: int
-) -> None:
-    path = tmp_path_factory.mktemp("json") / "meta.json"
-    write_json(path, value)
-    assert json.dumps(read_json(path)) == json.dumps(value)
-    path.write_bytes(path.read_bytes()[:end] + broken)
-    with suppress(DualencError):
-        assert type(read_json_object(path, {"count": int})["count"]) is int
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -316,7 +295,6 @@ def test_json_of_the_wrong_shape(tmp_path: Path, text: str, message: str) -> Non
     ("name", "text", "read"),
     [
         ("a.csv", "text,label\nx,1\n", lambda path: list(read_records(path, BadRows(path)))),
-        ("a.jsonl", '{"text": "x"}\n', lambda path: list(read_records(path, BadRows(path)))),
         ("beir.tsv", "q\td\t1\n", read_qrels),
         ("run.txt", "q Q0 d 1 0.5 tag\n", read_trec),
         ("modules.json", '{"a": 1}', read_json),

@@ -151,12 +151,7 @@ def broken(folder: Path, what: str) -> Path | str:
         return write_jsonl(folder / "x.jsonl", [])
     path = folder / "train.parquet"
     datasets.Dataset.from_dict({"query": [f"text {i}" for i in range(2000)]}).to_parquet(path)
-    data = bytearray(path.read_bytes())
-    if what == "cut":
-        data = data[:400]
-    else:
-        data[4:2000] = bytes(1996)
-    path.write_bytes(data)
+    os.truncate(path, 400)
     return path
 
 
@@ -166,7 +161,6 @@ def broken(folder: Path, what: str) -> Path | str:
         ("formats", r"no table of one format \(\.csv, \.jsonl\)"),
         ("saved", "saved data set cannot be read"),
         ("cut", r"train\.parquet: not a readable parquet file"),
-        ("damaged page", r"train\.parquet: not a readable parquet file"),
     ],
 )
 def test_broken_sources_end_in_one_line(tmp_path: Path, what: str, message: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dualenc.encoders import train_tokenizer
+from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +58,23 @@ def clip() -> dict[str, Any]:
         "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
         "text_cfg": {"context_length": 20, "width": 32, "heads": 2, "layers": 2},
     }
+
+
+@pytest.fixture
+def text_encoder(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., TextEncoder]:
+    """Makes a small encoder of texts, with options."""
+    return partial(TextEncoder, config=bert, tokenizer=tokenizer)
+
+
+@pytest.fixture
+def build(text_encoder: Any, clip: dict[str, Any]) -> Callable[[str], DualEncoder]:
+    """Makes a small model of a kind."""
+    makers: dict[str, Callable[[], DualEncoder]] = {
+        "query-document": text_encoder,
+        "image-text": lambda: ImageTextEncoder(config=clip),
+        "image": lambda: ImageEncoder("test_resnet", image_size=32, projector_dim=4),
+    }
+    return lambda kind: makers[kind]()
 
 
 @pytest.fixture(scope="session")

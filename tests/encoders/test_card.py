@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,23 +13,9 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
-from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, load_model
+from dualenc.encoders import TextEncoder, load_model
 from dualenc.errors import DualencError
-
-Build = Callable[[str], DualEncoder]
-
-
-@pytest.fixture
-def build(bert: dict[str, Any], clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Build:
-    makers: dict[str, Callable[[], DualEncoder]] = {
-        "shared": lambda: TextEncoder(config=bert, tokenizer=tokenizer, query_prompt="ask: "),
-        "separate": lambda: TextEncoder(config=bert, tokenizer=tokenizer, shared=False),
-        "image-text": lambda: ImageTextEncoder(config=clip),
-        "image": lambda: ImageEncoder("test_resnet", image_size=32),
-    }
-    return lambda kind: makers[kind]()
 
 
 def front_matter(text: str) -> dict[str, Any]:
@@ -41,14 +26,13 @@ def front_matter(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "library", "pipeline"),
     [
-        ("shared", "sentence-transformers", "sentence-similarity"),
-        ("separate", "sentence-transformers", "sentence-similarity"),
+        ("query-document", "sentence-transformers", "sentence-similarity"),
         ("image-text", "open_clip", "zero-shot-image-classification"),
         ("image", "timm", "image-feature-extraction"),
     ],
 )
 def test_examples_run_beside_the_folder(
-    build: Build, kind: str, library: str, pipeline: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Any, kind: str, library: str, pipeline: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(kind).save(tmp_path / "my model")
     card = (tmp_path / "my model" / "README.md").read_text()
@@ -63,7 +47,7 @@ def test_examples_run_beside_the_folder(
     assert not os.path.isabs(front_matter(card).get("base_model", ""))
 
 
-def test_the_callers_facts_are_shown(build: Build) -> None:
+def test_the_callers_facts_are_shown(build: Any) -> None:
     card = {
         "task": "Find the abstract of a title.",
         "data": "Papers.",
@@ -73,7 +57,7 @@ def test_the_callers_facts_are_shown(build: Build) -> None:
         "base_model": "some/model",
         "known_limits": "English only.",
     }
-    text = build("shared").model_card("papers", card)
+    text = build("query-document").model_card("papers", card)
     assert front_matter(text)["license"] == "apache-2.0"
     assert front_matter(text)["base_model"] == "some/model"
     for part in (
@@ -93,12 +77,12 @@ def test_the_callers_facts_are_shown(build: Build) -> None:
 HOSTILE = "</td><script>alert(1)</script> ``` [a](javascript:b) ![](c) | & `d`"
 
 
-def test_names_cannot_become_markup(build: Build) -> None:
+def test_names_cannot_become_markup(build: Any) -> None:
     """Rendered with markdown-it as CommonMark with tables and raw HTML, as the hub does."""
     MarkdownIt = pytest.importorskip("markdown_it").MarkdownIt
     recipe = f"prompt: |\n  {HOSTILE}\n````\n<script>"
     card = {"data": HOSTILE, "recipe": recipe, "metrics": {HOSTILE: 0.5}, HOSTILE: {"a": HOSTILE}}
-    text = build("shared").model_card(HOSTILE, card)
+    text = build("query-document").model_card(HOSTILE, card)
     tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text.split("\n---\n", 1)[1])
     kinds = [inner.type for token in tokens for inner in [token, *(token.children or [])]]
     assert not {"html_block", "html_inline", "link_open", "image", "hr"} & set(kinds)
@@ -107,9 +91,9 @@ def test_names_cannot_become_markup(build: Build) -> None:
 
 @pytest.mark.slow
 def test_a_card_names_the_base_model_and_its_license_but_no_path(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build("shared").save(tmp_path / "base")
+    build("query-document").save(tmp_path / "base")
     readme = tmp_path / "base" / "README.md"
     readme.write_text("---\nlicense: mit\nbase_model: /home/me/models/bert\n---\n# Base\n")
     recipe = f"model:\n  name: {tmp_path / 'base'}\n  from: [~/a/b, '/data', hf://datasets/x, ./runs]\n"
@@ -130,12 +114,12 @@ def test_a_card_names_the_base_model_and_its_license_but_no_path(
     assert (found["base_model"], found["license"]) == ("owner/name", "mit")
 
 
-def test_an_upload_names_the_repository(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_names_the_repository(text_encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def upload_folder(repo_id: str, folder_path: str) -> Any:
         shutil.copytree(folder_path, tmp_path / repo_id)
         return SimpleNamespace(commit_url=f"https://hub/{repo_id}")
 
-    model = build("separate")
+    model = text_encoder(shared=False)
     with pytest.raises(DualencError, match="me/mine: could not be uploaded"):  # the tests are offline
         model.push_to_hub("me/mine")
     monkeypatch.setattr("huggingface_hub.create_repo", lambda repo, private, exist_ok: None)

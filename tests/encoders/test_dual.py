@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from dualenc.data import PairDataset
 from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, Tower, VectorEncoder
@@ -35,8 +34,8 @@ class Linear(Tower):
 
 
 @pytest.fixture
-def model(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
-    return TextEncoder(config=bert, tokenizer=tokenizer)
+def model(text_encoder: Any) -> TextEncoder:
+    return text_encoder()
 
 
 def test_sides() -> None:
@@ -93,10 +92,8 @@ def test_unit_norm_keeps_the_direction_in_float32_and_survives_zero(dtype: torch
     torch.testing.assert_close(vectors, torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
 
 
-def test_what_is_no_item_is_named_with_its_place(
-    model: TextEncoder, clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    image_text = ImageTextEncoder(config=clip, tokenizer=tokenizer)
+def test_what_is_no_item_is_named_with_its_place(model: TextEncoder, clip: dict[str, Any]) -> None:
+    image_text = ImageTextEncoder(config=clip)
     image = Image.new("RGB", (32, 32))
     vector = np.ones(4, np.float32)
     for encode, valid, others in (
@@ -123,9 +120,9 @@ def test_a_series_is_encoded_in_its_order_whatever_its_labels(model: TextEncoder
     assert [(pair.left, pair.right) for pair in pairs] == list(zip(texts, texts[::-1]))
 
 
-def test_items_are_encoded_to_numpy_in_their_order(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_items_are_encoded_to_numpy_in_their_order(text_encoder: Any) -> None:
     texts = ["a long text of several words about ants and bees", "cat", "dogs and eels", "cat"] * 3
-    model = TextEncoder(config=bert, tokenizer=tokenizer, query_prompt="find: ")
+    model = text_encoder(query_prompt="find: ")
     for found, side in (
         (model.encode(texts, batch_size=2), "left"),
         (model.encode_query(texts), "left"),

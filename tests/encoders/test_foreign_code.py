@@ -15,7 +15,7 @@ import pytest
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import ImageEncoder, ImageTextEncoder, TextEncoder, load_model
+from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, load_model
 from dualenc.errors import DualencError
 
 AUTO_MAP = {
@@ -120,11 +120,9 @@ def test_a_tokenizer_of_code_in_open_clip(
     assert "code of its own, which is not run" in told or change == "config.json"
 
 
-def test_a_text_model_of_code(
-    evil: Path, bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, answers: None
-) -> None:
+def test_a_text_model_of_code(evil: Path, text_encoder: Any, bert: dict[str, Any], answers: None) -> None:
     canary, model = evil.parent / "canary", evil.parent / "model"
-    TextEncoder(config=bert, tokenizer=tokenizer).save(model)
+    text_encoder().save(model)
     _with_code(model)
     before = edit(model / "config.json", auto_map=AUTO_MAP, model_type="made-up")
     refuses(lambda: load_model(model), canary)
@@ -133,21 +131,20 @@ def test_a_text_model_of_code(
     edit(model / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="Tokenizer")
     with suppress(DualencError):  # or a plain tokenizer, by another name
         load_model(model)
-    TextEncoder(config={**bert, "auto_map": AUTO_MAP, "trust_remote_code": True}, tokenizer=tokenizer)
-    refuses(lambda: TextEncoder(config={"model_type": "made-up", "auto_map": AUTO_MAP}, tokenizer=tokenizer), canary)
-    refuses(lambda: TextEncoder(config=bert, tokenizer=str(evil)), canary)
+    text_encoder(config={**bert, "auto_map": AUTO_MAP, "trust_remote_code": True})
+    refuses(lambda: text_encoder(config={"model_type": "made-up", "auto_map": AUTO_MAP}), canary)
+    refuses(lambda: text_encoder(tokenizer=str(evil)), canary)
     assert not canary.exists()
 
 
 @pytest.mark.slow
-def test_other_hooks_of_a_text_model(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_other_hooks_of_a_text_model(text_encoder: Any, bert: dict[str, Any], tmp_path: Path) -> None:
     canary, model = tmp_path / "canary", tmp_path / "model"
-    TextEncoder(config=bert, tokenizer=tokenizer).save(model)
+    text_encoder().save(model)
     edit(model / "config.json", attn_implementation="evil/kernel")
     assert "attn_implementation evil/kernel is code from the hub" in refuses(lambda: load_model(model), canary)
-    attention = {"attn_implementation": "evil/kernel"}
-    told = refuses(lambda: TextEncoder(config={**bert, **attention}, tokenizer=tokenizer), canary)
-    assert "is code from the hub" in told
+    config = {**bert, "attn_implementation": "evil/kernel"}
+    assert "is code from the hub" in refuses(lambda: text_encoder(config=config), canary)
     edit(model / "config.json", attn_implementation="eager")
     load_model(model)
     edit(model / "adapter_config.json", base_model_name_or_path="evil/model")
@@ -155,11 +152,9 @@ def test_other_hooks_of_a_text_model(bert: dict[str, Any], tokenizer: PreTrained
 
 
 @pytest.mark.parametrize("change", [{"type": "evil.Transformer"}, {"type": "evil.models.Pooling"}, {"path": "../evil"}])
-def test_modules_of_a_sentence_folder(
-    change: dict[str, str], evil: Path, bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_modules_of_a_sentence_folder(change: dict[str, str], evil: Path, text_encoder: Any) -> None:
     canary, model = evil.parent / "canary", evil.parent / "model"
-    TextEncoder(config=bert, tokenizer=tokenizer).save(model)
+    text_encoder().save(model)
     modules = json.loads((model / "modules.json").read_text())
     modules[0] |= change
     (model / "modules.json").write_text(json.dumps(modules))
@@ -178,17 +173,12 @@ class Bomb:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "open_clip_pytorch_model.bin"])
-@pytest.mark.parametrize("kind", ["text", "image-text", "image"])
+@pytest.mark.parametrize("kind", ["query-document", "image-text", "image"])
 def test_pickles_are_not_read_beside_safetensors_nor_instead(
-    kind: str, name: str, bert: dict[str, Any], clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    kind: str, name: str, build: Callable[[str], DualEncoder], tmp_path: Path
 ) -> None:
     canary, folder = tmp_path / "canary", tmp_path / "model"
-    if kind == "text":
-        TextEncoder(config=bert, tokenizer=tokenizer).save(folder)
-    elif kind == "image-text":
-        ImageTextEncoder(config=clip, tokenizer=tokenizer).save(folder)
-    else:
-        ImageEncoder("test_resnet", projector_dim=None).save(folder)
+    build(kind).save(folder)
     (folder / name).write_bytes(pickle.dumps(Bomb(canary)))
     load_model(folder)
     assert not canary.exists()

@@ -8,9 +8,8 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, load_model
+from dualenc.encoders import DualEncoder, TextEncoder, load_model
 from dualenc.encoders.load import folder_kind
 from dualenc.errors import DualencError
 
@@ -22,18 +21,11 @@ WEIGHTS = {
 
 
 @pytest.fixture
-def build(
-    bert: dict[str, Any], clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> Callable[[str], Path]:
+def saved(build: Callable[[str], DualEncoder], tmp_path: Path) -> Callable[[str], Path]:
     """Saves a small model of a kind and returns its folder."""
-    makers: dict[str, Callable[[], DualEncoder]] = {
-        "query-document": lambda: TextEncoder(config=bert, tokenizer=tokenizer),
-        "image-text": lambda: ImageTextEncoder(config=clip),
-        "image": lambda: ImageEncoder("test_resnet", image_size=32, projector_dim=4),
-    }
 
     def save(kind: str) -> Path:
-        makers[kind]().save(tmp_path / kind)
+        build(kind).save(tmp_path / kind)
         return tmp_path / kind
 
     return save
@@ -41,8 +33,8 @@ def build(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(WEIGHTS))
-def test_kind_is_found_and_the_model_ready(build: Callable[[str], Path], kind: str) -> None:
-    folder = build(kind)
+def test_kind_is_found_and_the_model_ready(saved: Callable[[str], Path], kind: str) -> None:
+    folder = saved(kind)
     assert folder_kind(folder) == kind
     model = load_model(f"local-dir:{folder}")
     assert model.kind == kind
@@ -51,8 +43,8 @@ def test_kind_is_found_and_the_model_ready(build: Callable[[str], Path], kind: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "file"), [*WEIGHTS.items(), ("image", "projector.safetensors")])
-def test_corrupt_weights(build: Callable[[str], Path], kind: str, file: str) -> None:
-    path = build(kind) / file
+def test_corrupt_weights(saved: Callable[[str], Path], kind: str, file: str) -> None:
+    path = saved(kind) / file
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DualencError) as caught:
         load_model(path.parent)
@@ -68,8 +60,8 @@ def test_corrupt_weights(build: Callable[[str], Path], kind: str, file: str) -> 
         ("config.json", "{}", "names no timm architecture"),
     ],
 )
-def test_broken_descriptions(build: Callable[[str], Path], file: str, text: str, message: str) -> None:
-    folder = build("image")
+def test_broken_descriptions(saved: Callable[[str], Path], file: str, text: str, message: str) -> None:
+    folder = saved("image")
     (folder / file).write_text(text)
     with pytest.raises(DualencError, match=message):
         load_model(folder)
@@ -91,13 +83,13 @@ def test_names_of_nothing(name: str, message: str) -> None:
         load_model(name)
 
 
-def test_unknown_device(build: Callable[[str], Path]) -> None:
+def test_unknown_device(saved: Callable[[str], Path]) -> None:
     with pytest.raises(DualencError, match="device warp"):
-        load_model(build("image"), device="warp")
+        load_model(saved("image"), device="warp")
 
 
-def test_hub_names_are_fetched_without_code(build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = build("query-document")
+def test_hub_names_are_fetched_without_code(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved("query-document")
     asked: dict[str, Any] = {}
 
     def fetch(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
@@ -110,8 +102,8 @@ def test_hub_names_are_fetched_without_code(build: Callable[[str], Path], monkey
     assert not any(pattern.endswith((".py", ".bin", ".pt", ".pth")) for pattern in asked["allowed"])
 
 
-def test_a_model_comes_back_whose_replacement_was_killed(build: Callable[[str], Path]) -> None:
-    folder = build("image")
+def test_a_model_comes_back_whose_replacement_was_killed(saved: Callable[[str], Path]) -> None:
+    folder = saved("image")
     work = folder.with_name(f".{folder.name}.part")
     work.mkdir()
     folder.rename(work / f"old-{folder.name}")

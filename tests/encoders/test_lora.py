@@ -22,9 +22,9 @@ pytest.importorskip("peft", reason="peft is not installed: pip install 'dualenc[
 
 
 @pytest.fixture
-def model(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
+def model(text_encoder: Any) -> TextEncoder:
     torch.manual_seed(0)
-    return TextEncoder(config=bert, tokenizer=tokenizer, lora_rank=2, lora_targets=["query", "value"])
+    return text_encoder(lora_rank=2, lora_targets=["query", "value"])
 
 
 def test_only_adapters_train(model: TextEncoder) -> None:
@@ -41,11 +41,9 @@ def test_only_adapters_train(model: TextEncoder) -> None:
         ({"dtype": "bfloat16"}, "bfloat16 with lora_rank"),
     ],
 )
-def test_unfit_arguments(
-    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, arguments: Any, message: str
-) -> None:
+def test_unfit_arguments(text_encoder: Any, arguments: Any, message: str) -> None:
     with pytest.raises(DualencError, match=message):
-        TextEncoder(config=bert, tokenizer=tokenizer, **arguments)
+        text_encoder(**arguments)
     with pytest.raises(DualencError, match="no layer's name ends in"):
         adapt(torch.nn.Sequential(torch.nn.Linear(2, 2)), 2, targets=["nothing"])
 
@@ -75,11 +73,9 @@ def test_a_step_moves_adapters_alone_and_the_saved_model_has_them_merged(
 
 
 @pytest.mark.slow
-def test_what_adapters_leave_alone_may_be_in_bfloat16(
-    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
-) -> None:
+def test_what_adapters_leave_alone_may_be_in_bfloat16(text_encoder: Any, texts: list[str], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = TextEncoder(config=bert, tokenizer=tokenizer, lora_rank=2, dtype="bfloat16")
+    model = text_encoder(lora_rank=2, dtype="bfloat16")
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
     inputs = model.left.prepare(texts)

@@ -12,7 +12,6 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, TextEncoder, load_model
 from dualenc.encoders.sentence_folder import read_sentence_folder
@@ -41,8 +40,8 @@ def assert_equal_there_and_here(model: DualEncoder, texts: list[str], folder: Pa
 
 
 @pytest.fixture
-def saved(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
-    TextEncoder(config=bert, tokenizer=tokenizer, query_prompt="ask: ").save(tmp_path / "model")
+def saved(text_encoder: Any, tmp_path: Path) -> Path:
+    text_encoder(query_prompt="ask: ").save(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -57,16 +56,10 @@ def test_minilm_gives_its_published_vectors(minilm: Path, texts: list[str]) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 def test_saved_model_gives_the_same_vectors_there_and_here(
-    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path, pooling: Any
+    text_encoder: Any, texts: list[str], tmp_path: Path, pooling: Any
 ) -> None:
-    model = TextEncoder(
-        config=bert,
-        tokenizer=tokenizer,
-        pooling=pooling,
-        query_prompt="query: ",
-        document_prompt="a document, ",
-        max_length=16,
-    )
+    prompts = {"query_prompt": "query: ", "document_prompt": "a document, "}
+    model = text_encoder(pooling=pooling, max_length=16, **prompts)
     assert_equal_there_and_here(model, texts, tmp_path / "model")
     assert SentenceTransformer(str(tmp_path / "model"), device="cpu").similarity_fn_name == "cosine"
 
@@ -86,17 +79,15 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "nu
     ids=["no token types", "encoder half", "rotary positions", "decoder"],
 )
 def test_other_architectures(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path, config: dict[str, Any], pooling: Any
+    text_encoder: Any, texts: list[str], tmp_path: Path, config: dict[str, Any], pooling: Any
 ) -> None:
-    model = TextEncoder(config=config, tokenizer=tokenizer, pooling=pooling)
+    model = text_encoder(config=config, pooling=pooling)
     assert_equal_there_and_here(model, texts, tmp_path / "model")
 
 
 @pytest.mark.slow
-def test_separate_towers_are_two_models(
-    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
-) -> None:
-    model = TextEncoder(config=bert, tokenizer=tokenizer, shared=False, query_prompt="q ", document_prompt="d ")
+def test_separate_towers_are_two_models(text_encoder: Any, texts: list[str], tmp_path: Path) -> None:
+    model = text_encoder(shared=False, query_prompt="q ", document_prompt="d ")
     model.save(tmp_path / "model")
     reloaded = load_model(tmp_path / "model")
     assert not reloaded.shares_weights
@@ -128,10 +119,10 @@ def test_upper_case_is_folded_when_the_folder_says_so(saved: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["roberta", "bert"])
 def test_a_length_above_the_positions_is_cut(
-    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path, model_type: str
+    text_encoder: Any, bert: dict[str, Any], tmp_path: Path, model_type: str
 ) -> None:
     folder = tmp_path / "model"
-    TextEncoder(config={**bert, "model_type": model_type, "pad_token_id": 1}, tokenizer=tokenizer).save(folder)
+    text_encoder(config={**bert, "model_type": model_type, "pad_token_id": 1}).save(folder)
     positions = 38 if model_type == "roberta" else 40  # RoBERTa's first two are none of a text
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": positions + 2}))
     model = TextEncoder(str(folder))

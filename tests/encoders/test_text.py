@@ -28,9 +28,9 @@ from dualenc.errors import DualencError
 
 
 @pytest.fixture
-def model(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
+def model(text_encoder: Any) -> TextEncoder:
     torch.manual_seed(0)
-    return TextEncoder(config=bert, tokenizer=tokenizer, query_prompt="ask: ", document_prompt="say: ")
+    return text_encoder(query_prompt="ask: ", document_prompt="say: ")
 
 
 def test_prompt_is_put_before_each_text_in_workers_too(model: TextEncoder, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -39,13 +39,11 @@ def test_prompt_is_put_before_each_text_in_workers_too(model: TextEncoder, token
         assert ids.tolist() == tokenizer([prompt + "a dog"]).input_ids
 
 
-def test_checkpointed_activations_give_the_same_gradient(
-    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str]
-) -> None:
+def test_checkpointed_activations_give_the_same_gradient(text_encoder: Any, texts: list[str]) -> None:
     gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
-        model = TextEncoder(config=bert, tokenizer=tokenizer, gradient_checkpointing=checkpointing).train()
+        model = text_encoder(gradient_checkpointing=checkpointing).train()
         torch.manual_seed(1)  # of dropout
         model("left", model.left.prepare(texts))[:, 0].sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -110,11 +108,9 @@ def folder(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: P
         ({"model_type": "bart"}, "a model of type bart is an encoder with a decoder"),
     ],
 )
-def test_unfit_configurations(
-    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, change: dict[str, Any], message: str
-) -> None:
+def test_unfit_configurations(text_encoder: Any, bert: dict[str, Any], change: dict[str, Any], message: str) -> None:
     with pytest.raises(DualencError, match=message):
-        new_transformer({**bert, **change}, tokenizer)
+        text_encoder(config={**bert, **change})
 
 
 def test_every_weight_is_held_once_and_gets_a_gradient_but_the_pooler(model: TextEncoder, texts: list[str]) -> None:

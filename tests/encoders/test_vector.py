@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dualenc.encoders import TextEncoder, VectorEncoder, load_model
+from dualenc.encoders import VectorEncoder, load_model
 from dualenc.errors import DualencError
 from tests.test_docs import ROOT, code
 
@@ -123,10 +123,10 @@ def test_other_items_are_refused(items: Any, told: str) -> None:
 
 
 def test_the_lines_of_the_page_put_a_linear_tower_behind_its_base(
-    tmp_path: Path, bert: Any, tokenizer: Any, texts: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, text_encoder: Any, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    base = TextEncoder(config=bert, tokenizer=tokenizer)
+    base = text_encoder()
     base.save("base")
     model = shaken(VectorEncoder(32, tower="linear", dim=24))
     model.save("runs/adapter/model")
