@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from dualenc.data.vector_shards import Embeddings
 from dualenc.evaluation.runs import read_per_query
-from tests.commands.in_process import run
+from tests.commands.in_process import evaluated
 from tests.commands.toy import write_captioned
-
-
-def evaluate(out: Path, *words: object) -> dict[str, Any]:
-    run("evaluate", "image-text", *words, "--out", out)
-    return json.loads((out / "metrics.json").read_text())
 
 
 @pytest.mark.slow
@@ -26,7 +19,7 @@ def test_recall_both_ways_from_the_embeddings(
 ) -> None:
     """6 images with 2 captions each; 3 images share one caption, so there are 10 texts and 12 queries."""
     data, out = write_captioned(tmp_path / "data"), tmp_path / "out"
-    measured = evaluate(out, toy_clip, data)
+    measured = evaluated("image-text", out, toy_clip, data)
     assert (measured["images"], measured["texts"]) == (6, 12)
     images = np.asarray(Embeddings.open(out / "embeddings" / "images-test").vectors)
     texts = np.asarray(Embeddings.open(out / "embeddings" / "texts-test").vectors)
@@ -48,5 +41,5 @@ def test_recall_both_ways_from_the_embeddings(
 def test_an_image_that_cannot_be_read_is_left_out(toy_clip: Path, tmp_path: Path) -> None:
     data, out = write_captioned(tmp_path / "data"), tmp_path / "out"
     (data / "pictures" / "4.png").write_bytes(b"not a picture")
-    measured = evaluate(out, toy_clip, data)
+    measured = evaluated("image-text", out, toy_clip, data)
     assert (measured["images"], measured["texts"]) == (5, 10)

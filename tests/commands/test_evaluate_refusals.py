@@ -91,26 +91,20 @@ REFUSALS = [
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def places(
+    tmp_path_factory: pytest.TempPathFactory, toy_text: Path, toy_clip: Path, image_model: Path
+) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("data")
     for name, make in MAKE.items():
         make(folder / name)
-    return folder
+    models = {"text": toy_text, "clip": toy_clip, "image": image_model}
+    return {name: folder / name for name in MAKE} | models
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSALS, ids=[line for line, _ in REFUSALS])
 def test_a_refusal_is_one_line_and_leaves_nothing(
-    line: str,
-    message: str,
-    data: Path,
-    toy_text: Path,
-    toy_clip: Path,
-    image_model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    line: str, message: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = {name: data / name for name in (*MAKE, "absent")}
-    places |= {"text": toy_text, "clip": toy_clip, "image": image_model}
     for name, place in places.items():
         line = line.replace(f"{{{name}}}", str(place))
     workers = ["--num-workers", 0] if line.startswith(("probe", "corrupted")) else []
@@ -120,17 +114,15 @@ def test_a_refusal_is_one_line_and_leaves_nothing(
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
 def test_a_place_that_cannot_be_written_is_refused_before_any_work(
-    place: str, data: Path, image_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    line = failure(capsys, "evaluate", "probe", image_model, data / "splits", "--out", tmp_path / place)
+    line = failure(capsys, "evaluate", "probe", places["image"], places["splits"], "--out", tmp_path / place)
     assert "cannot be written" in line
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_classes_without_names_need_a_file(
-    data: Path, toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_classes_without_names_need_a_file(toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_classes(tmp_path / "numbered", per_class=2)
     for number, place in enumerate(sorted(folder.iterdir())):
         place.rename(folder / str(number))

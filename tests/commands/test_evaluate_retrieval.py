@@ -14,18 +14,13 @@ from sentence_transformers import CrossEncoder
 from dualenc.data.beir import read_beir, read_qrels
 from dualenc.evaluation.runs import read_per_query, read_trec
 from dualenc.search.fusion import fuse
-from tests.commands.in_process import failure, run
+from tests.commands.in_process import evaluated, failure
 from tests.commands.toy import ANIMALS, WORDS, cross_encoder, write_beir
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_beir(tmp_path_factory.mktemp("data") / "toy")
-
-
-def evaluate(out: Path, *words: object) -> dict[str, Any]:
-    run("evaluate", "retrieval", *words, "--out", out)
-    return json.loads((out / "metrics.json").read_text())
 
 
 def trec_ndcg(qrels: dict[str, dict[str, int]], file: Path) -> float:
@@ -35,7 +30,7 @@ def trec_ndcg(qrels: dict[str, dict[str, int]], file: Path) -> float:
 
 @pytest.mark.slow
 def test_one_folder(toy_text: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    systems = evaluate(tmp_path, toy_text, data, "--bm25")["systems"]
+    systems = evaluated("retrieval", tmp_path, toy_text, data, "--bm25")["systems"]
     scores = systems["toy-text"]["datasets"]["toy"]
     assert (scores["queries"], scores["documents"]) == (8, 40)
     qrels = read_qrels(data / "qrels" / "test.tsv")
@@ -47,7 +42,7 @@ def test_one_folder(toy_text: Path, data: Path, tmp_path: Path, capsys: pytest.C
     assert all(query not in found for query, found in read_trec(tmp_path / "run.trec").items())
     assert "Best and worst queries of toy-text on toy" in (tmp_path / "report.html").read_text()
     assert f"{scores['metrics']['ndcg@10']:.4f}" in capsys.readouterr().out
-    evaluate(tmp_path, toy_text, data, "--keep_self_matches")
+    evaluated("retrieval", tmp_path, toy_text, data, "--keep_self_matches")
     assert all(query in found for query, found in read_trec(tmp_path / "run.trec").items())
 
 
@@ -60,7 +55,7 @@ def test_a_table_of_pairs_is_a_test_set_beside_a_beir_folder(
     pairs.write_text("a,b\nwhat is a fox,an animal\nwhat is a wing,a part of a bird\nwhat is a fox,it is red\n")
     assert "cannot tell which column is left_column" in failure(capsys, "evaluate", "retrieval", toy_text, pairs)
     named = ("--left-column", "a", "--right-column", "b", "--bm25")
-    system = evaluate(tmp_path / "out", toy_text, data, pairs, *named)["systems"]["toy-text"]
+    system = evaluated("retrieval", tmp_path / "out", toy_text, data, pairs, *named)["systems"]["toy-text"]
     assert system["datasets"].keys() == {"toy", "pairs"}
     scores = system["datasets"]["pairs"]
     assert (scores["queries"], scores["documents"]) == (2, 3)
@@ -74,7 +69,7 @@ def test_a_table_of_pairs_is_a_test_set_beside_a_beir_folder(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["rrf", "weighted"])
 def test_hybrid_is_the_fusion_of_the_runs_beside_it(toy_text: Path, data: Path, tmp_path: Path, method: Any) -> None:
-    measured = evaluate(tmp_path, toy_text, data, "--hybrid", method, "--weight", 0.3)
+    measured = evaluated("retrieval", tmp_path, toy_text, data, "--hybrid", method, "--weight", 0.3)
     both = [read_trec(tmp_path / "run.trec"), read_trec(tmp_path / "bm25" / "run.trec")]
     for query, documents in read_trec(tmp_path / "hybrid" / "run.trec").items():
         rankings = [sorted(one.get(query, {}).items(), key=lambda pair: pair[::-1], reverse=True) for one in both]
@@ -91,7 +86,7 @@ def test_reranked_is_the_best_of_a_run_in_the_order_of_the_library(
     toy_text: Path, data: Path, tmp_path: Path, more: tuple[str, ...], folder: str
 ) -> None:
     judge = cross_encoder(tmp_path / "judge")
-    measured = evaluate(tmp_path / "out", toy_text, data, "--rerank", judge, "--rerank-top", 12, *more)
+    measured = evaluated("retrieval", tmp_path / "out", toy_text, data, "--rerank", judge, "--rerank-top", 12, *more)
     first = read_trec(tmp_path / "out" / folder / "run.trec")
     again = read_trec(tmp_path / "out" / "reranked" / "run.trec")
     collection = read_beir(data)
@@ -124,7 +119,9 @@ def numbered(folder: Path, offset: int) -> Path:
 def test_queries_and_documents_may_be_numbered_alike(
     toy_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, offset: int, judged: int
 ) -> None:
-    systems = evaluate(tmp_path / "out", toy_text, numbered(tmp_path / "n", offset), "--hybrid", "rrf")["systems"]
+    systems = evaluated("retrieval", tmp_path / "out", toy_text, numbered(tmp_path / "n", offset), "--hybrid", "rrf")[
+        "systems"
+    ]
     assert systems["BM25"]["mean"]["ndcg@10"] == 1
     assert [system["mean"]["recall@100"] for system in systems.values()] == [1, 1, 1]
     counts = f"{judged} of these documents are judged and kept, the other {10 - judged} are removed"
@@ -138,7 +135,7 @@ def test_texts_replaced_under_the_same_names_count_anew(tmp_path: Path, toy_text
     runs = []
     for seed, out in ((0, "out"), (1, "out"), (1, "fresh")):
         shutil.rmtree(tmp_path / "toy", ignore_errors=True)
-        evaluate(tmp_path / out, toy_text, write_beir(tmp_path / "toy", seed=seed))
+        evaluated("retrieval", tmp_path / out, toy_text, write_beir(tmp_path / "toy", seed=seed))
         runs.append((tmp_path / out / "run.trec").read_bytes())
     assert runs[0] != runs[1] == runs[2]
 
@@ -155,7 +152,7 @@ def test_a_report_shows_scripts_as_text(toy_text: Path, tmp_path: Path, capsys: 
         path.write_text("".join(json.dumps(row) + "\n" for row in marked))
     judged = data / "qrels" / "test.tsv"
     judged.write_text(judged.read_text().replace("\td", f"{mark}\td").replace("\t1\n", f"{mark}\t1\n"))
-    evaluate(tmp_path / "out", toy_text, data)
+    evaluated("retrieval", tmp_path / "out", toy_text, data)
     report = (tmp_path / "out" / "report.html").read_text()
     assert "<script" not in report
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in report

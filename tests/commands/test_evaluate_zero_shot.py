@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,19 +10,14 @@ import pytest
 from dualenc.data.vector_shards import Embeddings
 from dualenc.evaluation.runs import read_per_query
 from tests.commands.image_models import HUES, save_classes
-from tests.commands.in_process import run
-
-
-def evaluate(out: Path, *words: object) -> dict[str, Any]:
-    run("evaluate", "zero-shot", *words, "--out", out)
-    return json.loads((out / "metrics.json").read_text())
+from tests.commands.in_process import evaluated
 
 
 @pytest.mark.slow
 def test_top1_from_the_embeddings(toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = save_classes(tmp_path / "data", per_class=4), tmp_path / "out"
     (tmp_path / "prompts.txt").write_text("a {} picture\nthe {} photo\n")
-    measured = evaluate(out, toy_clip, data, "--templates", tmp_path / "prompts.txt")
+    measured = evaluated("zero-shot", out, toy_clip, data, "--templates", tmp_path / "prompts.txt")
     assert (measured["images"], measured["classes"]) == (12, 3)
     images = np.asarray(Embeddings.open(out / "embeddings" / "images-test").vectors)
     prompts = np.asarray(Embeddings.open(out / "embeddings" / "prompts").vectors)
@@ -39,14 +32,14 @@ def test_top1_from_the_embeddings(toy_clip: Path, tmp_path: Path, capsys: pytest
     assert "Zero-shot" in capsys.readouterr().out
     # Other prompts in the same file are embedded anew.
     (tmp_path / "prompts.txt").write_text("{} number\n")
-    again = evaluate(out, toy_clip, data, "--templates", tmp_path / "prompts.txt")
-    assert again == evaluate(tmp_path / "fresh", toy_clip, data, "--templates", tmp_path / "prompts.txt")
+    again = evaluated("zero-shot", out, toy_clip, data, "--templates", tmp_path / "prompts.txt")
+    assert again == evaluated("zero-shot", tmp_path / "fresh", toy_clip, data, "--templates", tmp_path / "prompts.txt")
 
 
 def test_class_names_from_a_file(toy_clip: Path, tmp_path: Path) -> None:
     data, names = save_classes(tmp_path / "data", per_class=1), tmp_path / "names.txt"
     names.write_text("blue_sky\ngreen grass\nred rose\n")
-    measured = evaluate(tmp_path / "out", toy_clip, data, "--class_names", names)
+    measured = evaluated("zero-shot", tmp_path / "out", toy_clip, data, "--class_names", names)
     assert [row["class"] for row in measured["per_class"]] == ["blue sky", "green grass", "red rose"]
 
 
@@ -54,4 +47,4 @@ def test_a_split_is_no_way_out_of_the_folder(toy_clip: Path, tmp_path: Path) -> 
     """ "../other" names no split; the folder is taken whole."""
     data = save_classes(tmp_path / "data", per_class=2)
     save_classes(tmp_path / "other", per_class=3)
-    assert evaluate(tmp_path / "out", toy_clip, data, "--split", "../other")["images"] == 6
+    assert evaluated("zero-shot", tmp_path / "out", toy_clip, data, "--split", "../other")["images"] == 6

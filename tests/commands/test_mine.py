@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 
-from dualenc.data import MinedPairs, read_beir
+from dualenc.data import BeirPairs, MinedPairs
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
@@ -62,31 +62,28 @@ def test_equals_what_sentence_transformers_mines(tmp_path: Path, toy_text: Path,
     from sentence_transformers.util import mine_hard_negatives
 
     # As a table, so that the corpus is what the pairs hold and no id names a query and a document.
-    read = read_beir(beir, "train")
-    positives = {query: next(iter(read.qrels[query])) for query in read.queries.ids}
-    text_of = dict(zip(read.corpus.ids, (read.corpus[i] for i in range(200))))
-    pairs = [(read.queries[i], text_of[positives[name]]) for i, name in enumerate(read.queries.ids)]
-    used = [text for _, text in pairs]
-    table = [{"query": q, "document": d} for q, d in pairs]
+    table = [{"query": pair.left, "document": pair.right} for pair in BeirPairs(beir, "train")]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
     limits = ("--relative", 0.99, "--num-negatives", 4)
     run("mine", toy_text, tmp_path / "pairs.jsonl", "--out", tmp_path / "m.jsonl", *limits)
     ours = {row["query"]: row["neg"] for row in rows_of(tmp_path / "m.jsonl")}
     theirs = mine_hard_negatives(
-        datasets.Dataset.from_list([{"anchor": q, "positive": d} for q, d in pairs]),
+        datasets.Dataset.from_list(table),
         SentenceTransformer(str(toy_text), device="cpu"),
-        corpus=used,
+        anchor_column_name="query",
+        positive_column_name="document",
+        corpus=[row["document"] for row in table],
         query_prompt_name="query",
         corpus_prompt_name="document",
         relative_margin=0.01,
         num_negatives=4,
-        range_max=len(used) - 1,
+        range_max=len(table) - 1,
         output_format="triplet",
         verbose=False,
     )
     wanted: dict[str, list[str]] = {}
     for row in theirs:
-        wanted.setdefault(row["anchor"], []).append(row["negative"])
+        wanted.setdefault(row["query"], []).append(row["negative"])
     assert len(wanted) > 5
     assert ours == wanted
 

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from tests.commands import toy
-from tests.commands.in_process import failure, run
+from tests.commands.in_process import failure, found, run
 
 FILTER = '{"must": [{"key": "year", "range": {"gte": 2004}}, {"key": "lang", "match": {"value": "no"}}]}'
 
@@ -47,12 +47,6 @@ def engine(tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str]) -> tup
     return tmp_path / "engine", "--qdrant-path", tmp_path / "data"
 
 
-def results(capsys: pytest.CaptureFixture[str], index: Path, *words: Any) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    run("search", index, "wing flow", *words, "--json")
-    return json.loads(capsys.readouterr().out)["results"]
-
-
 @pytest.mark.slow
 def test_push_search_and_push_again(
     tmp_path: Path, emb: Path, engine: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
@@ -60,14 +54,14 @@ def test_push_search_and_push_again(
     run("push", emb, tmp_path / "data", "--out", tmp_path / "engine")
     assert "; 0 sent" in capsys.readouterr().out
     run("index", emb, "--out", tmp_path / "index")
-    by_faiss = results(capsys, tmp_path / "index", "-k", 7)
-    by_engine = results(capsys, *engine, "-k", 7)
+    by_faiss = found(capsys, tmp_path / "index", "wing flow", "-k", 7)
+    by_engine = found(capsys, *engine, "wing flow", "-k", 7)
     for name in ("id", "snippet", "year"):
         assert [hit[name] for hit in by_engine] == [hit[name] for hit in by_faiss]
     np.testing.assert_allclose([h["score"] for h in by_engine], [h["score"] for h in by_faiss], atol=2e-3)
-    everything = pd.DataFrame(results(capsys, *engine, "-k", 40))
+    everything = pd.DataFrame(found(capsys, *engine, "wing flow", "-k", 40))
     wanted = everything[(everything.year >= 2004) & (everything.lang == "no")].id.tolist()
-    assert [hit["id"] for hit in results(capsys, *engine, "-k", 40, "--filter", FILTER)] == wanted
+    assert [hit["id"] for hit in found(capsys, *engine, "wing flow", "-k", 40, "--filter", FILTER)] == wanted
 
 
 class Payload:

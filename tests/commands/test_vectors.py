@@ -14,7 +14,7 @@ import pytest
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders import VectorEncoder, load_model
 from dualenc.training import RetrievalEvaluator
-from tests.commands.in_process import failure, run
+from tests.commands.in_process import evaluated, failure, found, run
 
 N, D = 96, 16
 
@@ -82,15 +82,12 @@ def test_embed_index_search_and_evaluate(trained: Path, tmp_path: Path, capsys: 
     np.testing.assert_allclose(embeddings.vectors[:], units, atol=1e-6)  # the right tower is the identity
     run("index", model, data / "corpus.parquet", "--out", tmp_path / "index")
     np.save(tmp_path / "query.npy", queries[80])
-    capsys.readouterr()
-    run("search", tmp_path / "index", tmp_path / "query.npy", "-k", 3, "--json")
-    found = json.loads(capsys.readouterr().out)["results"]
+    results = found(capsys, tmp_path / "index", tmp_path / "query.npy", "-k", 3)
     encoder = load_model(model)
     scores = units @ encoder("left", encoder.left.prepare([queries[80]])).detach().numpy()[0]
-    assert [result["id"] for result in found] == [f"d{row}" for row in np.argsort(-scores)[:3]]
-    assert found[0]["id"] == "d80"
-    run("evaluate", "retrieval", model, data, "--out", tmp_path / "evaluation")
-    metrics = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
+    assert [result["id"] for result in results] == [f"d{row}" for row in np.argsort(-scores)[:3]]
+    assert results[0]["id"] == "d80"
+    metrics = evaluated("retrieval", tmp_path / "evaluation", model, data)
     assert metrics["systems"]["run"]["datasets"]["data"]["metrics"]["ndcg@10"] > 0.9
 
 

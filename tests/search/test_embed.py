@@ -13,7 +13,6 @@ from PIL import Image
 
 from dualenc.data import Corpus
 from dualenc.data.sources import open_corpus
-from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.embed import embed, tower_checksum
 from tests.fake_towers import WORDS, LetterTower, PixelTower, corpus, images, texts
@@ -23,6 +22,12 @@ from tests.fake_towers import WORDS, LetterTower, PixelTower, corpus, images, te
 def short_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 rows, so that a small corpus has several."""
     monkeypatch.setattr("dualenc.search.embeddings.MIN_SHARD_ROWS", 100)
+
+
+def save_greys(folder: Path, count: int) -> None:
+    folder.mkdir()
+    for row in range(count):
+        Image.new("RGB", (2, 2), (row, row, 7)).save(folder / f"{row:03}.bmp")
 
 
 @pytest.mark.parametrize("left_padding", [False, True])
@@ -103,41 +108,35 @@ def test_a_bad_sample_can_stop_everything(tmp_path: Path, num_workers: int) -> N
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path, num_workers: int) -> None:
     """One image file changes, but not its size and time, and another that did not decode is repaired."""
-    (tmp_path / "images").mkdir()
-    for row in range(110):
-        Image.new("RGB", (2, 2), (row, row, 7)).save(tmp_path / "images" / f"{row:03}.bmp")
-    (tmp_path / "images" / "100.bmp").write_bytes(b"not an image")
+    folder = tmp_path / "images"
+    save_greys(folder, 110)
+    (folder / "100.bmp").write_bytes(b"not an image")
 
-    def run() -> tuple[Embeddings, int]:
-        tower = PixelTower()
-        data = open_corpus(tmp_path / "images")
-        written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("data-*.arrow")}
-        embeddings = embed(tower, data, tmp_path / "emb", num_workers=num_workers, progress=False)
-        now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("data-*.arrow")}
-        np.testing.assert_allclose(np.asarray(embeddings.vectors), embed(tower, data, progress=False).vectors)
-        return embeddings, sum(written.get(name) != time for name, time in now.items())
+    def times() -> set[tuple[str, int]]:
+        return {(path.name, path.stat().st_mtime_ns) for path in (tmp_path / "emb").glob("data-*.arrow")}
 
-    assert run()[0].meta["skipped"] == 1
-    assert run()[1] == 0, "nothing has changed"
-    path = tmp_path / "images" / "003.bmp"
-    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
-    Image.new("RGB", (2, 2), (99, 99, 99)).save(path)
-    os.utime(path, ns=times)
-    assert run()[1] == 1, "the shard of the changed image"
-    Image.new("RGB", (2, 2), (50, 60, 70)).save(tmp_path / "images" / "100.bmp")
-    embeddings, written = run()
-    assert written == 1
-    assert embeddings.meta["skipped"] == 0
-    assert embeddings.ids[100] == "100.bmp"
+    def run() -> tuple[int, int]:
+        """How many shards are written and how many images are skipped."""
+        before, data = times(), open_corpus(folder)
+        embeddings = embed(PixelTower(), data, tmp_path / "emb", num_workers=num_workers, progress=False)
+        np.testing.assert_allclose(embeddings.vectors[:], embed(PixelTower(), data, progress=False).vectors)
+        return len(times() - before), embeddings.meta["skipped"]
+
+    assert run() == (2, 1)
+    assert run() == (0, 1), "nothing has changed"
+    stat = (folder / "003.bmp").stat()
+    Image.new("RGB", (2, 2), (99, 99, 99)).save(folder / "003.bmp")
+    os.utime(folder / "003.bmp", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert run() == (1, 1), "the shard of the changed image"
+    Image.new("RGB", (2, 2), (50, 60, 70)).save(folder / "100.bmp")
+    assert run() == (1, 0)
 
 
 def test_large_sets_of_images_are_told_apart_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dualenc.search.embed.MAX_IMAGES", 10)
-    (tmp_path / "images").mkdir()
-    for row in range(40):
-        Image.new("RGB", (2, 2), (row, row, row)).save(tmp_path / "images" / f"{row:02}.bmp")
+    save_greys(tmp_path / "images", 40)
     embed(PixelTower(), open_corpus(tmp_path / "images"), tmp_path / "emb", progress=False)
-    Image.new("RGB", (2, 2), (200, 100, 50)).save(tmp_path / "images" / "05.bmp")
+    Image.new("RGB", (2, 2), (200, 100, 50)).save(tmp_path / "images" / "005.bmp")
     data = open_corpus(tmp_path / "images")
     again = embed(PixelTower(), data, tmp_path / "emb", progress=False)
     np.testing.assert_allclose(np.asarray(again.vectors), embed(PixelTower(), data, progress=False).vectors)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ from dualenc.search.filtered import SCANNED_BELOW
 from dualenc.search.fusion import fuse
 from dualenc.search.searcher import Query, Searcher
 from tests.commands import toy
-from tests.commands.in_process import run
+from tests.commands.in_process import found, run
 from tests.search.clusters import clustered, exact_rows
 from tests.search.conditions import KINDS, met_by_pandas
 from tests.search.conftest import documents
@@ -45,11 +45,10 @@ def test_few_rows_are_searched_exactly(factory: str, count: int, k: int, seed: i
     kept = np.isin(np.arange(len(VECTORS)), kept_rows)
     scores, rows = index_of(factory).search_rows(QUERIES, k, allowed_rows=kept)
     expected = kept_rows[exact_rows(VECTORS[kept_rows], QUERIES, k)]
-    found = min(k, count)
-    np.testing.assert_array_equal(np.sort(rows[:, :found]), np.sort(expected))
-    assert (rows[:, found:] == -1).all()
+    np.testing.assert_array_equal(np.sort(rows[:, :count]), np.sort(expected))
+    assert (rows[:, count:] == -1).all()
     slow = np.einsum("qkd,qd->qk", VECTORS[expected], QUERIES)
-    np.testing.assert_allclose(scores[:, :found], slow, atol=1e-5)
+    np.testing.assert_allclose(scores[:, :count], slow, atol=1e-5)
 
 
 @pytest.mark.parametrize(("factory", "settings"), [("HNSW16", {}), ("IVF16,Flat", {"nprobe": 2}), ("Flat", {})])
@@ -104,41 +103,37 @@ def test_conditions_hold_before_the_search(made: Path, where: list[str], hybrid:
 
 
 def test_the_command_shows_columns(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    run("search", made / "index", "fox", "--where", "year>=2005", "--where", "lang=de", "-k", 60, "--json")
-    results = json.loads(capsys.readouterr().out)["results"]
+    results = found(capsys, made / "index", "fox", "--where", "year>=2005", "--where", "lang=de", "-k", 60)
     met = [row for row in documents() if row["year"] >= 2005 and row["lang"] == "de"]
     assert {row["id"] for row in results} == {row["_id"] for row in met}
     assert all(row["lang"] == "de" for row in results)
-    words = ("search", made / "index", "fox", "--where", "year>=2005", "--where", "year<2003")
-    run(*words)
+    words = (made / "index", "fox", "--where", "year>=2005", "--where", "year<2003")
+    assert found(capsys, *words) == []
+    run("search", *words)
     assert capsys.readouterr().out.startswith("nothing was found for 'fox' that meets all conditions")
-    run(*words, "--json")
-    assert json.loads(capsys.readouterr().out)["results"] == []
 
 
-def test_columns_follow_what_is_appended_and_removed(made: Path, tmp_path: Path) -> None:
-    run("embed", made / "model", made / "docs.jsonl", "--columns", "year,lang", "--out", tmp_path / "emb")
-    whole = Embeddings.open(tmp_path / "emb")
-    assert whole.columns is not None
+def test_columns_follow_what_is_appended_and_removed(tmp_path: Path) -> None:
+    columns = pa.Table.from_pylist(documents()).select(["year", "lang"])
 
-    def part(rows: range, columns: Any) -> Embeddings:
-        taken = None if columns is None else columns.take(list(rows))
-        return Embeddings([whole.ids[row] for row in rows], whole.vectors[list(rows)], whole.meta, columns=taken)
+    def part(first: int, columns: Any) -> Embeddings:
+        rows = slice(first, first + 20)
+        taken = None if columns is None else columns.slice(first, 20)
+        return Embeddings([f"d{row}" for row in range(60)][rows], VECTORS[rows], columns=taken)
 
     folder = tmp_path / "index"
-    Index.build(part(range(20), whole.columns), folder=folder)
-    change.append(folder, part(range(20, 40), whole.columns.select(["lang"])))
-    change.append(folder, part(range(40, 60), None))
+    Index.build(part(0, columns), folder=folder)
+    change.append(folder, part(20, columns.select(["lang"])))
+    change.append(folder, part(40, None))
     index = change.remove(folder, ["d0", "d25", "d59"])
     assert index.columns is not None
+    assert len(index) == len(index.columns) == 57
     for row, name in enumerate(index.ids):
         number = int(name[1:])
         expected = documents()[number]
-        columns = {"year": expected["year"]} if number < 20 else {}
-        columns |= {"lang": expected["lang"]} if number < 40 and expected["lang"] else {}
-        assert index.hit(row, 0).columns == columns
-    assert len(index) == len(index.columns) == 57
-    other = part(range(1), whole.columns.select(["year"]).rename_columns(["lang"]))
+        shown = {"year": expected["year"]} if number < 20 else {}
+        shown |= {"lang": expected["lang"]} if number < 40 and expected["lang"] else {}
+        assert index.hit(row, 0).columns == shown
+    other = columns.slice(0, 1).select(["year"]).rename_columns(["lang"])
     with pytest.raises(DualencError, match="column 'lang' holds text values in the index and integer values in what"):
-        change.append(folder, Embeddings(["new"], other.vectors, other.meta, columns=other.columns))
+        change.append(folder, Embeddings(["new"], VECTORS[:1], columns=other))

@@ -16,8 +16,7 @@ from dualenc.errors import DualencError
 from dualenc.files import write_json
 from dualenc.reading import read_json
 from dualenc.search import Embeddings, Index, parts
-from dualenc.search.build import new_index
-from dualenc.search.parts import bytes_per_vector, can_be_merged, lists_on_disk
+from dualenc.search.parts import lists_on_disk
 from tests.search.clusters import clustered, search_ids
 from tests.search.test_index import on_disk
 
@@ -106,16 +105,6 @@ def test_parts_of_another_build_are_discarded(tmp_path: Path, embeddings: Embedd
     index = Index.build(embeddings, None, "IVF8,Flat", folder=tmp_path / "index", memory=MEMORY)
     assert (index.search_rows(clustered(COUNT)[:50], 1, nprobe=8)[1].ravel() == np.arange(50)).all()
     assert sorted(os.listdir(tmp_path)) == ["emb", "index"]
-
-
-@pytest.mark.parametrize(
-    ("factory", "per_vector"),
-    [("SQ8", 16), ("HNSW8", 64 + 4 * 16 + 32), ("PCA8,IVF4,Flat", 40), ("IVF4,PQ4,Refine(SQfp16)", 12 + 32)],
-)
-def test_bytes_per_vector(factory: str, per_vector: int) -> None:
-    index = new_index(16, factory, "ip")
-    assert bytes_per_vector(index) == per_vector
-    assert can_be_merged(index) == ("IVF" in factory)
 
 
 def test_refused_builds_leave_nothing(tmp_path: Path, embeddings: Embeddings) -> None:

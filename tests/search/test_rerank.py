@@ -20,7 +20,7 @@ from dualenc.search.rerank import open_cross_encoder, rerank
 from dualenc.search.searcher import Query, Searcher
 from dualenc.search.texts import add_texts
 from tests.commands import toy
-from tests.commands.in_process import failure, run
+from tests.commands.in_process import failure, found, run
 
 LONG = "fox " + "ant " * 100 + "hen"
 
@@ -33,9 +33,9 @@ def ranked(judge: Path, query: str, names: list[str], texts: list[str]) -> list[
 @given(st.lists(st.lists(st.integers(-3, 3), max_size=5), max_size=4))
 def test_each_query_keeps_its_own_and_equal_scores_their_order(scores: list[list[int]]) -> None:
     pairs = [[(f"q{q}", f"{q} {d} {own}") for d, own in enumerate(row)] for q, row in enumerate(scores)]
-    found = rerank(lambda texts: np.array([float(text.split()[2]) for _, text in texts]), pairs)
-    assert len(found) == len(scores)
-    for row, (order, own) in zip(scores, found):
+    reranked = rerank(lambda texts: np.array([float(text.split()[2]) for _, text in texts]), pairs)
+    assert len(reranked) == len(scores)
+    for row, (order, own) in zip(scores, reranked):
         assert [(-row[place], place) for place in order.tolist()] == sorted((-s, d) for d, s in enumerate(row))
         assert own.tolist() == [row[place] for place in order.tolist()]
 
@@ -61,10 +61,8 @@ def test_the_best_of_a_search_in_the_order_of_the_library(made: Path, hybrid: An
 
 
 def test_the_command_shows_the_scores_of_the_cross_encoder(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
     words = ("search", made / "index", "fox dog", "--rerank", made / "judge")
-    run(*words, "--rerank-top", 60, "-k", 60, "--json")
-    shown = json.loads(capsys.readouterr().out)["results"]
+    shown = found(capsys, *words[1:], "--rerank-top", 60, "-k", 60)
     expected = ranked(made / "judge", "fox dog", [f"d{i}" for i in range(60)], toy.texts(60))
     assert {row["id"]: row["score"] for row in shown} == pytest.approx(dict(expected), abs=1e-5)
     assert "k is 10, and 9 are reranked" in failure(capsys, *words, "--rerank-top", 9)
@@ -94,8 +92,7 @@ def test_texts_beside_an_engine(made: Path, tmp_path: Path, capsys: pytest.Captu
     assert "keeps no texts for a cross-encoder to read" in failure(capsys, *words)
     run("index", tmp_path / "pushed", "--texts")
     assert "60 texts kept for cross-encoders" in capsys.readouterr().out
-    run(*words, "--json")
-    results = json.loads(capsys.readouterr().out)["results"]
+    results = found(capsys, *words[1:])
     expected = ranked(made / "judge", "fox dog", [f"d{i}" for i in range(60)], toy.texts(60))[:10]
     assert {row["id"]: row["score"] for row in results} == pytest.approx(dict(expected), abs=1e-5)
     assert "searched by vectors alone" in failure(capsys, "index", tmp_path / "pushed", "--texts", "--bm25")

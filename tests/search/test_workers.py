@@ -14,10 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from dualenc.errors import DualencError
 from dualenc.search.embed import embed
 from dualenc.search.locks import work_lock
 from tests.fake_towers import LetterTower, corpus
@@ -138,19 +136,3 @@ def test_a_worker_that_comes_when_all_is_done_removes_the_locks_of_the_dead(
     embed(tower, corpus(ROWS), tmp_path / "alone", progress=False)
     assert tower.widths == []
     assert contents(tmp_path / "alone") == alone
-
-
-@pytest.mark.slow
-def test_a_failing_worker_leaves_its_shard_and_the_folder_to_the_others(
-    tmp_path: Path, alone: dict[str, bytes]
-) -> None:
-    folder = tmp_path / "emb"
-    with worker(folder, 0.1) as good:
-        wait_for(lambda: (folder / "data-00000.lock").exists())
-        bad = LetterTower()
-        bad.forward = lambda inputs: LetterTower.forward(bad, inputs) * np.nan  # type: ignore[method-assign]
-        with pytest.raises(DualencError, match="not finite"):
-            embed(bad, corpus(ROWS), folder, progress=False)
-        good.join(60)
-        assert good.exitcode == 0
-    assert contents(folder) == alone

@@ -15,7 +15,7 @@ from PIL import Image
 from dualenc.errors import DualencError
 from dualenc.serve.app import MAX_BODY, Service, create_app
 from tests.commands import toy
-from tests.commands.in_process import run
+from tests.commands.in_process import found
 from tests.serve.conftest import URL
 
 HEADERS = {"content-type": "application/json"}
@@ -49,9 +49,7 @@ def test_results_are_those_of_the_command(
     client: TestClient, text_index: Path, capsys: pytest.CaptureFixture[str], words: tuple[Any, ...], request_: Any
 ) -> None:
     command = [text_index.parent / "judge" if word == "judge" else word for word in words]
-    capsys.readouterr()
-    run("search", text_index, "fox hen", "-k", 5, "--json", *command)
-    expected = json.loads(capsys.readouterr().out)["results"]
+    expected = found(capsys, text_index, "fox hen", "-k", 5, *command)
     body = {"text": "fox hen", "k": 5, **request_}
     for response in (client.post("/search", json=body), client.get("/search", params=body)):
         assert ids(response) == [row["id"] for row in expected]
@@ -77,15 +75,10 @@ def test_images_and_texts_search_images(
     image_client: TestClient, image_index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = image_index.parent / "pictures" / "05.png"
-    capsys.readouterr()
-    for query in (picture, "red"):
-        run("search", image_index, query, "-k", 4, "--json")
-        expected = [row["id"] for row in json.loads(capsys.readouterr().out)["results"]]
-        if query == "red":
-            response = image_client.post("/search", json={"text": "red", "k": 4})
-        else:
-            response = image_client.post("/search/image?k=4", content=picture.read_bytes())
-        assert ids(response) == expected
+    by_text = image_client.post("/search", json={"text": "red", "k": 4})
+    by_image = image_client.post("/search/image?k=4", content=picture.read_bytes())
+    for query, response in (("red", by_text), (picture, by_image)):
+        assert ids(response) == [row["id"] for row in found(capsys, image_index, query, "-k", 4)]
     assert image_client.get("/health").json()["takes"] == ["image", "text"]
 
 

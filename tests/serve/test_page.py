@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import uvicorn
@@ -42,8 +41,7 @@ def url(service: Service) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_searching_by_keyboard_in_a_browser(url: str, scheme: Any) -> None:
+def test_searching_by_keyboard_in_a_browser(url: str) -> None:
     path = os.environ.get("DUALENC_TEST_CHROMIUM")
     playwright = pytest.importorskip("playwright.sync_api")
     if path is None:
@@ -52,7 +50,7 @@ def test_searching_by_keyboard_in_a_browser(url: str, scheme: Any) -> None:
     arguments = ["--no-sandbox", "--disable-gpu", "--single-process", "--no-zygote"]
     with playwright.sync_playwright() as started:
         chromium = started.chromium.launch(executable_path=path, args=arguments)
-        page = chromium.new_context(color_scheme=scheme, viewport={"width": 360, "height": 740}).new_page()
+        page = chromium.new_context(viewport={"width": 360, "height": 740}).new_page()
         complaints: list[str] = []
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: complaints.append(dialog.message))
