@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -65,16 +64,8 @@ def test_own_loop(main: Callable[..., Any]) -> None:
 @pytest.mark.slow
 def test_lora(main: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("peft", reason='LoRA needs pip install ".[lora]"')
-    from dualenc.encoders import load_model
-
     result = main(tmp_path)
     assert result.metrics["ndcg@10"] > result.before["ndcg@10"] + 0.5
-    folders = (tmp_path / "base", result.model_folder)
-    base, trained = (dict(load_model(str(folder)).named_parameters()) for folder in folders)
-    assert base.keys() == trained.keys()  # merged: no adapter is left over
-    changed = {name for name in base if not np.array_equal(base[name].detach(), trained[name].detach())}
-    assert changed
-    assert all("embeddings" not in name and name.endswith("weight") for name in changed)
 
 
 @pytest.mark.slow

@@ -70,16 +70,6 @@ def test_text_files_and_tables_of_one_column(tmp_path: Path) -> None:
     assert texts(open_corpus(write_csv(tmp_path / "x.csv", ["thing"], [["a"]]))) == {"0": "a"}
 
 
-@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "parquet"])
-def test_tables_with_usual_names(tmp_path: Path, form: str) -> None:
-    rows = [{"id": "x1", "title": "T", "text": "one"}, {"id": "x2", "title": "", "text": "two"}]
-    path = write_rows(tmp_path, form, rows)
-    assert texts(open_corpus(path)) == {"x1": "T one", "x2": "two"}
-    assert texts(open_corpus(path, text_column="title")) == {"x1": "T"}
-    assert open_corpus(path, text_column="title").skipped == 1
-    assert texts(open_corpus(path, text_column="text", title_column="title", split="train[:1]")) == {"x1": "T one"}
-
-
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_lists_of_texts_have_numbered_ids(tmp_path: Path, form: str) -> None:
     rows = [{"id": "i", "captions": ["a", "", "b"]}, {"id": "j", "captions": ["c"]}]
@@ -169,6 +159,7 @@ def test_columns_of_pairs_by_usual_and_by_given_names(tmp_path: Path) -> None:
     assert open_pairs(path)[0].right == "a"
     assert open_pairs(path, right_column="note")[0].right == "n"
     assert texts(open_corpus(path, text_column="note", id_column="answer")) == {"a": "n"}
+    assert texts(open_corpus(path, text_column="note", title_column="question")) == {"0": "q n"}
 
 
 @pytest.mark.parametrize(

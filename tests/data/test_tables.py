@@ -137,48 +137,30 @@ def test_a_hub_name_goes_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [(("owner/name", "small"), {"split": "dev[:3]"})]
 
 
-def broken(folder: Path, what: str) -> Path | str:
-    """A source that cannot be read."""
-    if what == "formats":
-        write_csv(folder / "train.csv", ["query"], [["a"]])
-        write_jsonl(folder / "train.jsonl", [{"query": "a"}])
-        return folder
-    if what == "saved":
-        path = save(folder, "saved")
-        (path / "state.json").write_text("[1]")
-        return path
-    if what == "empty":
-        return write_jsonl(folder / "x.jsonl", [])
-    path = folder / "train.parquet"
-    datasets.Dataset.from_dict({"query": [f"text {i}" for i in range(2000)]}).to_parquet(path)
-    os.truncate(path, 400)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("formats", r"no table of one format \(\.csv, \.jsonl\)"),
-        ("saved", "saved data set cannot be read"),
-        ("cut", r"train\.parquet: not a readable parquet file"),
-    ],
-)
-def test_broken_sources_end_in_one_line(tmp_path: Path, what: str, message: str) -> None:
-    with pytest.raises(DualencError, match=message):
-        read(broken(tmp_path, what), QUERY)
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ("formats", r"no table of one format \(\.csv, \.jsonl\)"),
+        ("saved", "saved data set cannot be read"),
+        ("cut.parquet", r"cut\.parquet: not a readable parquet file"),
         ("nowhere.csv", "no such file; give a file, folder or glob of"),
         ("no/such/*.parquet", "no such file"),
         ("owner/nothing", "as a dataset of the hub it does not load"),
     ],
 )
-def test_a_source_that_is_not_there(source: str, message: str) -> None:
+def test_sources_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("formats").mkdir()
+    write_csv(Path("formats/train.csv"), ["query"], [["a"]])
+    write_jsonl(Path("formats/train.jsonl"), [{"query": "a"}])
+    datasets.Dataset.from_dict(ROWS).save_to_disk("saved")
+    Path("saved/state.json").write_text("[1]")
+    datasets.Dataset.from_dict(ROWS).to_parquet("cut.parquet")
+    os.truncate("cut.parquet", 400)
     with pytest.raises(DualencError, match=message):
-        read(source)
+        read(source, QUERY)
 
 
 def test_columns_that_are_not_there(tmp_path: Path) -> None:
@@ -186,7 +168,7 @@ def test_columns_that_are_not_there(tmp_path: Path) -> None:
         with pytest.raises(DualencError, match=r"no column 'quary'; did you mean 'query'\? \(columns: query, docum"):
             read(save(tmp_path, kind), {"quary": "value"})
     with pytest.raises(DualencError, match="no usable record: it is empty"):
-        peek_columns(broken(tmp_path, "empty"))
+        peek_columns(write_jsonl(tmp_path / "x.jsonl", []))
 
 
 @pytest.fixture

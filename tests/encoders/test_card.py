@@ -49,10 +49,9 @@ def test_examples_run_beside_the_folder(
 
 def test_the_callers_facts_are_shown(build: Any) -> None:
     card = {
-        "task": "Find the abstract of a title.",
         "data": "Papers.",
         "recipe": {"epochs": 3},
-        "metrics": {"ndcg@10": {"before": 0.1, "after": 0.51234}, "queries": {"after": 300}},
+        "metrics": {"ndcg@10": {"before": 0.1, "after": 0.51234}},
         "license": "apache-2.0",
         "base_model": "some/model",
         "known_limits": "English only.",
@@ -62,12 +61,10 @@ def test_the_callers_facts_are_shown(build: Any) -> None:
     assert front_matter(text)["base_model"] == "some/model"
     for part in (
         "# papers\n",
-        "## Task\n\nFind the abstract of a title.",
         "## Training data\n\nPapers.",
         '```json\n{\n  "epochs": 3\n}\n```',
         "| metric | before | after |",
         "| ndcg@10 | 0.1000 | 0.5123 |",
-        "| queries |  | 300 |",
         "## Known limits\n\nEnglish only.",
         "| Kind | query-document dual encoder |",
     ):

@@ -141,23 +141,23 @@ def draw() -> tuple[float, float, float]:
     return torch.rand(()).item(), random.random(), np.random.rand()  # noqa: NPY002
 
 
+def seed_all() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+
+
 def test_seeding_is_local() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    expected = [draw(), draw()]
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    found = [draw()]
-    with seeded(2**63 - 1):
-        first = draw()
-    with seeded(2**63 - 1):
-        assert draw() == first
-    with seeded(1):
-        assert all(a != b for a, b in zip(draw(), first))
-    found.append(draw())
-    assert found == expected
+    seed_all()
+    expected = draw()
+    seed_all()
+    inside = []
+    for seed in (2**63 - 1, 2**63 - 1, 1):
+        with seeded(seed):
+            inside.append(draw())
+    assert draw() == expected
+    assert inside[0] == inside[1]
+    assert all(a != b for a, b in zip(inside[0], inside[2]))
 
 
 @pytest.fixture
