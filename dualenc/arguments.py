@@ -62,7 +62,9 @@ def _with_dashes(word: str) -> str:
     return option[0].replace("_", "-") + word[option.end() :]
 
 
-def _check_words(function: Callable[..., Any], prog: str, values: dict[str, Any], unknown: list[str]) -> None:
+def _check_words(
+    function: Callable[..., Any], prog: str, values: dict[str, Any], unknown: list[str]
+) -> None:
     """Refuse words that the parser did not know, and options that are missing or empty."""
     more = f"see {prog} --help"
     options = [parameter for parameter in _flattened(function) if parameter.kind is parameter.KEYWORD_ONLY]
@@ -107,7 +109,9 @@ def build_parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentPa
     for parameter in parameters:
         text = _meaning(parameter, texts).replace("%", "%%")
         if parameter.kind is parameter.VAR_POSITIONAL:
-            parser.add_argument(parameter.name, metavar=_label(parameter), help=text, nargs="*", default=[])
+            parser.add_argument(
+                parameter.name, metavar=_label(parameter), help=text, nargs="*", default=[]
+            )
         elif parameter.kind is not parameter.KEYWORD_ONLY:
             number = None if parameter.default is EMPTY else "?"
             parser.add_argument(parameter.name, metavar=_label(parameter), help=text, nargs=number)

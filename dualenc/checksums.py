@@ -39,7 +39,9 @@ def sizes(folder: Path, names: Iterable[str]) -> dict[str, int]:
     return {name: (folder / name).stat().st_size for name in names}
 
 
-def verify_files(folder: Path, names: Iterable[str], meta: Mapping[str, Any], remedy: str, whole: bool) -> None:
+def verify_files(
+    folder: Path, names: Iterable[str], meta: Mapping[str, Any], remedy: str, whole: bool
+) -> None:
     """Verify that a folder's files are those that were written.
 
     Args:
@@ -48,9 +50,6 @@ def verify_files(folder: Path, names: Iterable[str], meta: Mapping[str, Any], re
         meta: its meta.json: under `files` their SHA-256, under `sizes` their bytes.
         remedy: what to do about it, for the error.
         whole: read all files. Otherwise at most `READ_AT_OPENING` bytes, the smallest files first.
-
-    Raises:
-        DualencError: a file is missing or has changed, or the entries of meta.json are not those of the files.
     """
     names = sorted(names)
     for key in ("files", "sizes"):
@@ -64,12 +63,16 @@ def verify_files(folder: Path, names: Iterable[str], meta: Mapping[str, Any], re
         size = path.stat().st_size
         expected = meta["sizes"][name]
         if size != expected:
-            raise DualencError(f"{path}: truncated or corrupt ({size} bytes instead of {expected}); {remedy}")
+            raise DualencError(
+                f"{path}: truncated or corrupt ({size} bytes instead of {expected}); {remedy}"
+            )
     if not whole:
         names = _smallest(meta["sizes"])
     for name, digest in checksums(folder, names).items():
         if digest != meta["files"][name]:
-            raise DualencError(f"{folder / name}: corrupt, its checksum is not that of meta.json; {remedy}")
+            raise DualencError(
+                f"{folder / name}: corrupt, its checksum is not that of meta.json; {remedy}"
+            )
 
 
 def _smallest(present: Mapping[str, int]) -> list[str]:

@@ -29,7 +29,9 @@ class Command(NamedTuple):
 Commands = dict[str, Union[Command, "Commands"]]
 
 COMMANDS: Commands = {
-    "quickstart": Command("quickstart", "quickstart", "train, index and search text already on this machine"),
+    "quickstart": Command(
+        "quickstart", "quickstart", "train, index and search text already on this machine"
+    ),
     "recipe": Command("recipe", "recipe", "list the recipes that come with the package, or print one"),
     "train": Command("train", "train", "train a dual encoder from a recipe"),
     "report": Command("report", "report", "an HTML page about a training run, or several side by side"),
@@ -95,7 +97,9 @@ def _dispatch(arguments: list[str]) -> None:
             print(f"usage: {prog} COMMAND …\n")
             for name, entry in table.items():
                 print(f"  {name:<12} {entry.help if isinstance(entry, Command) else ', '.join(entry)}")
-            print(f"\n{prog} COMMAND --help shows a command's arguments; --debug shows the traceback of an error.")
+            print(
+                f"\n{prog} COMMAND --help shows a command's arguments; --debug shows the traceback of an error."
+            )
             return None
         if word not in table:
             raise DualencError(f"{prog} has no command '{word}'{nearest(word, table)}; see {prog} --help")
@@ -120,7 +124,9 @@ def _explain(error: BaseException) -> str:
         return f"error: {message}"
     # torch's OutOfMemoryError is compared by name: importing torch takes seconds.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return f"error: not enough memory ({message or 'none left'}); make batch_size or chunk_size smaller"
+        return (
+            f"error: not enough memory ({message or 'none left'}); make batch_size or chunk_size smaller"
+        )
     return f"unexpected error: {type(error).__name__}: {message}; run again with --debug to see where"
 
 

@@ -36,9 +36,6 @@ def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None
         data: contents of the file.
         where: names it in errors.
         formats: Pillow's names of the allowed formats; by default all that are safe.
-
-    Raises:
-        BadSample: not a complete image of such a format, or more than `MAX_PIXELS`.
     """
     formats = formats or _formats()
     try:
@@ -71,7 +68,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         integers = image.convert("I")
         image = integers.point(lambda value: value * (1 / 257) + 0.5).convert("L")
     elif image.mode in ("I", "F"):
-        raise ValueError(f"its pixels (mode {image.mode}) have no range of brightness; save it with 8 or 16 bits")
+        raise ValueError(
+            f"its pixels (mode {image.mode}) have no range of brightness; save it with 8 or 16 bits"
+        )
     return image.convert("RGB")
 
 
@@ -110,16 +109,14 @@ def _formats() -> tuple[str, ...]:
 
 
 def open_image(path: StrPath) -> Image.Image:
-    """Read an image file as an upright RGB image.
-
-    Raises:
-        BadSample: it cannot be read or decoded.
-    """
+    """Read an image file as an upright RGB image."""
     try:
         with open_regular(path) as stream:
             data = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise BadSample(f"{path}: image cannot be read ({error.strerror or error}); check the path") from None
+        raise BadSample(
+            f"{path}: image cannot be read ({error.strerror or error}); check the path"
+        ) from None
     except (DualencError, ValueError) as error:
         raise BadSample(f"{path}: image cannot be read ({error}); check the path") from None
     return decode_image(data, str(path))

@@ -257,7 +257,9 @@ class GradientAverage:
         self._sent.append((work, flat))
 
 
-def _buckets(parameters: Iterable[torch.nn.Parameter], max_elements: int) -> list[list[torch.nn.Parameter]]:
+def _buckets(
+    parameters: Iterable[torch.nn.Parameter], max_elements: int
+) -> list[list[torch.nn.Parameter]]:
     """Consecutive parameters of one precision and device, of at most so many elements or a single one."""
     buckets: list[list[torch.nn.Parameter]] = []
     elements = 0

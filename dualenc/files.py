@@ -172,7 +172,9 @@ def recover(target: StrPath, *, unfinished: bool = False) -> None:
     except Timeout:
         pass
     except OSError as error:
-        raise DualencError(f"{target}: a killed process has left it in {work.folder} ({error}); move it back") from None
+        raise DualencError(
+            f"{target}: a killed process has left it in {work.folder} ({error}); move it back"
+        ) from None
 
 
 def recover_inside(folder: StrPath) -> None:
@@ -184,7 +186,9 @@ def recover_inside(folder: StrPath) -> None:
 def check_file_target(path: StrPath) -> None:
     """Refuse a folder where a file is to be written."""
     if os.path.isdir(path):
-        raise DualencError(f"{os.fspath(path)}: is a folder, and a file is written here; name a file in it, or another")
+        raise DualencError(
+            f"{os.fspath(path)}: is a folder, and a file is written here; name a file in it, or another"
+        )
 
 
 def check_folder_target(folder: StrPath, is_ours: Callable[[Path], bool], what: str) -> None:
@@ -203,7 +207,9 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise DualencError(f"{folder}: cannot be written ({error.strerror}); choose another --out") from None
+        raise DualencError(
+            f"{folder}: cannot be written ({error.strerror}); choose another --out"
+        ) from None
 
 
 def consistent_read(folder: StrPath, read: Callable[[], Result]) -> Result:

@@ -31,9 +31,6 @@ class Rule:
         against: which score to compare with if a query has several positives.
         pick: take the best of the remaining candidates, or a random sample.
         seed: of the random samples, which are drawn per query.
-
-    Raises:
-        DualencError: a number out of range.
     """
 
     num_negatives: int = 8
@@ -153,7 +150,9 @@ def choose_negatives(
         windows.append(Ranking(ranking.ids[in_window], ranking.scores[in_window]))
     if rescore is not None:
         rescored = rescore([window.ids for window in windows])
-        windows = [Ranking(window.ids[order], scores) for window, (order, scores) in zip(windows, rescored)]
+        windows = [
+            Ranking(window.ids[order], scores) for window, (order, scores) in zip(windows, rescored)
+        ]
     chosen = []
     for query, window, own, num_excluded in zip(queries, windows, positives, nums_excluded):
         is_too_high = window.scores > rule.ceiling(own, ceiling_of_all)

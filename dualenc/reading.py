@@ -25,12 +25,7 @@ _KINDS = {
 
 
 def open_regular(path: StrPath) -> BinaryIO:
-    """Open a regular file for reading bytes.
-
-    Raises:
-        DualencError: a folder, device, pipe or socket.
-        OSError: missing or not readable.
-    """
+    """Open a regular file for reading bytes."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise DualencError(f"{path}: not a file; give a regular file")
     return open(path, "rb")
@@ -52,11 +47,7 @@ def is_utf8(text: str) -> bool:
 
 
 def read_json(source: StrPath) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        DualencError: it is missing or malformed.
-    """
+    """Read a JSON file."""
     try:
         with open_regular(source) as stream:
             return json.loads(stream.read().decode("utf-8-sig"))
@@ -74,9 +65,6 @@ def read_json_object(source: StrPath, kinds: Mapping[str, Any] | None = None) ->
     Args:
         source: the file.
         kinds: required names, each with the type or tuple of types of its value; `True` is no `int`.
-
-    Raises:
-        DualencError: it is missing, malformed, not an object, or a value is missing or of another type.
     """
     value = read_json(source)
     if not isinstance(value, dict):

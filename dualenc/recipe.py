@@ -106,11 +106,7 @@ class Recipe:
         return settings
 
     def build(self) -> Parts:
-        """Make all parts; `trainer.seed` determines the model's initial weights.
-
-        Raises:
-            DualencError: a part refuses its arguments; begins with the source and the part's class.
-        """
+        """Make all parts; `trainer.seed` determines the model's initial weights."""
         from dualenc.seeds import seed_everything
         from dualenc.training.trainer import Trainer
 
@@ -142,7 +138,13 @@ class Recipe:
         check_run_folder(self.config.trainer.output)
         parts = self.build()
         return parts.trainer.fit(
-            parts.model, parts.data, parts.objective, parts.batching, parts.evaluator, resume, self.settings
+            parts.model,
+            parts.data,
+            parts.objective,
+            parts.batching,
+            parts.evaluator,
+            resume,
+            self.settings,
         )
 
 
@@ -167,7 +169,9 @@ def read_recipe(
     return make_recipe(settings, str(path), allow_modules)
 
 
-def make_recipe(settings: dict[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()) -> Recipe:
+def make_recipe(
+    settings: dict[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()
+) -> Recipe:
     """A recipe from nested values, as a YAML file holds them, called `source` in errors; else as `read_recipe`."""
     checked = Check(source, allow_modules).recipe(settings)
     try:
@@ -180,7 +184,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), RecipeLoader)
     except OSError as error:
-        raise DualencError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe") from None
+        raise DualencError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a recipe"
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DualencError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(settings, dict):
@@ -193,9 +199,13 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     names = key.split(".")
     if not separator or not all(names):
-        raise DualencError(f"'{override}' is no override; write section.key=value, such as trainer.epochs=3")
+        raise DualencError(
+            f"'{override}' is no override; write section.key=value, such as trainer.epochs=3"
+        )
     if names[0] not in SECTIONS:
-        raise DualencError(f"'{override}': a recipe has no section {names[0]!r}{nearest(names[0], SECTIONS)}")
+        raise DualencError(
+            f"'{override}': a recipe has no section {names[0]!r}{nearest(names[0], SECTIONS)}"
+        )
     if names[0] != "trainer" and len(names) > 1 and names[1] not in CLASS_KEYS:
         names.insert(1, "init_args")
     *parents, name = names

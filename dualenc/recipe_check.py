@@ -56,9 +56,14 @@ SECTIONS = {
         "dualenc.objectives.Objective", "dualenc.objectives", ("num_left", "num_right", "views", "seed")
     ),
     "batching": Section(
-        "dualenc.batching.BatchSelector", "dualenc.batching", ("num_pairs", "batch_size", "seed"), required=False
+        "dualenc.batching.BatchSelector",
+        "dualenc.batching",
+        ("num_pairs", "batch_size", "seed"),
+        required=False,
     ),
-    "evaluator": Section("dualenc.training.evaluators.Evaluator", "dualenc.training.evaluators", required=False),
+    "evaluator": Section(
+        "dualenc.training.evaluators.Evaluator", "dualenc.training.evaluators", required=False
+    ),
     "trainer": Section("dualenc.training.settings.TrainerSettings", None),
 }
 
@@ -110,7 +115,9 @@ class Check:
         path, resolved = self._resolve(value["class_path"], bases, f"{place}.class_path", package)
         arguments = value.get("init_args")
         if not isinstance(arguments, Mapping | None):
-            raise self._refusal(f"{place}.init_args", f"is {arguments!r}; it must hold the arguments of {path}")
+            raise self._refusal(
+                f"{place}.init_args", f"is {arguments!r}; it must hold the arguments of {path}"
+            )
         return {"class_path": path, "init_args": self._arguments(resolved, arguments or {}, place, filled)}
 
     def _arguments(
@@ -143,12 +150,16 @@ class Check:
             package = importlib.import_module(package_name)
         except Exception as error:  # a module of the user's may fail in any way
             reason = f"{type(error).__name__}: {error}"
-            raise self._refusal(place, f"cannot import {package_name} ({reason}); check the name") from error
+            raise self._refusal(
+                place, f"cannot import {package_name} ({reason}); check the name"
+            ) from error
         cls = getattr(package, name, None)
         if any(self._fits(cls, base) for base in bases):
             return f"{package_name}.{name}", typing.cast(type, cls)
 
-        names = [key for key, value in vars(package).items() if any(self._fits(value, base) for base in bases)]
+        names = [
+            key for key, value in vars(package).items() if any(self._fits(value, base) for base in bases)
+        ]
         alternatives = nearest(name, names) or f"; there are {', '.join(names) or 'none'}"
         raise self._refusal(place, f"{name!r} in {package_name} is not {_described(bases)}{alternatives}")
 

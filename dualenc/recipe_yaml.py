@@ -23,7 +23,9 @@ class RecipeLoader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.YAMLError(f"the key {key} is given twice in line {node.start_mark.line + 1} ff.; remove one")
+                raise yaml.YAMLError(
+                    f"the key {key} is given twice in line {node.start_mark.line + 1} ff.; remove one"
+                )
         return super().construct_mapping(node, deep)
 
 

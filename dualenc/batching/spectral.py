@@ -101,7 +101,9 @@ class SpectralBatches(BatchSelector):
             selected = self._select_spectral(batches, left, right, draw)
         return self._mixed(selected, draw)
 
-    def _select_spectral(self, batches: ndarray, left: ndarray, right: ndarray, draw: Generator) -> ndarray:
+    def _select_spectral(
+        self, batches: ndarray, left: ndarray, right: ndarray, draw: Generator
+    ) -> ndarray:
         """Partition the pairs of each k random batches."""
         selected = []
         for first in range(0, len(batches), self.k):
@@ -252,7 +254,9 @@ def equal_clusters(rows: ndarray, num_clusters: int, seed: int) -> ndarray:
     return order.reshape(num_clusters, size)
 
 
-def spectral_batches(left: ndarray, right: ndarray, batch_size: int, temperature: float, seed: int) -> ndarray:
+def spectral_batches(
+    left: ndarray, right: ndarray, batch_size: int, temperature: float, seed: int
+) -> ndarray:
     """Partition n pairs, (n, D) each side, into batches of large loss: Algorithm 1 of Cho et al. 2023, in O(n³).
 
     Returns (n/B, B) rows of the embeddings; the seed is that of k-means.

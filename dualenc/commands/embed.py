@@ -64,11 +64,17 @@ def embed(
     folder = Path(model).expanduser()
     recorded = str(folder.resolve()) if folder.is_dir() else model
     notes = {"model": recorded, "kind": encoder.kind, "data": display_name(data)}
-    embeddings = embed_corpus(encoder.tower(side), corpus, out, **vars(options), identity={"side": side}, notes=notes)
+    embeddings = embed_corpus(
+        encoder.tower(side), corpus, out, **vars(options), identity={"side": side}, notes=notes
+    )
     if distributed.is_main():
         skipped = embeddings.meta["skipped"]
         if skipped:
             first = embeddings.meta["first_skipped"][0]
             summary = f"left out {skipped:,} of {skipped + len(embeddings):,} items"
             print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)
-        print(printable(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({side} side) → {out}"))
+        print(
+            printable(
+                f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({side} side) → {out}"
+            )
+        )

@@ -57,7 +57,9 @@ def retrieval(
             of two columns (csv, tsv, jsonl, parquet, a folder of them, a hub name).
         more: further folders or tables; the table of results then has a mean row.
     """
-    check_options(1, MAX_ITEMS, depth=options.depth, batch_size=options.batch_size, rerank_top=ranking.rerank_top)
+    check_options(
+        1, MAX_ITEMS, depth=options.depth, batch_size=options.batch_size, rerank_top=ranking.rerank_top
+    )
     check_options(0, 1, weight=ranking.weight)
     from dualenc.commands.evaluate_retrieval import evaluate_retrieval
 
@@ -171,7 +173,9 @@ class ProbeOptions:
     batch_size: int = 256
 
 
-def probe(model: str, data: str, *, images: ImageOptions, options: ProbeOptions, output: OutputOptions) -> None:
+def probe(
+    model: str, data: str, *, images: ImageOptions, options: ProbeOptions, output: OutputOptions
+) -> None:
     """Probe the frozen image features of a model: linear, nearest neighbours, few-shot.
 
     Args:

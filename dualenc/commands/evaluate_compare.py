@@ -36,7 +36,9 @@ def evaluate_compare(run_a: str, run_b: str, options: CompareOptions) -> None:
     a = _read_logs(Path(run_a), qrels)
     b = _read_logs(Path(run_b), qrels)
     if a.keys() != b.keys():
-        raise DualencError(f"{run_a} has the collections {sorted(a)}, {run_b} has {sorted(b)}; compare the same ones")
+        raise DualencError(
+            f"{run_a} has the collections {sorted(a)}, {run_b} has {sorted(b)}; compare the same ones"
+        )
     chosen_metrics = {name: _chosen_metrics(a[name], b[name], options.metrics) for name in a}
     settings: dict[str, Any] = {name: getattr(options, name) for name in ("samples", "confidence", "seed")}
     rows: list[dict[str, object]] = []
@@ -73,10 +75,14 @@ def _read_logs(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Log
     if path.suffix == ".ndjson":
         return {"": read_per_query(path)}
     if qrels is None:
-        raise DualencError(f"{path}: a TREC run needs judgements to be scored; give them with --qrels FILE")
+        raise DualencError(
+            f"{path}: a TREC run needs judgements to be scored; give them with --qrels FILE"
+        )
     run = read_trec(path)
     if not run.keys() & qrels.keys():
-        raise DualencError(f"{path}: none of its {len(run)} queries is judged; give run and qrels of one data set")
+        raise DualencError(
+            f"{path}: none of its {len(run)} queries is judged; give run and qrels of one data set"
+        )
     return {"": score_queries(qrels, run, CUTOFFS)}
 
 
@@ -91,6 +97,8 @@ def _chosen_metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: s
         chosen = [name.strip() for name in metrics.split(",")]
         for name in chosen:
             if name not in shared:
-                raise DualencError(f"--metrics: {name!r} is not in both runs; they share {', '.join(shared)}")
+                raise DualencError(
+                    f"--metrics: {name!r} is not in both runs; they share {', '.join(shared)}"
+                )
         return chosen
     return [name for name in HEADLINES if name in shared] or shared

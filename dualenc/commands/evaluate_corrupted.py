@@ -79,7 +79,9 @@ def evaluate_corrupted(
     if images.train is not None:
         folder = evaluation.folder / "features" / "train"
         fitted = labelled_features(tower, training, labels, folder, TRAIN_BATCH, images.num_workers)
-        classifier = linear_probe(fitted.features, fitted.labels).classifier if distributed.is_main() else None
+        classifier = (
+            linear_probe(fitted.features, fitted.labels).classifier if distributed.is_main() else None
+        )
         # Processes may fit slightly different ones, and their results are put together.
         classifier = distributed.broadcast_object(classifier)
         study.add_robustness(classifier, options.severities or SEVERITIES, training.class_names)
@@ -87,7 +89,9 @@ def evaluate_corrupted(
         facts: dict[str, object] = {"model": model, "data": data, "split": split}
         facts |= {"augmentation": options.augmentation, "seed": images.seed}
         tables = [Table("Retrieval of the other view", study.retrieval), *study.tables]
-        evaluation.conclude(f"Corrupted images: {short_name(model)} on {data}", facts, study.metrics, tables)
+        evaluation.conclude(
+            f"Corrupted images: {short_name(model)} on {data}", facts, study.metrics, tables
+        )
     distributed.barrier()
 
 
@@ -105,14 +109,18 @@ def _open_versions(
             clean = CleanImages(corpus.items, corpus.labels, corpus.class_names)
     else:
         if options.clean is not None:
-            raise DualencError(f"{data}: is no CIFAR-C or Tiny-ImageNet-C folder but clean images; leave --clean out")
+            raise DualencError(
+                f"{data}: is no CIFAR-C or Tiny-ImageNet-C folder but clean images; leave --clean out"
+            )
         corpus = open_images(data, split, images)
         about: dict[str, Any] = {"labels": corpus.labels, "class_names": corpus.class_names}
         clean = CleanImages(corpus.items, **about)
         source = GeneratedCorruptions(corpus.items, corruptions or ALL, seed=images.seed, **about)
     if len(set(source.corruptions)) < max(2, len(source.corruptions)):
         # A version alone can only find itself.
-        raise DualencError(f"--corruptions {','.join(source.corruptions)}: give two or more different ones")
+        raise DualencError(
+            f"--corruptions {','.join(source.corruptions)}: give two or more different ones"
+        )
     return source, clean
 
 
@@ -144,10 +152,16 @@ class Study:
         names = self.source.corruptions
         conditions = [(name, severity) for name in names]
         nearest = self._values(
-            self.source, conditions, lambda _, features: nearest_versions(features), "corrupted retrieval", views=2
+            self.source,
+            conditions,
+            lambda _, features: nearest_versions(features),
+            "corrupted retrieval",
+            views=2,
         )
         task = f"among {len(names)} versions of the image"
-        self._add_retrieval("corrupted", task, {"severity": severity, **summarise(nearest, names)}, len(nearest))
+        self._add_retrieval(
+            "corrupted", task, {"severity": severity, **summarise(nearest, names)}, len(nearest)
+        )
         rates = confusions(nearest)
         others = rates - 2 * np.eye(len(names))
         rows = []
@@ -158,14 +172,19 @@ class Study:
 
     def add_images(self, clean: CleanImages) -> None:
         """Retrieval of the other view among all clean images."""
-        views = self._values(clean, [CLEAN], lambda _, features: features[:, :, 0], "clean images", views=2)
+        views = self._values(
+            clean, [CLEAN], lambda _, features: features[:, :, 0], "clean images", views=2
+        )
         nearest = nearest_images(views)
         self._add_retrieval("plain", "among all images, not corrupted", summarise(nearest), len(nearest))
 
     def _add_retrieval(self, part: str, task: str, metrics: dict[str, float], images: int) -> None:
         self.metrics[part] = {"images": images, **metrics}
         row: dict[str, object] = {"task": task, "images": images, "top-1": metrics["top1"]}
-        row |= {"first to second": metrics["top1_first_to_second"], "second to first": metrics["top1_second_to_first"]}
+        row |= {
+            "first to second": metrics["top1_first_to_second"],
+            "second to first": metrics["top1_second_to_first"],
+        }
         self.retrieval.append(row)
 
     def add_robustness(
@@ -191,7 +210,9 @@ class Study:
         if self.clean is not None and self.clean.labels is not None:
             metrics["clean_accuracy"] = float(is_correct(self.clean, [CLEAN], "clean images").mean())
         self.tables.append(Table("Robustness of a linear probe", [dict(metrics)]))
-        self.tables.append(Table("Accuracy by corruption and severity", robustness_rows(errors, names, severities)))
+        self.tables.append(
+            Table("Accuracy by corruption and severity", robustness_rows(errors, names, severities))
+        )
         columns = [str(severity) for severity in severities]
         metrics["errors"] = {name: dict(zip(columns, row)) for name, row in zip(names, errors.tolist())}
         self.metrics["robustness"] = metrics
@@ -205,11 +226,7 @@ class Study:
         *,
         views: int = 0,
     ) -> np.ndarray:
-        """A value for each image that can be read, from the features of its versions. The processes share the images.
-
-        `value_of` takes row numbers (n) and features (n, V, C, D) to values (n, …): of `views` augmented embeddings
-        each, or, with no views, of the features of unchanged images.
-        """
+        """`value_of` each readable image's row number and (V, C, D) features; processes share the images."""
         prepare = self.prepare_views if views else self.tower.prepare
         versions = ImageVersions(source, conditions, prepare, views=views, seed=self.images.seed)
         encode = encoder_of(self.tower, "embedding" if views else "features")
@@ -217,7 +234,9 @@ class Study:
         own = rows[distributed.rank_slice(len(rows))]
         values: list[np.ndarray] = []
         with tqdm(total=len(own), desc=what, unit=" images", disable=not distributed.is_main()) as bar:
-            for block in encode_versions(versions, encode, indices=own, num_workers=self.images.num_workers):
+            for block in encode_versions(
+                versions, encode, indices=own, num_workers=self.images.num_workers
+            ):
                 if block.indices:
                     values.append(value_of(block.indices, block.features))
                 bar.update(len(block.indices) + len(block.bad))
@@ -232,5 +251,7 @@ class Study:
 def _tested_labels(source: CorruptedImages, class_names: Sequence[str] | None) -> np.ndarray:
     """(N,) labels of the images to test, in the class numbers of the training images."""
     if source.labels is None:
-        raise DualencError("the images to test have no labels, which the robustness table needs; give a label column")
+        raise DualencError(
+            "the images to test have no labels, which the robustness table needs; give a label column"
+        )
     return align_labels(source.labels, source.class_names, class_names, "the images to test")

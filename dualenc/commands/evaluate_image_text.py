@@ -25,7 +25,12 @@ CUTOFFS = (1, 5, 10)
 
 
 def evaluate_image_text(
-    model: str, data: str, split: str | None, columns: ColumnOptions, batch_size: int, output: OutputOptions
+    model: str,
+    data: str,
+    split: str | None,
+    columns: ColumnOptions,
+    batch_size: int,
+    output: OutputOptions,
 ) -> None:
     """Evaluate retrieval both ways."""
     evaluation = Evaluation("image-text", model, data, output)
@@ -69,7 +74,10 @@ def evaluate_image_text(
 
 
 def _write_results(
-    evaluation: Evaluation, facts: Mapping[str, object], ranks: dict[str, np.ndarray], queries: Sequence[Table]
+    evaluation: Evaluation,
+    facts: Mapping[str, object],
+    ranks: dict[str, np.ndarray],
+    queries: Sequence[Table],
 ) -> None:
     """Write the per-query logs of both directions, the metrics and the report."""
     rows: list[dict[str, object]] = []
@@ -78,7 +86,9 @@ def _write_results(
         rows.append({"direction": name, "queries": len(own), **recall_at(own, CUTOFFS)})
         per_query = {}
         for number, rank in enumerate(own):
-            per_query[str(number)] = recall_at(own[number : number + 1], CUTOFFS) | {"mrr": float(1 / rank)}
+            per_query[str(number)] = recall_at(own[number : number + 1], CUTOFFS) | {
+                "mrr": float(1 / rank)
+            }
         (evaluation.folder / direction).mkdir(parents=True, exist_ok=True)
         write_per_query(evaluation.folder / direction / "per_query.ndjson", per_query, direction)
     sizes = {"images": len(ranks["image_to_text"]), "texts": len(ranks["text_to_image"])}

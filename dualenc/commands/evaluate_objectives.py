@@ -58,7 +58,9 @@ def evaluate_objectives(
     items = open_set(encoder, data, options.split, columns)
     batch_size = options.batch_size
     if len(items) < batch_size:
-        raise DualencError(f"{data}: holds {len(items)} pairs, fewer than a batch of {batch_size}; lower --batch-size")
+        raise DualencError(
+            f"{data}: holds {len(items)} pairs, fewer than a batch of {batch_size}; lower --batch-size"
+        )
     # In whole batches: a rest would make a smaller one.
     rows = random_rows(len(items), min(options.pairs, len(items)) // batch_size * batch_size)
     frozen = embed_pairs(encoder, PairSet(items, rows, seed=options.seed))
@@ -77,7 +79,9 @@ def evaluate_objectives(
                 frozen, ESTIMATORS[name], temperature, batch_size, bound=BOUND, **settings
             )
             print(f"{name}: {measured[name].epochs} epochs", file=sys.stderr)
-    results = {name: result for part in distributed.gather_objects(measured) for name, result in part.items()}
+    results = {
+        name: result for part in distributed.gather_objects(measured) for name, result in part.items()
+    }
     if distributed.is_main():
         facts: Row = {"model": model, "data": data, "split": options.split, "kind": encoder.kind}
         facts |= {"batch_size": batch_size, "temperature": temperature, "pairs": len(frozen), **settings}
@@ -91,7 +95,9 @@ def _chosen_names(names: list[str] | None) -> list[str]:
     for name in names or ():
         if name not in ESTIMATORS:
             known = ", ".join(ESTIMATORS)
-            raise DualencError(f"--objectives: there is no '{name}'{nearest(name, ESTIMATORS)}; choose from {known}")
+            raise DualencError(
+                f"--objectives: there is no '{name}'{nearest(name, ESTIMATORS)}; choose from {known}"
+            )
     return list(dict.fromkeys(names or ESTIMATORS))
 
 
@@ -188,7 +194,12 @@ def embed_pairs(model: DualEncoder, chosen: PairSet) -> FrozenPairs:
 
 
 def _write_results(
-    evaluation: Evaluation, facts: Row, results: Mapping[str, Measured], loss: float, shares: np.ndarray, first: float
+    evaluation: Evaluation,
+    facts: Row,
+    results: Mapping[str, Measured],
+    loss: float,
+    shares: np.ndarray,
+    first: float,
 ) -> None:
     """Write a table of the objectives, the share of the softmax in a batch, and the advice."""
     num_pairs = int(str(facts["pairs"]))
@@ -208,7 +219,9 @@ def _write_results(
             "exact_loss": loss,
         },
         [
-            Table(f"Gradients at B = {batch_size}, τ = {facts['temperature']:.4g}, {num_pairs:,} pairs", rows),
+            Table(
+                f"Gradients at B = {batch_size}, τ = {facts['temperature']:.4g}, {num_pairs:,} pairs", rows
+            ),
             Table("Share of the softmax over the corpus that a batch holds", [share_row]),
         ],
     )

@@ -19,7 +19,14 @@ from dualenc.commands.labelled_images import (
 from dualenc.commands.output import Evaluation, short_name
 from dualenc.data.detect import default_split
 from dualenc.evaluation.geometry import effective_rank, label_similarities, uniformity
-from dualenc.evaluation.probe import L2_SWEEP, accuracy, draw_per_class, few_shot, knn_predict, linear_probe
+from dualenc.evaluation.probe import (
+    L2_SWEEP,
+    accuracy,
+    draw_per_class,
+    few_shot,
+    knn_predict,
+    linear_probe,
+)
 from dualenc.evaluation.report import Table
 
 if TYPE_CHECKING:
@@ -34,7 +41,9 @@ DRAWS = 5
 Row = dict[str, object]
 
 
-def evaluate_probe(model: str, data: str, images: ImageOptions, options: ProbeOptions, output: OutputOptions) -> None:
+def evaluate_probe(
+    model: str, data: str, images: ImageOptions, options: ProbeOptions, output: OutputOptions
+) -> None:
     """Fit the probes on training images, and test them."""
     split = images.split or default_split(data, "test")
     source = images.train or data
@@ -55,13 +64,21 @@ def evaluate_probe(model: str, data: str, images: ImageOptions, options: ProbeOp
     tested = labelled_features(tower, test, test_labels, folder / "test", *settings)
     if distributed.is_main():
         rows = _fit_features(fitted, tested, options, images.seed, evaluation.device)
-        facts: Row = {"model": model, "data": data, "split": split, "train": source, "train_split": images.train_split}
+        facts: Row = {
+            "model": model,
+            "data": data,
+            "split": split,
+            "train": source,
+            "train_split": images.train_split,
+        }
         facts |= {"train_images": len(fitted.labels), "test_images": len(tested.labels)}
         _write_results(evaluation, facts, rows, tested)
     distributed.barrier()
 
 
-def _fit_features(train: Labelled, test: Labelled, options: ProbeOptions, seed: int, device: torch.device) -> list[Row]:
+def _fit_features(
+    train: Labelled, test: Labelled, options: ProbeOptions, seed: int, device: torch.device
+) -> list[Row]:
     """Accuracy of the probes that need only features."""
     data = (train.features, train.labels, test.features)
     k = min(NEIGHBOURS, len(train.labels))
@@ -77,8 +94,12 @@ def _fit_features(train: Labelled, test: Labelled, options: ProbeOptions, seed: 
     if shots is None:
         smallest = int(np.unique(train.labels, return_counts=True)[1].min())
         shots = [count for count in SHOTS if count <= smallest]
-    for count, (mean, deviation) in few_shot(*data, test.labels, shots=shots, draws=DRAWS, seed=seed).items():
-        rows.append({"probe": f"{count}-shot, linear", "accuracy": mean, "sd": deviation, "note": f"{DRAWS} draws"})
+    for count, (mean, deviation) in few_shot(
+        *data, test.labels, shots=shots, draws=DRAWS, seed=seed
+    ).items():
+        rows.append(
+            {"probe": f"{count}-shot, linear", "accuracy": mean, "sd": deviation, "note": f"{DRAWS} draws"}
+        )
     return rows
 
 
@@ -87,10 +108,16 @@ def _write_results(evaluation: Evaluation, facts: Row, rows: list[Row], tested: 
     accuracies = {}
     for row in rows:
         accuracies[str(row["probe"])] = {key: value for key, value in row.items() if key != "probe"}
-    shape: Row = {"effective_rank": effective_rank(tested.features), "uniformity": uniformity(tested.features)}
+    shape: Row = {
+        "effective_rank": effective_rank(tested.features),
+        "uniformity": uniformity(tested.features),
+    }
     if len(np.unique(tested.labels)) > 1:
         similar = label_similarities(tested.features, tested.labels)
-        shape |= {"same_label_cosine": similar.positive_mean, "different_label_cosine": similar.negative_mean}
+        shape |= {
+            "same_label_cosine": similar.positive_mean,
+            "different_label_cosine": similar.negative_mean,
+        }
         shape |= {"overlap": similar.overlap}
     evaluation.conclude(
         f"Probes: {short_name(evaluation.model)} on {facts['data']}",

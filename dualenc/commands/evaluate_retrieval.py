@@ -56,7 +56,9 @@ def evaluate_retrieval(
     """Rank the documents of every collection by the model and the other systems, and score the rankings."""
     if options.depth < max(CUTOFFS):
         least = max(CUTOFFS)
-        raise DualencError(f"depth={options.depth}: the metrics look at {least} documents; retrieve that many or more")
+        raise DualencError(
+            f"depth={options.depth}: the metrics look at {least} documents; retrieve that many or more"
+        )
     evaluation = Evaluation("retrieval", model, data[0], output)
     needs_texts = "--rerank" if ranking.rerank is not None else ""
     if options.bm25 or ranking.hybrid is not None:
@@ -70,12 +72,18 @@ def evaluate_retrieval(
         device = str(evaluation.device)
         rescore, _ = open_cross_encoder(ranking.rerank, batch_size=options.batch_size, device=device)
     results: list[Result] = []
-    folders = {name: evaluation.folder / name if len(data) > 1 else evaluation.folder for name in collections}
+    folders = {
+        name: evaluation.folder / name if len(data) > 1 else evaluation.folder for name in collections
+    }
     settings: dict[str, Any] = {"batch_size": options.batch_size, "model": model}
     for name, collection in collections.items():
         folder = folders[name] / "embeddings"
-        queries = embed_into(folder / f"queries-{split}", encoder.left, collection.queries, side="left", **settings)
-        documents = embed_into(folder / "documents", encoder.right, collection.corpus, side="right", **settings)
+        queries = embed_into(
+            folder / f"queries-{split}", encoder.left, collection.queries, side="left", **settings
+        )
+        documents = embed_into(
+            folder / "documents", encoder.right, collection.corpus, side="right", **settings
+        )
         dense = retrieve(
             queries.ids,
             queries.vectors,
@@ -89,7 +97,9 @@ def evaluate_retrieval(
         if distributed.is_main():
             about = (collection.qrels, len(collection.corpus))
             for system, run in runs.items():
-                results.append(Result(system, name, run, *about, keep_self_matches=options.keep_self_matches))
+                results.append(
+                    Result(system, name, run, *about, keep_self_matches=options.keep_self_matches)
+                )
 
     if distributed.is_main():
         facts = _facts(model, split, options, ranking)
@@ -110,7 +120,9 @@ def _open_collections(
     return collections
 
 
-def _facts(model: str, split: str, options: RetrievalOptions, ranking: RankingOptions) -> dict[str, object]:
+def _facts(
+    model: str, split: str, options: RetrievalOptions, ranking: RankingOptions
+) -> dict[str, object]:
     facts: dict[str, object] = {"model": model, "split": split, "depth": options.depth}
     facts["keep_self_matches"] = options.keep_self_matches
     if ranking.hybrid is not None:
@@ -140,7 +152,9 @@ def _other_runs(
             best = _fuse(ranking.hybrid, ranking.weight, dense, runs[BM25], options.depth)
             runs[HYBRID] = best
     if rescore is not None:
-        runs[RERANKED] = _rerank(rescore, distributed.broadcast_object(best), collection, ranking.rerank_top)
+        runs[RERANKED] = _rerank(
+            rescore, distributed.broadcast_object(best), collection, ranking.rerank_top
+        )
     return runs
 
 
@@ -224,7 +238,9 @@ def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet
     except DualencError as error:
         if Path(source).is_file() or is_url(source):
             raise
-        forms = "a BEIR folder (corpus.jsonl, queries.jsonl, qrels/) nor pairs (csv, jsonl, parquet, hub name)"
+        forms = (
+            "a BEIR folder (corpus.jsonl, queries.jsonl, qrels/) nor pairs (csv, jsonl, parquet, hub name)"
+        )
         reason = str(error).removeprefix(f"{shown}: ")
         raise DualencError(f"{shown}: neither {forms}: {reason}") from error
     if "image" in (pairs.left_modality, pairs.right_modality):
@@ -245,7 +261,11 @@ def _query_rows(result: Result, collection: RetrievalSet) -> list[dict[str, obje
         if collection.queries.modality == "text":
             row["text"] = snippet(str(collection.queries[query_row[query]]))
         if ranking:
-            text = str(collection.corpus[document_row[ranking[0]]]) if collection.corpus.modality == "text" else ""
+            text = (
+                str(collection.corpus[document_row[ranking[0]]])
+                if collection.corpus.modality == "text"
+                else ""
+            )
             row["first document"] = snippet(f"{ranking[0]}: {text}")
         return row
 

@@ -71,7 +71,9 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
         by_class: list[dict[str, Any]] = []
         for number in np.unique(labels).tolist():
             own = ranks[labels == number]
-            by_class.append({"class": names[number], "images": len(own), "top@1": float(np.mean(own == 1))})
+            by_class.append(
+                {"class": names[number], "images": len(own), "top@1": float(np.mean(own == 1))}
+            )
         scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
         sizes = {"images": len(ranks), "classes": len(names)}
         evaluation.conclude(
@@ -88,7 +90,9 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
     distributed.barrier()
 
 
-def _class_names(file: str | None, recorded: Sequence[str] | None, labels: np.ndarray, data: str) -> list[str]:
+def _class_names(
+    file: str | None, recorded: Sequence[str] | None, labels: np.ndarray, data: str
+) -> list[str]:
     """Readable names of all classes, from a file or from the data."""
     names = recorded
     if file is not None:
@@ -96,7 +100,9 @@ def _class_names(file: str | None, recorded: Sequence[str] | None, labels: np.nd
         if not names:
             raise DualencError(f"{file}: holds no class name; write one on each line")
     if names is None or all(name.isdecimal() for name in names):
-        raise DualencError(f"{data}: the classes have no names; give them with --class_names FILE, one on each line")
+        raise DualencError(
+            f"{data}: the classes have no names; give them with --class_names FILE, one on each line"
+        )
     if labels.max(initial=-1) >= len(names):
         problem = f"{len(names)} class names, but there is a label {labels.max()}"
         raise DualencError(f"{file or data}: {problem}; name every class")

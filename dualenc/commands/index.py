@@ -129,7 +129,9 @@ def _check_build(source: str, data: str | None, out: str, build: BuildOptions, a
     if append and not is_index(out):
         raise DualencError(f"{out}: holds no index to append to; leave out --append to build one")
     if data is None and not is_embeddings(source):
-        raise DualencError(f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA")
+        raise DualencError(
+            f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA"
+        )
 
 
 def _append(folder: Path, out: str, dim: int | None, corpus: Corpus | None) -> None:
@@ -150,7 +152,9 @@ def _build(folder: Path, out: str, build: BuildOptions, corpus: Corpus | None) -
         rows_in(corpus, vectors, folder)
     options: dict[str, Any] = {name: value for name, value in vars(build).items() if name != "dim"}
     if build.queries is not None:
-        options["queries"] = _first(Embeddings.open(build.queries), build.dim).vectors[: build.recall_queries]
+        options["queries"] = _first(Embeddings.open(build.queries), build.dim).vectors[
+            : build.recall_queries
+        ]
     options["memory"] = None if build.memory is None else parse_bytes(build.memory)
     _describe(Index.build(vectors, None, folder=out, progress=True, **options), out)
 
@@ -170,7 +174,9 @@ def _describe(built: Index, out: str) -> None:
         return
     print(f"recall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)")
     if meta["recall_at_10"] < meta.get("target_recall", 0) - RECALL_TOLERANCE:
-        print(f"this misses the target of {meta['target_recall']:g}; give a --factory of finer codes or Refine(SQfp16)")
+        print(
+            f"this misses the target of {meta['target_recall']:g}; give a --factory of finer codes or Refine(SQfp16)"
+        )
     times = ", ".join(f"{name} {value:.2f} ms" for name, value in meta["latency_ms"].items())
     print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
 
@@ -181,7 +187,9 @@ def _check_texts_of(index: str, *, bm25: bool, texts: bool) -> bool:
     from dualenc.search.texts import has_texts
 
     if (bm25 and not has_lexical(index)) or (texts and not has_texts(index)):
-        raise DualencError(f"{index}: has no BM25 or no texts to append to; run dualenc index {index} --bm25 --texts")
+        raise DualencError(
+            f"{index}: has no BM25 or no texts to append to; run dualenc index {index} --bm25 --texts"
+        )
     return has_lexical(index) or has_texts(index)
 
 
@@ -191,7 +199,9 @@ def _open_texts(folder: str, data: str | None, items: SourceOptions) -> Corpus:
 
     recorded = data or read_json_object(Path(folder) / "meta.json").get("data")
     if not isinstance(recorded, str):
-        raise DualencError(f"{folder}: does not say what it was made of; name its texts: index INDEX DATA --texts")
+        raise DualencError(
+            f"{folder}: does not say what it was made of; name its texts: index INDEX DATA --texts"
+        )
     columns: dict[str, Any] = {"text_column": items.text_column, "id_column": items.id_column}
     return open_corpus(recorded, modality="text", split=items.split, quotes=items.quotes, **columns)
 
@@ -216,7 +226,11 @@ def _verify(folder: str) -> None:
     kind: type[Index] | type[Embeddings] = Embeddings if is_embeddings(folder) else Index
     opened = kind.open(folder, verify=True)
     size = sum(path.stat().st_size for path in Path(folder).iterdir())
-    print(printable(f"{folder}: {len(opened):,} vectors, {size / 2**20:,.1f} MiB, every file as it was written"))
+    print(
+        printable(
+            f"{folder}: {len(opened):,} vectors, {size / 2**20:,.1f} MiB, every file as it was written"
+        )
+    )
 
 
 def _remove(folder: str, path: str) -> None:
@@ -226,7 +240,9 @@ def _remove(folder: str, path: str) -> None:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DualencError(f"{path}: cannot be read ({error}); give a text file with one id a line") from None
+        raise DualencError(
+            f"{path}: cannot be read ({error}); give a text file with one id a line"
+        ) from None
     # Not `splitlines`: an id may hold other separators than a line break.
     ids = [line for line in text.split("\n") if line]
     changed = change.remove(folder, ids)

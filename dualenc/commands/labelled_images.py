@@ -26,12 +26,16 @@ def random_rows(total: int, limit: int | None) -> np.ndarray:
     return np.sort(np.random.default_rng(0).permutation(total)[:limit])
 
 
-def open_images(data: str, split: str, options: ImageOptions | ZeroShotOptions, *, limit: int | None = None) -> Corpus:
+def open_images(
+    data: str, split: str, options: ImageOptions | ZeroShotOptions, *, limit: int | None = None
+) -> Corpus:
     """Open images and their labels, if there are any; `limit` of them at random.
 
     If some images have labels, those without are left out, counted and reported.
     """
-    images = open_corpus(data, modality="image", split=split, label_column=options.label_column, quotes=options.quotes)
+    images = open_corpus(
+        data, modality="image", split=split, label_column=options.label_column, quotes=options.quotes
+    )
     if images.modality != "image":
         raise DualencError(f"{data}: holds {images.modality}; give images")
     if images.labels is not None:
@@ -45,7 +49,9 @@ def open_images(data: str, split: str, options: ImageOptions | ZeroShotOptions, 
 def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> np.ndarray:
     """The (N,) labels of a corpus that `open_images` opened; for training two classes or more."""
     if corpus.labels is None:
-        raise DualencError(f"{what}: there are no labels; name their column with --label-column, or use class folders")
+        raise DualencError(
+            f"{what}: there are no labels; name their column with --label-column, or use class folders"
+        )
     if for_training and len(np.unique(corpus.labels)) < 2:
         raise DualencError(f"{what}: all images are of one class; a probe needs two or more")
     return corpus.labels
@@ -63,13 +69,17 @@ def labelled_features(
     tower: Tower, corpus: Corpus, labels: np.ndarray, folder: Path, batch_size: int, num_workers: int
 ) -> Labelled:
     """Features to fit probes on or test them with, stored in `folder`."""
-    embeddings = embed_into(folder, tower, corpus, batch_size=batch_size, output="features", num_workers=num_workers)
+    embeddings = embed_into(
+        folder, tower, corpus, batch_size=batch_size, output="features", num_workers=num_workers
+    )
     row_of = {name: row for row, name in enumerate(corpus.ids)}
     rows = np.array([row_of[name] for name in embeddings.ids])
     return Labelled(Picked(corpus.items, rows), np.asarray(embeddings.vectors, np.float32), labels[rows])
 
 
-def align_labels(labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str) -> np.ndarray:
+def align_labels(
+    labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str
+) -> np.ndarray:
     """Class numbers (N,) of one source in the numbering of another, by the names of the classes.
 
     A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537 goldfish"). Where one
@@ -95,6 +105,8 @@ def open_image_tower(model: str, device: torch.device) -> Tower:
     """The image tower of a model of kind image or image-text, in evaluation mode."""
     encoder = load_model(model, device=str(device))
     if encoder.left.modality != "image":
-        raise DualencError(f"{model}: is of kind {encoder.kind} and encodes no images; give a model of kind image")
+        raise DualencError(
+            f"{model}: is of kind {encoder.kind} and encodes no images; give a model of kind image"
+        )
     encoder.eval()
     return encoder.left

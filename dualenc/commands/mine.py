@@ -68,7 +68,9 @@ def mine(
     pairs = open_pairs(data, **vars(columns), split=split)
     left, right = corpora(pairs)
     if "image" in (left.modality, right.modality):
-        raise DualencError(f"{data}: holds images, and rows of mined negatives hold texts; give texts or vectors")
+        raise DualencError(
+            f"{data}: holds images, and rows of mined negatives hold texts; give texts or vectors"
+        )
     encoder = open_model(model, ("query-document", "vector"), device_to_use)
     options: dict[str, Any] = {"rule": rule, "form": form, "factory": factory}
     if cross_encoder is not None:
@@ -92,7 +94,9 @@ def _check(rule: Rule, target: Path, folder: Path, factory: str, batch_size: int
     from dualenc.search.build import check_factory
     from dualenc.search.mining import check_mined
 
-    check_options(1, MAX_ITEMS, num_negatives=rule.num_negatives, last_rank=rule.last_rank, batch_size=batch_size)
+    check_options(
+        1, MAX_ITEMS, num_negatives=rule.num_negatives, last_rank=rule.last_rank, batch_size=batch_size
+    )
     check_options(0, MAX_SEED, seed=rule.seed)
     if factory != "exact":
         check_factory(factory)

@@ -156,12 +156,20 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
     if encoder.kind not in kinds:
         needed = " or ".join(kinds)
         other = _COMMAND_OF[encoder.kind]
-        raise DualencError(f"{model}: is of kind {encoder.kind}, but this task needs kind {needed}; use {other}")
+        raise DualencError(
+            f"{model}: is of kind {encoder.kind}, but this task needs kind {needed}; use {other}"
+        )
     return encoder
 
 
 def embed_into(
-    folder: Path, tower: Tower, corpus: Corpus, *, side: Side | None = None, model: str = "", **options: Any
+    folder: Path,
+    tower: Tower,
+    corpus: Corpus,
+    *,
+    side: Side | None = None,
+    model: str = "",
+    **options: Any,
 ) -> Embeddings:
     """Embed into a folder below an output; embeddings of another model or other data are replaced.
 
@@ -178,4 +186,6 @@ def embed_into(
             remove(folder)
     distributed.barrier()
     notes = {"model": model} if model else None
-    return embed(tower, corpus, folder, progress=distributed.is_main(), identity=identity, notes=notes, **options)
+    return embed(
+        tower, corpus, folder, progress=distributed.is_main(), identity=identity, notes=notes, **options
+    )

@@ -35,8 +35,28 @@ if TYPE_CHECKING:
     from dualenc.training.trainer import Trainer
 
 # Read after the standard library, if they are installed.
-PACKAGES = ("numpy", "scipy", "sklearn", "pandas", "matplotlib", "networkx", "sympy", "PIL", "torch", "datasets")
-SKIPPED_FOLDERS = {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "_vendor"}
+PACKAGES = (
+    "numpy",
+    "scipy",
+    "sklearn",
+    "pandas",
+    "matplotlib",
+    "networkx",
+    "sympy",
+    "PIL",
+    "torch",
+    "datasets",
+)
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "testing",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "_vendor",
+}
 MIN_LENGTH = 80  # characters that must follow the summary line
 FORMAT = "dualenc quickstart"
 MAX_STEPS = 600
@@ -46,7 +66,12 @@ TRAINING_SECONDS = 130  # with everything else about four minutes
 BATCH_SIZE = 128
 MAX_TOKENS = 64
 VOCABULARY = 8000
-CONFIG: dict[str, Any] = {"model_type": "bert", "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+CONFIG: dict[str, Any] = {
+    "model_type": "bert",
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 CONFIG |= {"intermediate_size": 512, "max_position_embeddings": MAX_TOKENS}
 CONFIG |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SEARCHES = ("sort a list of numbers", "solve a system of linear equations", "read a file line by line")
@@ -93,7 +118,9 @@ def quickstart(
         docstrings = read_docstrings(max_docs)
         write_collection(folder / "data", docstrings, test_docs, seed)
         mark_run(folder)
-        print(f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out → {folder}/data")
+        print(
+            f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out → {folder}/data"
+        )
         pairs = BeirPairs(folder / "data", "train")
         torch.manual_seed(seed)
         untrained = new_model(pairs.corpus.items)
@@ -102,7 +129,12 @@ def quickstart(
 
 
 def _train_and_evaluate(
-    folder: Path, untrained: TextEncoder, pairs: BeirPairs, collection: RetrievalSet, steps: int | None, seed: int
+    folder: Path,
+    untrained: TextEncoder,
+    pairs: BeirPairs,
+    collection: RetrievalSet,
+    steps: int | None,
+    seed: int,
 ) -> None:
     """Train, embed, index and search; print the metrics beside those before training and of BM25."""
     from dualenc.encoders import load_model
@@ -113,7 +145,9 @@ def _train_and_evaluate(
     bm25 = _bm25(collection)
     if steps is None:
         steps = affordable_steps(untrained, pairs, seed)
-    print("The loss is log(Z/e⁺) over all documents: below 0 where a positive outweighs all negatives together")
+    print(
+        "The loss is log(Z/e⁺) over all documents: below 0 where a positive outweighs all negatives together"
+    )
     evaluator = RetrievalEvaluator(folder / "data")
     trained = _trainer(folder, steps, seed).fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
     model = str(trained.model_folder)
@@ -127,7 +161,10 @@ def _train_and_evaluate(
     print_table(Table(title, rows))
     results = Index.open(folder / "index").search(load_model(model).encode_query(list(SEARCHES)), 3)
     for query, hits in zip(SEARCHES, results, strict=True):
-        rows = [{"score": hit.score, "id": hit.id, "text": hit.snippet.removeprefix(hit.id)[:80]} for hit in hits]
+        rows = [
+            {"score": hit.score, "id": hit.id, "text": hit.snippet.removeprefix(hit.id)[:80]}
+            for hit in hits
+        ]
         print_table(Table(f"Search: {query}", rows))
     if steps < FEW_STEPS:
         print(
@@ -202,7 +239,9 @@ def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: in
     Of the documents, which are all in the corpus, `num_test` random ones are held out from the training pairs.
     """
     if len(docstrings) < 2 * num_test:
-        raise DualencError(f"only {len(docstrings)} docstrings were found; give at most half of that as --test-docs")
+        raise DualencError(
+            f"only {len(docstrings)} docstrings were found; give at most half of that as --test-docs"
+        )
     order = np.random.default_rng(seed).permutation(len(docstrings))
     documents = [{"_id": each.name, "title": each.name, "text": each.rest} for each in docstrings]
     queries = [{"_id": f"query-{each.name}", "text": each.summary} for each in docstrings]
@@ -214,7 +253,9 @@ def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: in
             (part / file).write_text(lines, encoding="utf-8")
         for split, rows in (("test", order[:num_test]), ("train", order[num_test:])):
             names = [docstrings[row].name for row in sorted(rows)]
-            lines = "query-id\tcorpus-id\tscore\n" + "".join(f"query-{name}\t{name}\t1\n" for name in names)
+            lines = "query-id\tcorpus-id\tscore\n" + "".join(
+                f"query-{name}\t{name}\t1\n" for name in names
+            )
             (part / "qrels" / f"{split}.tsv").write_text(lines, encoding="utf-8")
 
 
@@ -244,7 +285,12 @@ def affordable_steps(model: TextEncoder, pairs: BeirPairs, seed: int) -> int:
 def _trainer(output: Path, steps: int, seed: int, progress: bool = True) -> Trainer:
     from dualenc.training.trainer import Trainer
 
-    settings: dict[str, Any] = {"batch_size": BATCH_SIZE, "learning_rate": 4e-3, "save_every": None, "overwrite": True}
+    settings: dict[str, Any] = {
+        "batch_size": BATCH_SIZE,
+        "learning_rate": 4e-3,
+        "save_every": None,
+        "overwrite": True,
+    }
     return Trainer(output=output, max_steps=steps, seed=seed, progress=progress, **settings)
 
 

@@ -37,7 +37,10 @@ def report(run: str, *others: str, out: str | None = None) -> None:
     runs = [read_run(Path(folder)) for folder in folders]
     if len({each.name for each in runs}) < len(runs):
         runs = [each._replace(name=folder.rstrip("/")) for each, folder in zip(runs, folders)]
-    tables = [Table("Metrics on held-out data", _ends(runs)), Table("Settings that differ", _differences(runs))]
+    tables = [
+        Table("Metrics on held-out data", _ends(runs)),
+        Table("Settings that differ", _differences(runs)),
+    ]
     tables = [table for table in tables if table.rows]
     for table in tables:
         print_table(table)
@@ -78,11 +81,15 @@ def read_run(folder: Path) -> RunRecords:
     log = folder / "metrics.jsonl"
     lines = read_metrics(log)
     if not lines:
-        raise DualencError(f"{folder}: no metrics.jsonl with metrics in it; name the trainer.output of a run")
+        raise DualencError(
+            f"{folder}: no metrics.jsonl with metrics in it; name the trainer.output of a run"
+        )
     for number, line in enumerate(lines, start=1):
         for name, value in line.items():
             if value is not None and not (type(value) in (int, float) and abs(value) < MAX_VALUE):
-                raise DualencError(f"{log}:{number}: {name!r} is no number that can be drawn; restore the file")
+                raise DualencError(
+                    f"{log}:{number}: {name!r} is no number that can be drawn; restore the file"
+                )
     recipe = folder / "recipe.yaml"
     try:
         settings = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.exists() else {}
@@ -139,7 +146,12 @@ def _ends(runs: Sequence[RunRecords]) -> list[Row]:
                 continue
             steps, values = each.curve(name)
             best = max(values)
-            row = {"run": each.name, "metric": name.removeprefix("evaluation/"), "first": values[0], "best": best}
+            row = {
+                "run": each.name,
+                "metric": name.removeprefix("evaluation/"),
+                "first": values[0],
+                "best": best,
+            }
             rows.append(row | {"at step": int(steps[values.index(best)]), "last": values[-1]})
     return rows
 
@@ -165,7 +177,10 @@ def _queries(runs: Sequence[RunRecords]) -> list[Table]:
             continue
         before = each.scores[min(each.scores)].scores
         after = each.scores[max(each.scores)]
-        columns = {query: {"before": before.get(query), "text": after.texts.get(query, "")} for query in after.scores}
+        columns = {
+            query: {"before": before.get(query), "text": after.texts.get(query, "")}
+            for query in after.scores
+        }
         rows = best_and_worst_rows(after.scores, after.metric, columns.__getitem__, SHOWN_QUERIES)
         tables.append(Table(f"{each.name}: best and worst queries after training", rows))
     return tables

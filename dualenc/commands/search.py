@@ -66,13 +66,17 @@ def search(
     if json:
         print(dumps({"query": query, "index": index, "results": results}, indent=2))
     elif not results:
-        restricted = " that meets all conditions; search with fewer or wider ones" if conditions or filter else ""
+        restricted = (
+            " that meets all conditions; search with fewer or wider ones" if conditions or filter else ""
+        )
         print(printable(f"nothing was found for {query!r}{restricted}"))
     else:
         _print_results(query, results, list(columns), searcher.index.has_snippets)
 
 
-def _print_results(query: str, results: list[dict[str, Any]], columns: list[str], has_snippets: bool) -> None:
+def _print_results(
+    query: str, results: list[dict[str, Any]], columns: list[str], has_snippets: bool
+) -> None:
     from dualenc.evaluation.report import Table, print_table
 
     names = ["rank", "id", "score", *columns]
@@ -97,7 +101,9 @@ def _open(index: str, query: str, k: int, ranking: RankingOptions, options: Sear
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
     device = start_processes(options.device)
-    cross_encoder = None if ranking.rerank is None else open_cross_encoder(ranking.rerank, device=str(device))[0]
+    cross_encoder = (
+        None if ranking.rerank is None else open_cross_encoder(ranking.rerank, device=str(device))[0]
+    )
     more = {"device": device, "cross_encoder": cross_encoder, "hybrid": ranking.hybrid is not None}
     return Searcher.open(index, **vars(options) | more)
 

@@ -51,10 +51,14 @@ def serve(
     searcher = Searcher.open(index, **vars(options) | {"device": device, "cross_encoder": cross_encoder})
     address, port = listening.getsockname()[:2]
     is_local = ipaddress.ip_address(address).is_loopback
-    app = create_app(Service(searcher, rerank_top), ["localhost", "127.0.0.1", "[::1]"] if is_local else None)
+    app = create_app(
+        Service(searcher, rerank_top), ["localhost", "127.0.0.1", "[::1]"] if is_local else None
+    )
     host = f"[{address}]" if ":" in address else address
     print(printable(f"{len(searcher):,} vectors of {index} at http://{host}:{port}/"), flush=True)
-    config = uvicorn.Config(app, ws="none", access_log=False, server_header=False, limit_concurrency=MAX_REQUESTS)
+    config = uvicorn.Config(
+        app, ws="none", access_log=False, server_header=False, limit_concurrency=MAX_REQUESTS
+    )
     uvicorn.Server(config).run(sockets=[listening])
 
 
@@ -64,4 +68,6 @@ def _bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DualencError(f"--host {host} --port {port}: {reason}; give another address or a free port") from None
+        raise DualencError(
+            f"--host {host} --port {port}: {reason}; give another address or a free port"
+        ) from None

@@ -14,10 +14,17 @@ if TYPE_CHECKING:
     from dualenc.training.trainer import TrainingResult
 
 STAND_IN = "DATA"  # where the recipe names no data that a following command could read
-_EVALUATIONS = {"query-document": "retrieval", "vector": "retrieval", "image-text": "image-text", "image": "probe"}
+_EVALUATIONS = {
+    "query-document": "retrieval",
+    "vector": "retrieval",
+    "image-text": "image-text",
+    "image": "probe",
+}
 
 
-def train(recipe: str, *overrides: str, resume: bool = False, allow_module: list[str] | None = None) -> None:
+def train(
+    recipe: str, *overrides: str, resume: bool = False, allow_module: list[str] | None = None
+) -> None:
     """Train a dual encoder from a recipe.
 
     Writes checkpoints, metrics.jsonl, the resolved recipe.yaml and, at the end, the model folder into trainer.output.

@@ -6,7 +6,14 @@ from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import Pair, PairDataset
 from dualenc.data.ragged import Ragged
 from dualenc.data.sources import open_corpus, open_pairs
-from dualenc.data.table_pairs import ImageFolderPairs, ImageFolderViews, ImageViews, MinedPairs, TablePairs, TableViews
+from dualenc.data.table_pairs import (
+    ImageFolderPairs,
+    ImageFolderViews,
+    ImageViews,
+    MinedPairs,
+    TablePairs,
+    TableViews,
+)
 from dualenc.data.vectors import VectorPairs
 from dualenc.data.webdataset import WebDatasetPairs
 from dualenc.decoding import open_image

@@ -46,7 +46,9 @@ class BadRows:
 
     def describe(self) -> str:
         """Reasons with their counts and first positions, in one line; "" when nothing was left out."""
-        return ", ".join(f"{n} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
+        return ", ".join(
+            f"{n} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items()
+        )
 
     def report(self) -> int:
         """Log what was left out, on the main process only. Returns the number of samples."""
@@ -62,4 +64,6 @@ class BadRows:
         """Raise a `DualencError` if nothing usable is left."""
         if not usable:
             reasons = self.describe() or "it is empty"
-            raise DualencError(f"{self.source}: no usable {what}: {reasons}; check the file and the named columns")
+            raise DualencError(
+                f"{self.source}: no usable {what}: {reasons}; check the file and the named columns"
+            )

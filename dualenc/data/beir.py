@@ -67,7 +67,9 @@ class BeirPairs(PairDataset):
         on_error: OnError = "skip",
     ) -> None:
         if weigh_grades and min_grade < 1:
-            raise DualencError(f"weigh_grades with min_grade {min_grade}: a weight is not below 0; give min_grade 1")
+            raise DualencError(
+                f"weigh_grades with min_grade {min_grade}: a weight is not below 0; give min_grade 1"
+            )
         queries, self.corpus, qrels = read_beir(path, split, titles=titles, on_error=on_error)
         query_row = {name: row for row, name in enumerate(queries.ids)}
         document_row = {name: row for row, name in enumerate(self.corpus.ids)}
@@ -81,7 +83,9 @@ class BeirPairs(PairDataset):
                     right_id.append(document_row[document])
                     grades.append(grade)
         if not grades:
-            raise DualencError(f"{path}: no usable pair: no judgement of a document has grade {min_grade} or more")
+            raise DualencError(
+                f"{path}: no usable pair: no judgement of a document has grade {min_grade} or more"
+            )
         # Queries without a relevant document are no items: training would never see them.
         used, left_id = np.unique(query_rows, return_inverse=True)
         self.queries = queries.take(used)
@@ -111,7 +115,9 @@ def read_beir(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise DualencError(f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/")
+        raise DualencError(
+            f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/"
+        )
     splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
     if split not in splits:
         available = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
@@ -125,7 +131,9 @@ def read_beir(
     qrels: dict[str, dict[str, int]] = {}
     for line, query, document, grade in read_judgements(file, bad_rows):
         if query not in query_row:
-            bad_rows.add("judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl")
+            bad_rows.add(
+                "judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl"
+            )
             continue
         if document not in documents:
             reason = "judged document that is not in the corpus (kept as never found)"
@@ -139,7 +147,12 @@ def read_beir(
 
 
 def read_corpus(
-    folder: str | Path, part: str = "corpus", *, titles: bool = True, columns: Sequence[str] = (), bad_rows: BadRows
+    folder: str | Path,
+    part: str = "corpus",
+    *,
+    titles: bool = True,
+    columns: Sequence[str] = (),
+    bad_rows: BadRows,
 ) -> Corpus:
     """The documents (part "corpus") or queries (part "queries") of a BEIR folder; `columns` are kept for filters."""
     check_column_names(columns)
@@ -147,11 +160,15 @@ def read_corpus(
     if detect(folder / part) == "vectors":
         return open_vectors(folder / part, columns=columns, bad_rows=bad_rows)
     if (folder / f"{part}.parquet").is_file():
-        return open_vectors(folder / f"{part}.parquet", id_column="_id", columns=columns, bad_rows=bad_rows)
+        return open_vectors(
+            folder / f"{part}.parquet", id_column="_id", columns=columns, bad_rows=bad_rows
+        )
     files = [folder / f"{part}.jsonl", folder / f"{part}.jsonl.gz"]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
+        raise DualencError(
+            f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/"
+        )
     title_column = "title" if titles and part == "corpus" else None
     to_read: dict[str, ColumnKind] = dict.fromkeys(["_id", "text", *columns], "value")
     optional: tuple[str, ...] = ()
@@ -160,7 +177,9 @@ def read_corpus(
         optional = ("title", "text")
     table = open_table(file, to_read, bad_rows, optional=optional)
     what = "query" if part == "queries" else "document"
-    return table_corpus(table, "text", title_column=title_column, id_column="_id", columns=columns, what=what)
+    return table_corpus(
+        table, "text", title_column=title_column, id_column="_id", columns=columns, what=what
+    )
 
 
 def read_judgements(file: Path, bad_rows: BadRows) -> Iterator[Judgement]:
@@ -196,6 +215,8 @@ def read_qrels(file: str | Path) -> dict[str, dict[str, int]]:
     for _, query, document, grade in read_judgements(Path(file), bad_rows):
         qrels.setdefault(query, {})[document] = grade
     if bad_rows.total:
-        raise DualencError(f"{file}: not all lines are judgements: {bad_rows.describe()}; fix or remove them")
+        raise DualencError(
+            f"{file}: not all lines are judgements: {bad_rows.describe()}; fix or remove them"
+        )
     bad_rows.require(len(qrels), "judgement")
     return qrels

@@ -35,7 +35,9 @@ class ColumnPairs(PairDataset):
     ) -> None:
         table = left.table
         if left.is_list:
-            raise DualencError(f"{table.source}: the left column holds lists; name it as right_column instead")
+            raise DualencError(
+                f"{table.source}: the left column holds lists; name it as right_column instead"
+            )
         weights = None if weight_column is None else _weights(table, weight_column)
         if weights is not None:
             reason = f"no weight of 0 or more in column {weight_column!r}"
@@ -165,13 +167,17 @@ def _scores(table: DataTable, name: str, rows: np.ndarray) -> np.ndarray:
         elif count[row]:
             unfit.append(row)
     table.skip_rows(
-        f"{name} that are not one for each text", np.array(unfit), "give a number each, or leave scores out"
+        f"{name} that are not one for each text",
+        np.array(unfit),
+        "give a number each, or leave scores out",
     )
     scores[~np.isfinite(scores)] = np.nan
     return scores
 
 
-def _number(items: Items, keys: Items, positions: np.ndarray, deduplicate: bool) -> tuple[np.ndarray, np.ndarray]:
+def _number(
+    items: Items, keys: Items, positions: np.ndarray, deduplicate: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """First position of each item that is distinct by its key; the item's number by position, else -1."""
     sizes = keys.sizes[positions] if isinstance(keys, ImageKeys) else None
     first, inverse = number_distinct(keys.__getitem__ if deduplicate else None, positions, sizes=sizes)

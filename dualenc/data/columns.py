@@ -50,21 +50,27 @@ class Column:
     default records, contents and names of image files are images, all else is text.
     """
 
-    def __init__(self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False) -> None:
+    def __init__(
+        self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False
+    ) -> None:
         self.source = table.source
         self.dataset = table.dataset
         self.name = name
         kind = table.dataset.data.schema.field(name).type
         self.is_list = is_list(kind)
         if self.is_list and not lists:
-            raise DualencError(f"{table.source}: column {name!r} holds lists; name one with a single value in each row")
+            raise DualencError(
+                f"{table.source}: column {name!r} holds lists; name one with a single value in each row"
+            )
         with explain(f"{table.source}: column {name!r} is damaged", "write it again, texts as UTF-8"):
             self.array.validate(full=True)
         self.holds_strings = _is(self.array.type, *_STRINGS)
         self.modality: Modality = modality or self._guess_modality()
         is_text = _is(self.array.type, *_TEXT_LIKE)
         if not (is_text if self.modality == "text" else _holds_images(self.array.type)):
-            raise DualencError(f"{table.source}: column {name!r} holds {kind}, no {self.modality}; name another column")
+            raise DualencError(
+                f"{table.source}: column {name!r} holds {kind}, no {self.modality}; name another column"
+            )
 
     def _guess_modality(self) -> Modality:
         if not self.holds_strings:
@@ -347,7 +353,9 @@ def read_ids_or_texts(table: DataTable, name: str, vectors: Corpus | None) -> It
     }
     # Position -1 is never read: those values are among the faults.
     items = Picked(vectors.items, positions)
-    return ItemColumn(table, vectors.modality, column.is_list, column.rows, items, TextColumn(column), faults)
+    return ItemColumn(
+        table, vectors.modality, column.is_list, column.rows, items, TextColumn(column), faults
+    )
 
 
 def _read_vectors(table: DataTable, name: str) -> ItemColumn:

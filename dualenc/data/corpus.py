@@ -58,7 +58,9 @@ class Corpus:
         self.columns = columns
         self.skipped = skipped
         if len(self.ids) != len(self.items):
-            raise DualencError(f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each")
+            raise DualencError(
+                f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each"
+            )
         if len(set(self.ids)) != len(self.ids):
             name, count = Counter(self.ids).most_common(1)[0]
             raise DualencError(f"ids: {name!r} is a duplicate ({count} times); ids must differ")
@@ -68,7 +70,9 @@ class Corpus:
         if self.labels is not None and self.class_names is not None:
             highest = self.labels.max(initial=-1)
             if highest >= len(self.class_names):
-                raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
+                raise DualencError(
+                    f"labels: class {highest} has no name among {len(self.class_names)} class_names"
+                )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -160,7 +164,9 @@ def table_corpus(
         entry = np.arange(len(values.rows)) - np.searchsorted(values.rows, values.rows, side="left")
         names = [f"{names[row]}#{k}" if names[row] else None for row, k in zip(values.rows, entry)]
     named = ((position, names[position]) for position in np.flatnonzero(usable).tolist())
-    ids, positions = distinct_ids(named, table.bad_rows, lambda k: table.position(int(values.rows[k])), what)
+    ids, positions = distinct_ids(
+        named, table.bad_rows, lambda k: table.position(int(values.rows[k])), what
+    )
     rows = values.rows[positions]
     labels = None if label_column is None else labels_of_column(table, label_column)
     return Corpus(
@@ -186,7 +192,10 @@ def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
 
 
 def distinct_ids(
-    named: Iterable[tuple[int, str | None]], bad_rows: BadRows, position_of: Callable[[int], str], what: str
+    named: Iterable[tuple[int, str | None]],
+    bad_rows: BadRows,
+    position_of: Callable[[int], str],
+    what: str,
 ) -> tuple[list[str], np.ndarray]:
     """The ids (n,) of some rows and their rows (n,), without missing and repeated ids, which are bad."""
     row_of: dict[str, int] = {}

@@ -99,4 +99,6 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _unreadable_folder(error: OSError) -> None:
-    raise DualencError(f"{error.filename}: folder cannot be read ({error.strerror}); fix its permissions") from None
+    raise DualencError(
+        f"{error.filename}: folder cannot be read ({error.strerror}); fix its permissions"
+    ) from None

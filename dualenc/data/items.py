@@ -44,7 +44,9 @@ class Texts(Sequence[str]):
         with explain(f"{path}: corrupt", fix):
             if strings.type not in _BYTES:
                 raise ValueError(f"{strings.type} instead of strings")
-            self.as_bytes = pa.chunked_array([chunk.view(_BYTES[strings.type]) for chunk in strings.chunks])
+            self.as_bytes = pa.chunked_array(
+                [chunk.view(_BYTES[strings.type]) for chunk in strings.chunks]
+            )
             self.as_bytes.validate(full=True)
             if strings.null_count:
                 raise ValueError("a string is missing")
@@ -111,7 +113,9 @@ class Ids(Texts):
             row = int(self._order[position])
             return row if self[row] == name else -1
         except IndexError:
-            raise DualencError(f"{self._order_path}: corrupt (a row beyond {len(self)}); {self.fix}") from None
+            raise DualencError(
+                f"{self._order_path}: corrupt (a row beyond {len(self)}); {self.fix}"
+            ) from None
 
 
 def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
@@ -190,7 +194,11 @@ def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
     remaining = iter(batches)
     first = next(remaining)
     # A stream of Python, since closing it reports a disk that is full at the end of the file.
-    with atomic_path(path) as part, open(part, "wb") as stream, ipc.new_file(stream, first.schema) as writer:
+    with (
+        atomic_path(path) as part,
+        open(part, "wb") as stream,
+        ipc.new_file(stream, first.schema) as writer,
+    ):
         for batch in itertools.chain([first], remaining):
             writer.write_batch(batch)
 
@@ -199,7 +207,9 @@ def write_items(
     folder: Path, ids: Iterable[str], texts: Iterable[str] | None = None, columns: pa.Table | None = None
 ) -> None:
     """Write items.arrow and order.npy: ids (N,), at least one, that have passed `check_ids`, and texts and columns."""
-    write_batches(folder / ITEMS, _item_batches(iter(ids), None if texts is None else iter(texts), columns))
+    write_batches(
+        folder / ITEMS, _item_batches(iter(ids), None if texts is None else iter(texts), columns)
+    )
     write_order([folder / ITEMS])
 
 
@@ -228,7 +238,9 @@ def check_ids(ids: Sequence[str]) -> None:
         return
     for row, name in enumerate(ids):
         if not isinstance(name, str):
-            raise DualencError(f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)")
+            raise DualencError(
+                f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)"
+            )
         if "\n" in name:
             raise DualencError(f"id {name!r} at row {row} contains a line break; give it another id")
         if not is_utf8(name):

@@ -108,7 +108,11 @@ def check_columns(source: str, available: Iterable[str], required: Iterable[str]
     for name in required:
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-            hint = f"did you mean {nearest[0]!r}? (columns: {', '.join(names)})" if nearest else "it has no columns"
+            hint = (
+                f"did you mean {nearest[0]!r}? (columns: {', '.join(names)})"
+                if nearest
+                else "it has no columns"
+            )
             raise DualencError(f"{display_name(source)}: no column {name!r}; {hint}")
 
 
@@ -141,7 +145,9 @@ def _vector(value: Any) -> list[float] | None:
 _CONVERTERS: dict[ColumnKind, Callable[[Any], Any]] = {"value": _text, "list": _texts, "vector": _vector}
 
 
-def kinds_of_records(files: Sequence[Path], bad_rows: BadRows, quotes: bool | None = None) -> dict[str, ColumnKind]:
+def kinds_of_records(
+    files: Sequence[Path], bad_rows: BadRows, quotes: bool | None = None
+) -> dict[str, ColumnKind]:
     """The columns that records of the files have, and what most records hold in each."""
     counts: dict[str, Counter[str]] = {}
     for file in files:

@@ -69,7 +69,9 @@ def _open(path: Path) -> Iterator[BinaryIO]:
     except UnicodeDecodeError as error:
         raise DualencError(f"{path}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
     except csv.Error as error:
-        raise DualencError(f"{path}:1: malformed header ({error}); its first line must name the columns") from None
+        raise DualencError(
+            f"{path}:1: malformed header ({error}); its first line must name the columns"
+        ) from None
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise DualencError(f"{path}: broken gzip file ({error}); fetch it again") from None
     except OSError as error:
@@ -102,7 +104,9 @@ def _json_lines(path: Path, stream: BinaryIO, bad_rows: BadRows) -> Iterator[Num
         if isinstance(record, dict):
             yield number, record
         else:
-            bad_rows.add("not a JSON object", f"{path}:{number}", 'write {"column": value, …} on each line')
+            bad_rows.add(
+                "not a JSON object", f"{path}:{number}", 'write {"column": value, …} on each line'
+            )
 
 
 def _json_fault(error: ValueError | RecursionError) -> str:
@@ -128,7 +132,9 @@ def _json_records(path: Path, stream: BinaryIO, bad_rows: BadRows) -> Iterator[N
         if isinstance(record, dict):
             yield number, record
         else:
-            bad_rows.add("not a JSON object", f"{path} record {number}", 'write a list of {"column": value, …}')
+            bad_rows.add(
+                "not a JSON object", f"{path} record {number}", 'write a list of {"column": value, …}'
+            )
 
 
 def check_distinct(location: str, columns: Sequence[str]) -> None:
@@ -166,7 +172,9 @@ def _separated(
         # A stray quote swallows the lines up to the next quote: all of them are lost, and counted.
         count = max(1, rows.line_num + 1 - start)
         reason = "malformed line"
-        fix = f"{fault}: quote fields that hold the delimiter, or pass quotes=false if quotes are characters"
+        fix = (
+            f"{fault}: quote fields that hold the delimiter, or pass quotes=false if quotes are characters"
+        )
         if not in_quotes:
             fix = f"{fault}: write a field for each column"
             if any('"' in field for field in row):

@@ -30,9 +30,13 @@ def check_column_names(names: Sequence[str]) -> None:
     for name in names:
         lower = name.lower()
         if not _NAME.fullmatch(name):
-            raise DualencError(f"column {name!r} cannot be kept: give it a name of letters, digits and _ in the table")
+            raise DualencError(
+                f"column {name!r} cannot be kept: give it a name of letters, digits and _ in the table"
+            )
         if lower in RESERVED:
-            raise DualencError(f"column {name!r} cannot be kept: every result has its own {lower}; rename it")
+            raise DualencError(
+                f"column {name!r} cannot be kept: every result has its own {lower}; rename it"
+            )
         if lower in seen:
             raise DualencError(f"column {name!r} is asked for twice; name each column once")
         seen.add(lower)
@@ -47,7 +51,9 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
     columns: dict[str, pa.ChunkedArray] = {}
     for name in names:
         values = table.column(name).combine_chunks().take(pa.array(rows))
-        with explain(f"{table.source}: column {name!r} holds {values.type}, which cannot be kept", "leave it out"):
+        with explain(
+            f"{table.source}: column {name!r} holds {values.type}, which cannot be kept", "leave it out"
+        ):
             columns[name] = _plain_values(values, from_lines=table.has(LINE))
     return pa.table(columns)
 

@@ -55,7 +55,9 @@ class Mixture(PairDataset):
         _check_names("weights", self.source_weights, self.sources)
         for name, weight in self.source_weights.items():
             if not 0 < weight < sys.float_info.max:
-                raise DualencError(f"Mixture: the weight of {name} is {weight}; it must be a number above 0")
+                raise DualencError(
+                    f"Mixture: the weight of {name} is {weight}; it must be a number above 0"
+                )
         _check_sources(self.sources)
         _check_prompts("left", left, self.sources)
         _check_prompts("right", right, self.sources)
@@ -65,10 +67,14 @@ class Mixture(PairDataset):
         self.views = parts[0].views
         self.skipped = sum(part.skipped for part in parts)
         self.sizes = [len(part) for part in parts]
-        left_items = Joined([part.left_items for part in parts], [left.get(name, "") for name in self.sources])
+        left_items = Joined(
+            [part.left_items for part in parts], [left.get(name, "") for name in self.sources]
+        )
         right_items = left_items
         if not self.views:
-            right_items = Joined([part.right_items for part in parts], [right.get(name, "") for name in self.sources])
+            right_items = Joined(
+                [part.right_items for part in parts], [right.get(name, "") for name in self.sources]
+            )
         num_negatives = [0 if part.negatives is None else len(part.negatives.values) for part in parts]
         super().__init__(
             left_items,
@@ -78,7 +84,9 @@ class Mixture(PairDataset):
             negatives=_joined_negatives(parts, right_items.starts),
             weights=_joined_numbers([part.weights for part in parts], self.sizes, 1.0),
             scores=_joined_numbers([part.scores for part in parts], self.sizes, np.nan),
-            negative_scores=_joined_numbers([part.negative_scores for part in parts], num_negatives, np.nan),
+            negative_scores=_joined_numbers(
+                [part.negative_scores for part in parts], num_negatives, np.nan
+            ),
             left_modality=parts[0].left_modality,
             right_modality=parts[0].right_modality,
         )
@@ -111,7 +119,13 @@ class Mixture(PairDataset):
             checksums |= {f"{name}.{what}": checksum for what, checksum in part.identities().items()}
         weights = {f"{name}.weight": f"{weight:g}" for name, weight in self.source_weights.items()}
         prompts = {f"{name}.prompts": digest_of(both) for name, both in self.prompts.items()}
-        return {**checksums, **weights, **prompts, "sources": ", ".join(self.sources), "batches": self.batches}
+        return {
+            **checksums,
+            **weights,
+            **prompts,
+            "sources": ", ".join(self.sources),
+            "batches": self.batches,
+        }
 
 
 def _check_sources(sources: Mapping[str, PairDataset]) -> None:
@@ -141,7 +155,9 @@ def _check_names(argument: str, values: Mapping[str, Any], sources: Mapping[str,
     for name in values:
         if name not in sources:
             known = ", ".join(sources)
-            raise DualencError(f"Mixture: {argument} names {name!r}, which is no source; there are {known}")
+            raise DualencError(
+                f"Mixture: {argument} names {name!r}, which is no source; there are {known}"
+            )
 
 
 def _check_prompts(side: Side, prompts: Mapping[str, str], sources: Mapping[str, PairDataset]) -> None:
@@ -166,7 +182,9 @@ def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> Ra
     return Ragged.from_lengths(np.concatenate(values), np.concatenate(lengths))
 
 
-def _joined_numbers(parts: Sequence[np.ndarray | None], lengths: Sequence[int], missing: float) -> np.ndarray | None:
+def _joined_numbers(
+    parts: Sequence[np.ndarray | None], lengths: Sequence[int], missing: float
+) -> np.ndarray | None:
     """One array after the other, with a value for those that are missing; None if all are."""
     if all(part is None for part in parts):
         return None

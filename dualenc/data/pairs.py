@@ -105,7 +105,9 @@ class PairDataset:
         if negatives is not None:
             rows = len(negatives.lengths)
             if rows != len(self):
-                raise DualencError(f"negatives has {rows} rows for {len(self)} pairs; give one row per pair")
+                raise DualencError(
+                    f"negatives has {rows} rows for {len(self)} pairs; give one row per pair"
+                )
             _checked_ids("negatives", negatives.values, self.num_right)
             first = negatives.first_in_row()
             self.negatives = negatives.keep(first)
@@ -178,7 +180,9 @@ class PairDataset:
             right = items_identity(self.right_items, self.right_modality)
         return {
             "pairs": digest_of(self.left_id, self.right_id, self.weights, self.scores),
-            "negatives": "" if self.negatives is None else digest_of(*self.negatives, self.negative_scores),
+            "negatives": ""
+            if self.negatives is None
+            else digest_of(*self.negatives, self.negative_scores),
             "left_items": left,
             "right_items": right,
         }
@@ -200,7 +204,9 @@ class PairDataset:
         chosen = items[: max(1, round(share * len(items)))]
         in_share = np.isin(self.left_id, chosen)
         if not 0 < share < 1 or in_share.all():
-            raise DualencError(f"{len(items)} left items cannot be split by {share}; give a share between 0 and 1")
+            raise DualencError(
+                f"{len(items)} left items cannot be split by {share}; give a share between 0 and 1"
+            )
         return self._among(np.flatnonzero(~in_share)), self._among(np.flatnonzero(in_share))
 
     def _among(self, rows: np.ndarray) -> PairDataset:
@@ -213,7 +219,9 @@ class PairDataset:
         if self.negatives is not None:
             part.negatives = self.negatives.take(rows)
             if self.negative_scores is not None:
-                part.negative_scores = self.negatives._replace(values=self.negative_scores).take(rows).values
+                part.negative_scores = (
+                    self.negatives._replace(values=self.negative_scores).take(rows).values
+                )
         part._positives = {}
         return part
 
@@ -222,7 +230,9 @@ class PairDataset:
         return np.bincount(self.item_ids(side), minlength=len(self.items(side)))
 
 
-def _checked_numbers(name: str, numbers: Sequence[float] | np.ndarray | None, count: int) -> np.ndarray | None:
+def _checked_numbers(
+    name: str, numbers: Sequence[float] | np.ndarray | None, count: int
+) -> np.ndarray | None:
     if numbers is None:
         return None
     result = np.asarray(numbers, dtype=np.float32)
@@ -234,9 +244,13 @@ def _checked_numbers(name: str, numbers: Sequence[float] | np.ndarray | None, co
 def _checked_ids(name: str, ids: Sequence[int] | np.ndarray | None, num_items: int) -> np.ndarray:
     result = np.arange(num_items) if ids is None else np.asarray(ids)
     if result.ndim != 1 or (result.size and not np.issubdtype(result.dtype, np.integer)):
-        raise DualencError(f"{name}: give whole numbers of shape (M,), not {result.dtype} of shape {result.shape}")
+        raise DualencError(
+            f"{name}: give whole numbers of shape (M,), not {result.dtype} of shape {result.shape}"
+        )
     wrong = np.flatnonzero((result < 0) | (result >= num_items))
     if wrong.size:
         row = wrong[0]
-        raise DualencError(f"{name}: {result[row]} at row {row} is outside [0, {num_items}); ids are positions")
+        raise DualencError(
+            f"{name}: {result[row]} at row {row} is outside [0, {num_items}); ids are positions"
+        )
     return result.astype(np.int64)

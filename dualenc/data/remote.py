@@ -19,7 +19,16 @@ MAX_FILES = 100_000
 """Files that one URL may name."""
 
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_VERSION_KEYS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime", "blob_id", "size")
+_VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "Last-Modified",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "blob_id",
+    "size",
+)
 
 
 def local_copies(url: str) -> list[Path]:
@@ -32,7 +41,9 @@ def local_copies(url: str) -> list[Path]:
         system = fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError:
         package = SCHEMES[scheme]
-        raise DualencError(f"{display_name(url)}: {scheme}:// needs {package}; pip install {package}") from None
+        raise DualencError(
+            f"{display_name(url)}: {scheme}:// needs {package}; pip install {package}"
+        ) from None
     urls = _expand_braces(url)
     if "*" in split_url(url).path:
         urls = _matches(system, scheme, urls)
@@ -47,7 +58,9 @@ def _expand_braces(url: str) -> list[str]:
     while match := _BRACES.search(urls[0]):
         numbers = range(int(match[1]), int(match[2]) + 1)
         if not 0 < len(numbers) * len(urls) <= MAX_FILES:
-            raise DualencError(f"{display_name(url)}: {match[0]} names no file, or more than {MAX_FILES:,} together")
+            raise DualencError(
+                f"{display_name(url)}: {match[0]} names no file, or more than {MAX_FILES:,} together"
+            )
         names = [str(number).zfill(len(match[1])) for number in numbers]
         urls = [pattern.replace(match[0], name, 1) for pattern in urls for name in names]
     return urls
@@ -92,4 +105,6 @@ def _unreachable(url: str, error: Exception) -> DualencError:
     cause = error.__cause__ or error
     status = getattr(cause, "status", None)
     reason = f"HTTP {status}" if status else type(cause).__name__
-    return DualencError(f"{display_name(url)}: cannot be fetched ({reason}); check URL, credentials and network")
+    return DualencError(
+        f"{display_name(url)}: cannot be fetched ({reason}); check URL, credentials and network"
+    )

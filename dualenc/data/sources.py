@@ -23,7 +23,18 @@ from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
 
 _SURELY_IMAGES = ("image", "img", "image_path")
-_TEXTS = ("text", "contents", "content", "passage", "document", "body", "abstract", "query", "question", "sentence")
+_TEXTS = (
+    "text",
+    "contents",
+    "content",
+    "passage",
+    "document",
+    "body",
+    "abstract",
+    "query",
+    "question",
+    "sentence",
+)
 _QUERIES = ("query", "question", "anchor", "sentence1")
 _DOCUMENTS = ("document", "positive", "passage", "answer", "sentence2", "text", "abstract")
 
@@ -168,7 +179,9 @@ def open_pairs(
     left_names = (*_SURELY_IMAGES, *_QUERIES, "title", "file_name")
     right_names = (*CAPTION_NAMES[:2], *_DOCUMENTS)
     left_column = left_column or default_column(path, kinds, left_names, "left_column")
-    right_column = right_column or default_column(path, kinds, right_names, "right_column", but=left_column)
+    right_column = right_column or default_column(
+        path, kinds, right_names, "right_column", but=left_column
+    )
     return TablePairs(
         path,
         left_column,
@@ -204,13 +217,20 @@ def _main_column(
         # The right column of such pairs, as in `open_pairs`.
         texts = (*_DOCUMENTS, *_TEXTS)
     defaults: list[tuple[tuple[str, ...], Modality]]
-    defaults = [(_SURELY_IMAGES, "image"), (texts, "text"), (CAPTION_NAMES, "text"), (IMAGE_NAMES, "image")]
+    defaults = [
+        (_SURELY_IMAGES, "image"),
+        (texts, "text"),
+        (CAPTION_NAMES, "text"),
+        (IMAGE_NAMES, "image"),
+    ]
     for names, kind in defaults:
         name = first_of(kinds, names)
         if name is not None and modality in (kind, None):
             return name, kind
     if len(kinds) == 1:
         return next(iter(kinds)), modality or "text"
-    argument = {"text": "text_column", "image": "image_column"}.get(modality or "", "text_column or image_column")
+    argument = {"text": "text_column", "image": "image_column"}.get(
+        modality or "", "text_column or image_column"
+    )
     reason = f"cannot tell which column to read; name {argument} (columns: {', '.join(kinds)})"
     raise DualencError(f"{display_name(source)}: {reason}")

@@ -171,7 +171,9 @@ class MinedPairs(ColumnPairs):
 
 
 def _vectors_by_id(source: str | Path | None, bad_rows: BadRows) -> Corpus | None:
-    return None if source is None else open_vectors(source, id_column=default_ids(source), bad_rows=bad_rows)
+    return (
+        None if source is None else open_vectors(source, id_column=default_ids(source), bad_rows=bad_rows)
+    )
 
 
 # Named functions, not partials: the cache of a table is keyed by the function's name.
@@ -201,7 +203,9 @@ def _flat_passages(record: dict[str, Any], value_of: Callable[[dict[str, Any]], 
         flat[name] = passages
         if isinstance(passages, list):
             flat[name] = [value_of(entry) if isinstance(entry, dict) else entry for entry in passages]
-            flat[f"{name}_scores"] = [entry.get("score") if isinstance(entry, dict) else None for entry in passages]
+            flat[f"{name}_scores"] = [
+                entry.get("score") if isinstance(entry, dict) else None for entry in passages
+            ]
     return flat
 
 
@@ -300,7 +304,9 @@ def _table_of_text_files(folder: Path, names: list[str], bad_rows: BadRows) -> D
     bad_rows.require(len(rows), "image with a caption")
     # Explicit, because an empty first list has no type to infer.
     features = Features({"image": Value("string"), "captions": List(Value("string"))})
-    return DataTable(str(folder), Dataset.from_list(rows, features=features), bad_rows, folder, allow_outside=True)
+    return DataTable(
+        str(folder), Dataset.from_list(rows, features=features), bad_rows, folder, allow_outside=True
+    )
 
 
 class ImageViews(PairDataset):
@@ -362,7 +368,9 @@ class TableViews(ImageViews):
             quotes=quotes,
             allow_outside=allow_outside,
         )
-        corpus = table_corpus(table, image_column, "image", label_column=label if table.has(label) else None)
+        corpus = table_corpus(
+            table, image_column, "image", label_column=label if table.has(label) else None
+        )
         labels = None if corpus.labels is None else Labels(corpus.labels, corpus.class_names or [])
         super().__init__(corpus.items, labels)
         self.skipped = table.bad_rows.report()

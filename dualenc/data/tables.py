@@ -123,7 +123,9 @@ def open_table(
         root = files[0].parent
     elif root is None:
         # For a hub name a folder of the cache without any images in it.
-        root = Path(source if detect(source) in ("saved", "saved_splits") else datasets.config.HF_CACHE_HOME)
+        root = Path(
+            source if detect(source) in ("saved", "saved_splits") else datasets.config.HF_CACHE_HOME
+        )
     return DataTable(name, dataset, bad_rows, root, files, allow_outside and not is_url(source))
 
 
@@ -163,7 +165,9 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
         with explain(f"{source}: saved data set cannot be read", "save it again"):
             loaded = datasets.load_from_disk(source)
         return select_split(loaded if isinstance(loaded, dict) else {ONLY_SPLIT: loaded}, split, source)
-    with explain(f"{source}: no such file here, and as a dataset of the hub it does not load", _HUB_ADVICE):
+    with explain(
+        f"{source}: no such file here, and as a dataset of the hub it does not load", _HUB_ADVICE
+    ):
         return datasets.load_dataset(source, subset, split=split)
 
 
@@ -259,7 +263,9 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     split_of = {file: re.split(r"[._-]", file.name)[0] for file in tables}
     files = [file for file, name in split_of.items() if name == split_name(split)]
     if split_of and not files:
-        raise DualencError(f"{folder}: no split {split!r}; there are: {', '.join(sorted(set(split_of.values())))}")
+        raise DualencError(
+            f"{folder}: no split {split!r}; there are: {', '.join(sorted(set(split_of.values())))}"
+        )
     return files
 
 
@@ -288,7 +294,9 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
     except (ValueError, AssertionError) as error:
         available = f"{', '.join(splits)}, and slices such as train[:90%] ({first_line(error)})"
         raise DualencError(f"{source}: no split {split!r}; there are: {available}") from None
-    slices = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts if part.from_ < part.to]
+    slices = [
+        splits[part.splitname].select(range(part.from_, part.to)) for part in parts if part.from_ < part.to
+    ]
     if not slices:
         known = ", ".join(f"{name} {count:,}" for name, count in sizes.items())
         raise DualencError(f"{source}: split {split!r} has no rows (of {known}); widen the slice")

@@ -22,12 +22,19 @@ from dualenc.files import atomic_path
 from dualenc.reading import is_utf8, open_regular
 
 _VERSION = 3  # of what an index holds; raise it when the scan changes
-_MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # path up to the first dot of the file name, and what follows it
+_MEMBER = re.compile(
+    r"^((?:.*/|)[^.]+)[.]([^/]*)$"
+)  # path up to the first dot of the file name, and what follows it
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstandard
 
 _NUMBERS = pa.list_(pa.int64())
 _SCHEMA = pa.schema(
-    [("sample", pa.large_string()), ("extension", pa.list_(pa.string())), ("offset", _NUMBERS), ("size", _NUMBERS)]
+    [
+        ("sample", pa.large_string()),
+        ("extension", pa.list_(pa.string())),
+        ("offset", _NUMBERS),
+        ("size", _NUMBERS),
+    ]
 )
 
 Samples = dict[str, dict[str, tuple[int, int]]]
@@ -54,7 +61,9 @@ def index_tar(tar: Path, bad_rows: BadRows) -> pa.Table:
         changed = tar.stat().st_mtime_ns
     except OSError as error:
         raise DualencError(f"{tar}: cannot be read ({error.strerror or error}); check the path") from None
-    key = f"{_VERSION} {tar.resolve()} {changed} {file_identity(tar).decode()}".encode(errors="surrogateescape")
+    key = f"{_VERSION} {tar.resolve()} {changed} {file_identity(tar).decode()}".encode(
+        errors="surrogateescape"
+    )
     stored = cache_folder() / "tars" / f"{hashlib.sha256(key).hexdigest()[:32]}.parquet"
     with suppress(OSError, pa.ArrowException):
         return pq.read_table(stored, schema=_SCHEMA)
@@ -82,7 +91,9 @@ def _scan(tar: Path, bad_rows: BadRows) -> Samples:
         except Exception as error:  # tarfile raises many kinds on broken headers
             stream.seek(0)
             if isinstance(error, tarfile.ReadError) and stream.read(6).startswith(_COMPRESSED):
-                raise DualencError(f"{tar}: a compressed tar cannot be read at random; decompress it first") from None
+                raise DualencError(
+                    f"{tar}: a compressed tar cannot be read at random; decompress it first"
+                ) from None
             reason = " ".join(str(error).split()) or type(error).__name__
             bad_rows.add("truncated or broken tar", str(tar), f"{reason}; fetch it again")
     return samples
@@ -110,7 +121,9 @@ def _read_headers(tar: Path, stream: BinaryIO, samples: Samples, bad_rows: BadRo
             if not is_utf8(member.name):
                 bad_rows.add("name in a tar that is not UTF-8", repr(position), "rename the file")
             elif not member.isreg() or member.issparse():
-                bad_rows.add("link, device, pipe or sparse file in a tar", position, "pack the file itself")
+                bad_rows.add(
+                    "link, device, pipe or sparse file in a tar", position, "pack the file itself"
+                )
             elif member.offset_data + member.size > tar_size:
                 raise tarfile.ReadError(f"{member.name} is cut off")
             elif extension in samples.get(name, {}):

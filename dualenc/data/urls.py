@@ -33,7 +33,9 @@ def split_url(url: str) -> SplitResult:
         raise DualencError(f"{display_name(url)}: not a valid URL ({error}); fix it") from None
     if "::" in url or parts.scheme not in SCHEMES:
         allowed = ", ".join(f"{name}://" for name in SCHEMES)
-        raise DualencError(f"{display_name(url)}: not a URL that is opened; give a local file, or one of {allowed}")
+        raise DualencError(
+            f"{display_name(url)}: not a URL that is opened; give a local file, or one of {allowed}"
+        )
     return parts
 
 

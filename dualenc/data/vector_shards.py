@@ -166,7 +166,9 @@ def is_embeddings(folder: str | os.PathLike[str]) -> bool:
 
 def are_embeddings(folder: Path) -> bool:
     """Whether a folder holds nothing but folders that are empty or hold embeddings."""
-    return all(child.is_dir() and (is_embeddings(child) or not os.listdir(child)) for child in folder.iterdir())
+    return all(
+        child.is_dir() and (is_embeddings(child) or not os.listdir(child)) for child in folder.iterdir()
+    )
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -215,7 +217,9 @@ def vectors_of(batch: pa.RecordBatch, dim: int, dtype: str, path: Path) -> np.nd
     number = batch.schema.get_field_index("vector")
     kind = batch.schema.types[number] if number >= 0 else pa.null()
     if not pa.types.is_fixed_size_list(kind) or (kind.list_size, kind.value_type) != (dim, DTYPES[dtype]):
-        raise DualencError(f"{path}: corrupt (it holds {kind} instead of {dtype} vectors of dimension {dim}); {AGAIN}")
+        raise DualencError(
+            f"{path}: corrupt (it holds {kind} instead of {dtype} vectors of dimension {dim}); {AGAIN}"
+        )
     try:
         return batch.column(number).flatten().to_numpy().reshape(len(batch), dim)
     except ValueError:  # Arrow's own errors are of this kind

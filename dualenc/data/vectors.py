@@ -53,11 +53,18 @@ class VectorPairs(PairDataset):
         unpaired += sorted(set(rights.ids) - set(lefts.ids))
         if unpaired:
             position = f"id {unpaired[0]!r}"
-            bad_rows.add("vector without a partner of the same id", position, "give it one or remove it", len(unpaired))
+            bad_rows.add(
+                "vector without a partner of the same id",
+                position,
+                "give it one or remove it",
+                len(unpaired),
+            )
         left_rows = np.flatnonzero(rows >= 0)
         bad_rows.require(len(left_rows), "pair")
         left_first, left_id = number_distinct(lefts.items.__getitem__ if deduplicate else None, left_rows)
-        right_first, right_id = number_distinct(rights.items.__getitem__ if deduplicate else None, rows[left_rows])
+        right_first, right_id = number_distinct(
+            rights.items.__getitem__ if deduplicate else None, rows[left_rows]
+        )
         super().__init__(
             Picked(lefts.items, left_first),
             Picked(rights.items, right_first),

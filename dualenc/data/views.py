@@ -51,7 +51,11 @@ class SimCLR:
     """
 
     def __init__(
-        self, size: int = 32, strength: float | None = None, blur: float | None = None, min_area: float = 0.08
+        self,
+        size: int = 32,
+        strength: float | None = None,
+        blur: float | None = None,
+        min_area: float = 0.08,
     ) -> None:
         self.size = size
         default_strength = 0.5 if size <= 64 else 1.0
@@ -96,7 +100,9 @@ class SimCLR:
         return Draws(box, flip, changes, grey, sigma)
 
 
-def crop_box(height: int, width: int, min_area: float, draw: Callable[[], float]) -> tuple[int, int, int, int]:
+def crop_box(
+    height: int, width: int, min_area: float, draw: Callable[[], float]
+) -> tuple[int, int, int, int]:
     """A random box of `min_area` to all of the image's area and an aspect ratio of 3/4 to 4/3 (Inception's crop).
 
     `draw` gives uniform numbers in [0, 1); the box is top, left, height and width in pixels.

@@ -95,7 +95,9 @@ class _Shards:
     def __init__(self, path: str | Path | list[str], bad_rows: BadRows) -> None:
         tars = _find_tars(path)
         if not tars:
-            raise DualencError(f"{path}: no such tar; give a .tar file, a folder of them or a glob like 'shards/*.tar'")
+            raise DualencError(
+                f"{path}: no such tar; give a .tar file, a folder of them or a glob like 'shards/*.tar'"
+            )
         self.tars = tars
         tables = [index_tar(tar, bad_rows) for tar in tars]
         self.table = pa.concat_tables(tables)
@@ -116,7 +118,9 @@ class _MemberFiles:
     def __init__(self, shards: _Shards, spec: str) -> None:
         extensions, _, self.field = spec.partition(":")
         if self.field and extensions.lower() != "json":
-            raise DualencError(f"{spec!r}: a field is named, but only JSON files have fields; write json:{self.field}")
+            raise DualencError(
+                f"{spec!r}: a field is named, but only JSON files have fields; write json:{self.field}"
+            )
         self.tars = shards.tars
         self.tar = shards.tar
         self.spec = spec if spec != IMAGES else "jpg;jpeg;png;webp;…"
@@ -173,7 +177,9 @@ class _MemberFiles:
     def __getitem__(self, index: int) -> Any:
         data = self.read(index)
         position = self.position(index)
-        return decode_image(data, position) if self.modality == "image" else self._decode_text(data, position)
+        return (
+            decode_image(data, position) if self.modality == "image" else self._decode_text(data, position)
+        )
 
     def read(self, index: int) -> bytes:
         """The contents of the file of a sample; a `BadSample` if it is too large."""
@@ -189,7 +195,9 @@ class _MemberFiles:
             text = json.loads(data)[self.field] if self.field else data.decode("utf-8-sig")
         except (ValueError, KeyError, TypeError, RecursionError):
             what = f"JSON object with a field {self.field!r}" if self.field else "UTF-8 text"
-            raise BadSample(f"{position}: {self.spec!r} is no {what}; fix the sample or name another file") from None
+            raise BadSample(
+                f"{position}: {self.spec!r} is no {what}; fix the sample or name another file"
+            ) from None
         if not isinstance(text, str) or not text.strip():
             raise BadSample(f"{position}: {self.spec!r} holds no text; fill it in or remove the sample")
         return text.strip()

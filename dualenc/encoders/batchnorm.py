@@ -89,7 +89,9 @@ def synchronise_statistics(module: nn.Module) -> None:
 
 def waits_for_others(module: nn.Module) -> bool:
     """Whether a layer exchanges its statistics with other processes when it trains."""
-    return distributed.is_initialized() and any(_synchroniser(layer) is not None for layer in module.modules())
+    return distributed.is_initialized() and any(
+        _synchroniser(layer) is not None for layer in module.modules()
+    )
 
 
 class _Synchroniser:
@@ -144,7 +146,9 @@ def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
     total = distributed.gather_with_grad(sums[None], [1] * distributed.world_size()).sum(0)
     count = int(total[-1])
     if count < 2:
-        raise DualencError("BatchNorm needs more than one value per channel in training; make batch_size larger")
+        raise DualencError(
+            "BatchNorm needs more than one value per channel in training; make batch_size larger"
+        )
     mean, square = (total[:-1] / count).chunk(2)
     variance = (square - mean.square()).clamp(min=0)
     dtype = torch.promote_types(values.dtype, torch.float32)
@@ -212,7 +216,9 @@ class _Connection(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
         if torch.is_grad_enabled():
-            raise DualencError("batch statistics have no second derivatives; call backward without create_graph")
+            raise DualencError(
+                "batch statistics have no second derivatives; call backward without create_graph"
+            )
         gradient = gradients[0]
         values, mean, variance = ctx.saved_tensors
         others = [0, *range(2, values.dim())]

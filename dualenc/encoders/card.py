@@ -38,20 +38,10 @@ def render_card(
     items: str,
     on_hub: bool = False,
 ) -> str:
-    """The text of a model folder's README.md.
+    """The text of a model folder's README.md; of absolute paths only the last part is shown.
 
-    Names and prompts are escaped, and of absolute paths only the last part is shown.
-
-    Args:
-        name: of the folder or the hub's repository.
-        facts: rows of a table, "Kind" among them.
-        card: what the model itself cannot know: `task` and `data` as text, `recipe` as YAML or mapping, `metrics` as
-            {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language` and `license` for the
-            front matter. Further keys become sections of their own.
-        model_format: one of `LIBRARIES`.
-        usage: the example of the template that shows how that library loads the folder.
-        items: what `dualenc.encoders.load_model` encodes in its example.
-        on_hub: the name is that of a repository.
+    `card` is what the model cannot know: `task`, `data`, `recipe`, `metrics` as {metric: number} or {metric: {column:
+    number}}; `base_model`, `datasets`, `language`, `license` for the front matter. Further keys become sections.
     """
     library, pipeline, tags = LIBRARIES[model_format]
     # None values are dropped.
@@ -101,7 +91,10 @@ def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _metrics(metrics: Mapping[Any, Any]) -> str:
     """A table with a row per metric, and a column per name in nested mappings."""
-    nested = {metric: value if isinstance(value, Mapping) else {"value": value} for metric, value in metrics.items()}
+    nested = {
+        metric: value if isinstance(value, Mapping) else {"value": value}
+        for metric, value in metrics.items()
+    }
     columns = list(dict.fromkeys(column for row in nested.values() for column in row))
     rows = []
     for metric, row in nested.items():
@@ -125,7 +118,9 @@ def _fenced(language: str, text: str) -> str:
 
 def _without_folders(text: str) -> str:
     """A text in which only the last part of absolute paths is left; URLs stay."""
-    return re.sub(r"""(?<![\w:/.<])(?:file://|~)?(?:/[^\s"'/:,<>()\]}]+)*/(?=[^\s"'/:,<>()\]}])""", "", text)
+    return re.sub(
+        r"""(?<![\w:/.<])(?:file://|~)?(?:/[^\s"'/:,<>()\]}]+)*/(?=[^\s"'/:,<>()\]}])""", "", text
+    )
 
 
 def _inline(text: str) -> str:

@@ -19,7 +19,14 @@ SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
 ACTIVATION = re.compile(r"torch\.nn\.(modules\.(activation\.|linear\.)?)?[A-Z]\w*")
 """Names that a folder may give: classes of torch, whose making runs nothing else."""
 ACTIVATION_KEYS = ("activation_fn", "sbert_ce_default_activation_function")
-ARGUMENT_KEYS = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args", "config_kwargs")
+ARGUMENT_KEYS = (
+    "model_args",
+    "model_kwargs",
+    "tokenizer_args",
+    "processor_kwargs",
+    "config_args",
+    "config_kwargs",
+)
 
 
 def cross_encoder_folder(name: str) -> Path:
@@ -51,10 +58,20 @@ def _check_entry(path: Path, key: str, value: Any) -> None:
     # In transformers' configurations the last one is a plain word such as gelu.
     is_activation = key in ACTIVATION_KEYS or (key == "activation_function" and "." in str(value))
     if is_activation and value is not None and not ACTIVATION.fullmatch(str(value)):
-        raise DualencError(f"{path}: {key} {str(value)[:80]!r} is no activation of torch.nn, and is not run")
+        raise DualencError(
+            f"{path}: {key} {str(value)[:80]!r} is no activation of torch.nn, and is not run"
+        )
     if key in ARGUMENT_KEYS and value:
-        raise DualencError(f"{path}: {key} are arguments for transformers, which are not passed on; leave them out")
-    if key == "modality_config" and any(name == "method" and method != "forward" for name, method in _entries(value)):
-        raise DualencError(f"{path}: {key} names a method other than forward, which is not called; leave it out")
+        raise DualencError(
+            f"{path}: {key} are arguments for transformers, which are not passed on; leave them out"
+        )
+    if key == "modality_config" and any(
+        name == "method" and method != "forward" for name, method in _entries(value)
+    ):
+        raise DualencError(
+            f"{path}: {key} names a method other than forward, which is not called; leave it out"
+        )
     if key.endswith("attn_implementation") and "/" in str(value):
-        raise DualencError(f"{path}: {key} {str(value)[:80]} is code from the hub, which is not run; leave it out")
+        raise DualencError(
+            f"{path}: {key} {str(value)[:80]} is code from the hub, which is not run; leave it out"
+        )

@@ -14,7 +14,9 @@ from dualenc.reading import read_json_object
 WEIGHTS_FILE = "model.safetensors"
 
 ACTIVATIONS = (nn.Identity, nn.Tanh, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
-ACTIVATION_NAMES: dict[str, type[nn.Module]] = {f"{kind.__module__}.{kind.__name__}": kind for kind in ACTIVATIONS}
+ACTIVATION_NAMES: dict[str, type[nn.Module]] = {
+    f"{kind.__module__}.{kind.__name__}": kind for kind in ACTIVATIONS
+}
 """Names that a folder may give: classes of torch alone, looked up and never imported by name."""
 
 

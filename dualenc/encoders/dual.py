@@ -108,12 +108,16 @@ class DualEncoder(nn.Module):
     right: Tower
     ecosystem: str | None = None  # the folder's format, one of `card.LIBRARIES`; None: as the kind
     usage: str | None = None  # the example of the model card's template; None: as the format
-    base: Mapping[str, str] = MappingProxyType({})  # `base_model` and `license` for the model card, where known
+    base: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # `base_model` and `license` for the model card, where known
 
     def __init__(self, left: Tower, right: Tower, kind: Kind, views: bool = False) -> None:
         super().__init__()
         if left.dim != right.dim:
-            raise DualencError(f"left tower has dimension {left.dim}, right tower {right.dim}: give both the same")
+            raise DualencError(
+                f"left tower has dimension {left.dim}, right tower {right.dim}: give both the same"
+            )
         self.kind = kind
         self.views = views
         self.left = left
@@ -162,7 +166,12 @@ class DualEncoder(nn.Module):
         return self.tower(side)(inputs)
 
     def encode(
-        self, items: Sequence[Any], side: Side = "left", *, batch_size: int = 32, show_progress_bar: bool | None = None
+        self,
+        items: Sequence[Any],
+        side: Side = "left",
+        *,
+        batch_size: int = 32,
+        show_progress_bar: bool | None = None,
     ) -> np.ndarray:
         """Encode N texts, `PIL.Image`s or vectors (D,) to (N, D) unit vectors, float32.
 
@@ -175,14 +184,19 @@ class DualEncoder(nn.Module):
         tower = self.tower(side)
         is_sequence = hasattr(items, "__len__") and hasattr(items, "__getitem__")
         if not is_sequence or isinstance(items, (str, bytes, Mapping)):
-            raise DualencError(f"items is of type {type(items).__name__}; give a list of texts, images or vectors")
+            raise DualencError(
+                f"items is of type {type(items).__name__}; give a list of texts, images or vectors"
+            )
         if batch_size < 1:
             raise DualencError(f"batch_size is {batch_size}; give at least 1")
         shows_bar = len(items) > 1000 if show_progress_bar is None else show_progress_bar
         was_training = tower.training
         tower.eval()
         try:
-            with torch.inference_mode(), tqdm(total=len(items), desc="encode", disable=not shows_bar) as bar:
+            with (
+                torch.inference_mode(),
+                tqdm(total=len(items), desc="encode", disable=not shows_bar) as bar,
+            ):
                 parts = list(_encode_windows(tower, items, batch_size, bar))
         finally:
             tower.train(was_training)
@@ -223,7 +237,9 @@ class DualEncoder(nn.Module):
         with failure, tempfile.TemporaryDirectory() as folder:
             huggingface_hub.create_repo(repo, private=private, exist_ok=True)
             self.write(Path(folder))
-            Path(folder, "README.md").write_text(self.model_card(repo, card or {}, on_hub=True), encoding="utf-8")
+            Path(folder, "README.md").write_text(
+                self.model_card(repo, card or {}, on_hub=True), encoding="utf-8"
+            )
             commit = huggingface_hub.upload_folder(repo_id=repo, folder_path=folder)
         return str(commit.commit_url)
 
@@ -248,7 +264,9 @@ class DualEncoder(nn.Module):
         """Store the temperature that training ended with, in formats with a place for it (CLIP)."""
 
 
-def _encode_windows(tower: Tower, items: Sequence[Any], batch_size: int, bar: tqdm) -> Iterator[np.ndarray]:
+def _encode_windows(
+    tower: Tower, items: Sequence[Any], batch_size: int, bar: tqdm
+) -> Iterator[np.ndarray]:
     """Vectors (n, D) of one window of items after another; within it, texts of similar length share a batch."""
     device = next(itertools.chain(tower.parameters(), tower.buffers())).device
     batches = 1 if tower.modality == "image" else max(1, WINDOW // batch_size)

@@ -75,7 +75,9 @@ class ImageEncoder(DualEncoder):
             features = int(model.eval()(torch.zeros(1, *config["input_size"])).shape[-1])
         head = nn.Identity() if projector_dim is None else projector(features, projector_dim)
         if augment is None:
-            crops = v2.RandomResizedCrop(config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC)
+            crops = v2.RandomResizedCrop(
+                config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC
+            )
             to_pixels = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
             views = v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels])
             augment = partial(seeded_transform, transform=views)
@@ -118,7 +120,11 @@ class ImageEncoder(DualEncoder):
                 **layers,
             },
         }
-        own = {"kind": self.kind, "projector_dim": self.projector_dim, "small_image_stem": self.small_image_stem}
+        own = {
+            "kind": self.kind,
+            "projector_dim": self.projector_dim,
+            "small_image_stem": self.small_image_stem,
+        }
         write_json(folder / "config.json", config)
         write_json(folder / DUALENC_FILE, own)
         save_weights(backbone.state_dict(), folder / WEIGHTS_FILE)
@@ -131,7 +137,9 @@ class ProjectedTower(Tower):
 
     modality = "image"
 
-    def __init__(self, backbone: nn.Module, head: nn.Module, prepare: ImagePrepare, feature_dim: int, dim: int) -> None:
+    def __init__(
+        self, backbone: nn.Module, head: nn.Module, prepare: ImagePrepare, feature_dim: int, dim: int
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.projector = head
@@ -184,7 +192,9 @@ def load_backbone(
         check_safetensors(folder, WEIGHTS_FILE)
         config = read_json_object(folder / "config.json")
         if "architecture" not in config:
-            raise DualencError(f"{folder / 'config.json'}: names no timm architecture; give another folder")
+            raise DualencError(
+                f"{folder / 'config.json'}: names no timm architecture; give another folder"
+            )
         source = f"local-dir:{folder}"
         saved = config.get("model_args", {})
         fixed_size = config.get("pretrained_cfg", config).get("fixed_input_size")
@@ -198,7 +208,9 @@ def load_backbone(
     others = inspect.signature(timm.create_model).parameters
     for key in (*saved, *args):
         if key in others or key.startswith("pretrained"):
-            raise DualencError(f"{source}: {key} is no argument of an architecture (backbone_args); leave it out")
+            raise DualencError(
+                f"{source}: {key} is no argument of an architecture (backbone_args); leave it out"
+            )
     size: dict[str, Any] = {"img_size": image_size} if fixed_size and image_size is not None else {}
     with explain(f"{source}: timm does not make the model", "check name, weights and arguments"):
         model: Any = timm.create_model(source, pretrained=pretrained, num_classes=0, **size, **args)
@@ -286,7 +298,9 @@ def check_crop_scale(crop_scale: Sequence[float]) -> None:
     """Refuse a range of shares of an image's area that no training crop could have."""
     low, high = crop_scale
     if not 0 < low <= high <= 1:
-        raise DualencError(f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]")
+        raise DualencError(
+            f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]"
+        )
 
 
 @contextmanager

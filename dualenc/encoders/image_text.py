@@ -43,7 +43,13 @@ CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
 WEIGHTS_FILES = (WEIGHTS_FILE, "open_clip_pytorch_model.safetensors", "model.safetensors")
 SECTIONS = ("embed_dim", "vision_cfg", "text_cfg")
-TOKENIZER_ARGUMENTS = ("clean", "strip_sep_token", "language", "additional_special_tokens", "reduction_mask")
+TOKENIZER_ARGUMENTS = (
+    "clean",
+    "strip_sep_token",
+    "language",
+    "additional_special_tokens",
+    "reduction_mask",
+)
 """Arguments that cannot lead a tokenizer to other files or to code."""
 
 
@@ -85,7 +91,9 @@ class ImageTextEncoder(DualEncoder):
     ) -> None:
         check_crop_scale(crop_scale)
         _check_arguments(name, pretrained, config, tokenizer)
-        clip, own_config, tokenize = load_clip(name, pretrained, config, tokenizer, image_size, context_length)
+        clip, own_config, tokenize = load_clip(
+            name, pretrained, config, tokenizer, image_size, context_length
+        )
         if gradient_checkpointing:
             clip.set_grad_checkpointing(True)
         visual = clip.visual
@@ -123,7 +131,9 @@ class ImageTextEncoder(DualEncoder):
         config["text_cfg"].pop("hf_model_pretrained", None)
         visual: Any = self.left.visual
         known = visual.preprocess_cfg
-        preprocess = {key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known}
+        preprocess = {
+            key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known
+        }
         write_json(folder / CONFIG_FILE, {"model_cfg": config, "preprocess_cfg": preprocess})
         weights = {f"visual.{name}": value for name, value in merged_state(visual).items()}
         weights |= merged_state(self.right.clip)
@@ -147,7 +157,9 @@ def _image_prepare(preprocess_config: dict[str, Any], crop_scale: tuple[float, f
 
     preprocess = PreprocessCfg(**preprocess_config)
     train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=crop_scale))
-    return ImagePrepare(image_transform_v2(preprocess, is_train=False), partial(seeded_transform, transform=train))
+    return ImagePrepare(
+        image_transform_v2(preprocess, is_train=False), partial(seeded_transform, transform=train)
+    )
 
 
 class ClipImageTower(Tower):
@@ -164,7 +176,9 @@ class ClipImageTower(Tower):
     def forward(self, inputs: Inputs) -> Tensor:
         """Encode pixels (B, 3, H, W) to (B, D) unit-norm float32."""
         vectors = self.visual(inputs["image"])
-        return unit_norm(vectors[0] if isinstance(vectors, tuple) else vectors)  # CoCa's tokens come with them
+        return unit_norm(
+            vectors[0] if isinstance(vectors, tuple) else vectors
+        )  # CoCa's tokens come with them
 
 
 class ClipTextPrepare(Prepare):
@@ -222,7 +236,9 @@ def _causal_transformer(clip: nn.Module) -> tuple[str, Any]:
     """Prefix and module that hold positions and causal mask; (.., None) for other kinds of text tower."""
     prefix = "text." if hasattr(clip, "text") else ""
     module = clip.text if hasattr(clip, "text") else clip
-    is_causal = isinstance(getattr(module, "attn_mask", None), Tensor) and getattr(module, "cls_emb", None) is None
+    is_causal = (
+        isinstance(getattr(module, "attn_mask", None), Tensor) and getattr(module, "cls_emb", None) is None
+    )
     return prefix, module if is_causal else None
 
 
@@ -256,7 +272,9 @@ def _check_arguments(name: str | None, pretrained: str | None, config: Any, toke
         raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
     is_file = os.path.isfile(pretrained) and pretrained.endswith(".safetensors")
     if os.path.exists(pretrained) and not is_file:
-        raise DualencError(f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first")
+        raise DualencError(
+            f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first"
+        )
 
 
 def load_clip(
@@ -294,8 +312,13 @@ def load_clip(
             _write_source(Path(scratch), own, None if tokenizer is None else load_tokenizer(tokenizer))
 
         # A tokenizer of open_clip's own takes no such argument.
-        options: dict[str, Any] = {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
-        with no_foreign_code(), explain(f"{where}: its tokenizer does not load", "restore the tokenizer's files"):
+        options: dict[str, Any] = (
+            {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
+        )
+        with (
+            no_foreign_code(),
+            explain(f"{where}: its tokenizer does not load", "restore the tokenizer's files"),
+        ):
             tokenize = open_clip.get_tokenizer(place, context_length=context_length, **options)
 
         # Weights come from safetensors alone: of a folder, open_clip itself would read others, too.
@@ -321,10 +344,14 @@ def _folder_config(folder: Path) -> dict[str, Any]:
         raise DualencError(f"{folder}: a folder of transformers; use VisionTextEncoder, or load_model")
     config = read_json_object(folder / CONFIG_FILE).get("model_cfg")
     if not isinstance(config, dict):
-        raise DualencError(f"{folder / CONFIG_FILE}: no model_cfg, so no open_clip model; restore the file")
+        raise DualencError(
+            f"{folder / CONFIG_FILE}: no model_cfg, so no open_clip model; restore the file"
+        )
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in read_json_object(settings):
-        raise DualencError(f"{folder}: its tokenizer is code of its own, which is not run; save it with a plain one")
+        raise DualencError(
+            f"{folder}: its tokenizer is code of its own, which is not run; save it with a plain one"
+        )
     return config
 
 
@@ -341,7 +368,9 @@ def check_config(config: dict[str, Any], where: str) -> None:
 
     missing = [section for section in SECTIONS if section not in config]
     if missing:
-        raise DualencError(f"{where}: {', '.join(missing)} missing; an open_clip model needs {', '.join(SECTIONS)}")
+        raise DualencError(
+            f"{where}: {', '.join(missing)} missing; an open_clip model needs {', '.join(SECTIONS)}"
+        )
     text = config["text_cfg"]
     for key in text.get("tokenizer_kwargs") or {}:
         if key not in TOKENIZER_ARGUMENTS:
@@ -357,13 +386,12 @@ def check_config(config: dict[str, Any], where: str) -> None:
 
 
 def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Write a configuration and its tokenizer, None for open_clip's own, where open_clip makes a model from them.
-
-    `text_cfg` is fitted to the tokenizer in place.
-    """
+    """Write a configuration, fitted in place to its tokenizer (None: open_clip's own), where open_clip reads both."""
     text = config["text_cfg"]
     if tokenizer is not None:
-        text["hf_tokenizer_name"] = "."  # in a folder, open_clip takes the tokenizer beside its configuration
+        text["hf_tokenizer_name"] = (
+            "."  # in a folder, open_clip takes the tokenizer beside its configuration
+        )
         size = text.setdefault("vocab_size", len(tokenizer))
         if size < len(tokenizer):
             raise DualencError(

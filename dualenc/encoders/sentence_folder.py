@@ -142,7 +142,9 @@ def write_sentence_files(
     flags = {flag: name == pooling for flag, name in POOLING_FLAGS.items()}
     sizes = {"word_embedding_dimension": hidden_size}
     write_json(folder / "modules.json", modules)
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
+    write_json(
+        folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False}
+    )
     write_json(folder / "config_sentence_transformers.json", config)
     write_json(folder / "1_Pooling" / "config.json", {**sizes, **flags, "include_prompt": True})
     for number, module in enumerate(head, start=2):
@@ -153,7 +155,9 @@ def write_sentence_files(
 def _read_pooling(path: Path, has_prompts: bool) -> Pooling:
     config: dict[str, Any] = read_json_object(path)
     if has_prompts and not config.get("include_prompt", True):
-        raise DualencError(f"{path}: include_prompt is false, but prompts are always pooled here; set it to true")
+        raise DualencError(
+            f"{path}: include_prompt is false, but prompts are always pooled here; set it to true"
+        )
     named = config.get("pooling_mode")
     if named is None:
         modes = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
@@ -162,7 +166,9 @@ def _read_pooling(path: Path, has_prompts: bool) -> Pooling:
         modes = [named] if isinstance(named, str) else list(named)
         chosen = [POOLING_NAMES.get(mode) for mode in modes]
     if len(chosen) != 1 or chosen[0] is None:
-        raise DualencError(f"{path}: pooling {' + '.join(modes)} is not supported; only mean, cls or last token")
+        raise DualencError(
+            f"{path}: pooling {' + '.join(modes)} is not supported; only mean, cls or last token"
+        )
     return chosen[0]
 
 

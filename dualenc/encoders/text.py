@@ -21,7 +21,12 @@ from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, che
 from dualenc.encoders.hub import base_metadata, check_safetensors, model_folder
 from dualenc.encoders.lora import ALPHA_PER_RANK
 from dualenc.encoders.packing import first_position, pack, run_packed
-from dualenc.encoders.sentence_folder import MIN_LENGTH, SentenceFolder, read_sentence_folder, write_sentence_files
+from dualenc.encoders.sentence_folder import (
+    MIN_LENGTH,
+    SentenceFolder,
+    read_sentence_folder,
+    write_sentence_files,
+)
 from dualenc.encoders.tokenizer import TokenCache, Tokens, load_tokenizer, lower_casing, save_tokenizer
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
@@ -133,7 +138,9 @@ class TextPrepare(Prepare):
 
     modality = "text"
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str = "", max_length: int = 512) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: str = "", max_length: int = 512
+    ) -> None:
         self.tokenizer = tokenizer
         self.prompt = prompt
         self.max_length = max_length
@@ -143,7 +150,11 @@ class TextPrepare(Prepare):
         """Collate B texts, see `Prepare.__call__`."""
         check_items(items, "text")
         texts = [self.prompt + text for text in items]
-        tokens = self._tokenize(texts) if self.token_cache is None else self.token_cache.tokenize(texts, self._tokenize)
+        tokens = (
+            self._tokenize(texts)
+            if self.token_cache is None
+            else self.token_cache.tokenize(texts, self._tokenize)
+        )
         longest = max(len(row["input_ids"]) for row in tokens)
         inputs: Inputs = {}
         for name in tokens[0]:
@@ -164,11 +175,16 @@ class TextPrepare(Prepare):
         columns = self.tokenizer(texts, truncation=True, max_length=self.max_length)
         tokens = []
         for row in range(len(texts)):
-            tokens.append({name: np.asarray(column[row], dtype=np.int32) for name, column in columns.items()})
+            tokens.append(
+                {name: np.asarray(column[row], dtype=np.int32) for name, column in columns.items()}
+            )
         return tokens
 
     def _padding(self, name: str) -> int:
-        padding = {"input_ids": self.tokenizer.pad_token_id, "token_type_ids": self.tokenizer.pad_token_type_id}
+        padding = {
+            "input_ids": self.tokenizer.pad_token_id,
+            "token_type_ids": self.tokenizer.pad_token_type_id,
+        }
         return padding.get(name) or 0
 
     def join(self, parts: Sequence[Inputs]) -> Inputs:
@@ -208,14 +224,20 @@ class TextTower(Tower):
                     raise DualencError(f"a Dense module takes {module.linear.in_features}, but gets {dim}")
                 dim = module.dim
         if truncate_dim is not None and not 1 <= truncate_dim <= dim:
-            raise DualencError(f"truncate_dim is {truncate_dim}: give 1 to {dim}, the size of the model's vectors")
+            raise DualencError(
+                f"truncate_dim is {truncate_dim}: give 1 to {dim}, the size of the model's vectors"
+            )
         self.head = nn.Sequential(*head)
         self.truncate_dim = truncate_dim
         self.dim = self.feature_dim = dim if truncate_dim is None else truncate_dim
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Encode B tokenized texts, each (B, T), or what `pack` made of them, to (B, D) unit-norm float32."""
-        hidden = run_packed(self.backbone, inputs) if "place" in inputs else self.backbone(**inputs).last_hidden_state
+        hidden = (
+            run_packed(self.backbone, inputs)
+            if "place" in inputs
+            else self.backbone(**inputs).last_hidden_state
+        )
         vectors = self.head(pool(hidden, inputs["attention_mask"], self.pooling))
         return unit_norm(vectors[:, : self.dim])
 
@@ -261,7 +283,9 @@ class _Source:
         length = check_length(max_length, self.backbone, self.tokenizer, self.settings.max_length)
         truncate = self.settings.truncate_dim if truncate_dim is None else truncate_dim
         prepare = TextPrepare(self.tokenizer, prompt, length)
-        return TextTower(self.backbone, prepare, pooling or self.settings.pooling or "mean", self.head, truncate)
+        return TextTower(
+            self.backbone, prepare, pooling or self.settings.pooling or "mean", self.head, truncate
+        )
 
 
 def _open_sources(
@@ -274,11 +298,17 @@ def _open_sources(
     count = 2 if shared is False else 1
     if name is None:
         if config is None or tokenizer is None:
-            raise DualencError("no base model: give its name, or both config and tokenizer to start from scratch")
+            raise DualencError(
+                "no base model: give its name, or both config and tokenizer to start from scratch"
+            )
         own_tokenizers = [load_tokenizer(tokenizer) for _ in range(count)]
-        return [_Source(new_transformer(config, own), own, SentenceFolder(Path())) for own in own_tokenizers]
+        return [
+            _Source(new_transformer(config, own), own, SentenceFolder(Path())) for own in own_tokenizers
+        ]
     if config is not None:
-        raise DualencError("both name and config are given: leave one out, config is for starting from scratch")
+        raise DualencError(
+            "both name and config are given: leave one out, config is for starting from scratch"
+        )
     folder = model_folder(name)
     if not (folder / DUALENC_FILE).is_file():
         return [_read_source(folder, tokenizer) for _ in range(count)]
@@ -322,7 +352,9 @@ def enable_checkpointing(model: Any) -> None:
     """Have a transformer recompute activations in the backward pass."""
     # Renamed in transformers 5.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    with explain(f"{type(model).__name__} has no gradient checkpointing", "leave gradient_checkpointing out"):
+    with explain(
+        f"{type(model).__name__} has no gradient checkpointing", "leave gradient_checkpointing out"
+    ):
         enable({"use_reentrant": False})
 
 
@@ -349,7 +381,9 @@ def add_lora(backbone: PreTrainedModel, rank: int, targets: str | list[str]) -> 
             lora_alpha=ALPHA_PER_RANK * rank,
             target_modules=targets,
             # Named where there is none, peft warns.
-            exclude_modules=r"(.*\.)?pooler\.dense" if getattr(backbone, "pooler", None) is not None else None,
+            exclude_modules=r"(.*\.)?pooler\.dense"
+            if getattr(backbone, "pooler", None) is not None
+            else None,
         )
         return get_peft_model(backbone, config)
 
@@ -358,7 +392,11 @@ def new_transformer(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) 
     """A transformer with random weights by a configuration's fields; vocabulary and padding follow the tokenizer."""
     from transformers import AutoConfig
 
-    fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **copy.deepcopy(config)}
+    fields = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        **copy.deepcopy(config),
+    }
     if fields["vocab_size"] < len(tokenizer):
         raise DualencError(
             f"config has vocab_size {fields['vocab_size']}, the tokenizer {len(tokenizer)} tokens: leave it out"
@@ -399,7 +437,9 @@ def load_pretrained(folder: Path, auto_class: Callable[[Any], Any], what: str) -
         )
     missing = sorted(key for key in report["missing_keys"] if "pooler." not in key)
     if missing:
-        raise DualencError(f"{folder}: {len(missing)} weights are missing, {missing[0]} first; restore the folder")
+        raise DualencError(
+            f"{folder}: {len(missing)} weights are missing, {missing[0]} first; restore the folder"
+        )
     return model.float().eval()
 
 
@@ -415,7 +455,10 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def check_length(
-    max_length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stored: int | None = None
+    max_length: int | None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stored: int | None = None,
 ) -> int:
     """The length to truncate to, in tokens: the user's, or the longest that the model and its folder allow."""
     positions = max_positions(model)
@@ -423,9 +466,13 @@ def check_length(
         known = [n for n in (positions, stored or tokenizer.model_max_length) if n and n < 1_000_000]
         return min(known, default=MAX_LENGTH)
     if max_length < MIN_LENGTH:
-        raise DualencError(f"max_length is {max_length}: give at least {MIN_LENGTH}, special tokens take two")
+        raise DualencError(
+            f"max_length is {max_length}: give at least {MIN_LENGTH}, special tokens take two"
+        )
     if positions is not None and max_length > positions:
-        raise DualencError(f"max_length is {max_length}, but the model has {positions} positions: lower it")
+        raise DualencError(
+            f"max_length is {max_length}, but the model has {positions} positions: lower it"
+        )
     return max_length
 
 
@@ -461,13 +508,17 @@ def _auto_class(config: Any) -> Any:
 
     attention = str(getattr(config, "_attn_implementation", None))
     if "/" in attention:
-        raise DualencError(f"attn_implementation {attention} is code from the hub, which is not run; leave it out")
+        raise DualencError(
+            f"attn_implementation {attention} is code from the hub, which is not run; leave it out"
+        )
     is_half = any(name.endswith("EncoderModel") for name in config.architectures or [])
     if not is_half and not getattr(config, "is_encoder_decoder", False):
         return AutoModel
     if type(config) not in AutoModelForTextEncoding._model_mapping:
         kind = f"a model of type {config.model_type} is an encoder with a decoder"
-        raise DualencError(f"{kind}, and transformers has no class for its encoder alone; choose an encoder, or a T5")
+        raise DualencError(
+            f"{kind}, and transformers has no class for its encoder alone; choose an encoder, or a T5"
+        )
     return AutoModelForTextEncoding
 
 

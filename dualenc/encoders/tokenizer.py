@@ -100,11 +100,16 @@ def _untrained_bpe() -> Tokenizer:
     inner.normalizer = normalizers.BertNormalizer(lowercase=True)
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         # The space that ByteLevel puts before every word marks the tokens that begin one.
-        [pre_tokenizers.BertPreTokenizer(), pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)]
+        [
+            pre_tokenizers.BertPreTokenizer(),
+            pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False),
+        ]
     )
     # The trainer numbers the special tokens first, in order.
     number = {token: place for place, token in enumerate(SPECIAL_TOKENS.values())}
-    inner.post_processor = processors.BertProcessing(("[SEP]", number["[SEP]"]), ("[CLS]", number["[CLS]"]))
+    inner.post_processor = processors.BertProcessing(
+        ("[SEP]", number["[SEP]"]), ("[CLS]", number["[CLS]"])
+    )
     inner.decoder = decoders.ByteLevel()
     return inner
 
@@ -116,10 +121,14 @@ def load_tokenizer(
 
     Padding comes behind the text, so that it moves no positions; with `stored_side`, where the tokenizer says.
     """
-    tokenizer = _read_tokenizer(source) if isinstance(source, (str, os.PathLike)) else copy.deepcopy(source)
+    tokenizer = (
+        _read_tokenizer(source) if isinstance(source, (str, os.PathLike)) else copy.deepcopy(source)
+    )
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise DualencError(f"tokenizer {source} has no padding token: set its pad_token and save it again")
+            raise DualencError(
+                f"tokenizer {source} has no padding token: set its pad_token and save it again"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     if not stored_side:
         tokenizer.padding_side = "right"
@@ -135,7 +144,9 @@ def _read_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         # transformers would make an empty one
         raise DualencError(f"{source}: no tokenizer loads from there; {advice}")
     with explain(f"{source}: no tokenizer loads from there", advice):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            os.fspath(source), trust_remote_code=False
+        )
     return tokenizer
 
 

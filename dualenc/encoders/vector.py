@@ -59,7 +59,9 @@ class VectorEncoder(DualEncoder):
         shared: bool | None = None,
     ) -> None:
         if input_dim is None:  # what recipes fill in of texts and images
-            raise DualencError("the data holds no vectors to adapt; give embeddings, or choose another model")
+            raise DualencError(
+                "the data holds no vectors to adapt; give embeddings, or choose another model"
+            )
         right_tower = right_tower or tower
         right_input_dim = right_input_dim or input_dim
         alike = (tower, input_dim) == (right_tower, right_input_dim)
@@ -71,13 +73,19 @@ class VectorEncoder(DualEncoder):
         dim = right_input_dim if dim is None else dim
         hidden = 2 * max(input_dim, right_input_dim) if hidden is None else hidden
         left = VectorTower(tower, input_dim, dim, hidden)
-        right = left if alike and shared is not False else VectorTower(right_tower, right_input_dim, dim, hidden)
+        right = (
+            left
+            if alike and shared is not False
+            else VectorTower(right_tower, right_input_dim, dim, hidden)
+        )
         super().__init__(left, right, kind="vector")
 
     @classmethod
     def from_folder(cls, folder: Path) -> VectorEncoder:
         """Load a folder that `save` wrote."""
-        config = read_json_object(folder / DUALENC_FILE, {"dim": int, "left": dict, "right": (dict, NoneType)})
+        config = read_json_object(
+            folder / DUALENC_FILE, {"dim": int, "left": dict, "right": (dict, NoneType)}
+        )
         left = config["left"]
         right = config["right"] or left
         with explain(f"{folder}: cannot be loaded", "save the model again"):
@@ -115,7 +123,9 @@ class VectorTower(Tower):
         if kind not in get_args(TowerKind):
             raise DualencError(f"tower is {kind!r}; choose one of {', '.join(get_args(TowerKind))}")
         if kind == "identity" and input_dim != dim:
-            raise DualencError(f"an identity leaves vectors of {input_dim} as they are; dim cannot be {dim}")
+            raise DualencError(
+                f"an identity leaves vectors of {input_dim} as they are; dim cannot be {dim}"
+            )
         self.config = {"tower": kind, "input_dim": input_dim, "hidden": hidden}
         self.dim = self.feature_dim = dim
         self.prepare: VectorPrepare = VectorPrepare(input_dim)
@@ -176,7 +186,9 @@ class VectorPrepare(Prepare):
         for item in items:
             shape = getattr(item, "shape", None)
             if shape is None or len(shape) != 1:
-                raise DualencError(f"{str(item)[:40]!r} is no vector; give arrays of shape ({self.input_dim},)")
+                raise DualencError(
+                    f"{str(item)[:40]!r} is no vector; give arrays of shape ({self.input_dim},)"
+                )
             if shape != (self.input_dim,):
                 raise DualencError(
                     f"a vector has dimension {shape[0]}, but this side of the model takes {self.input_dim}; embed "

@@ -69,7 +69,10 @@ class VisionTextEncoder(DualEncoder):
                 f"{folder}: no transformers model of the types {', '.join(MODEL_TYPES)}; give another folder"
             )
         model = load_pretrained(folder, lambda _: AutoModel, "image-text model")
-        with quiet_transformers(), explain(f"{folder}: the image processor does not load", "restore its files"):
+        with (
+            quiet_transformers(),
+            explain(f"{folder}: the image processor does not load", "restore its files"),
+        ):
             processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
         config = model.config
         full = MODEL_TYPES[config.model_type]
@@ -159,7 +162,9 @@ class CaptionPrepare(Prepare):
             list(items), padding=padding, truncation=True, max_length=self.max_length, return_tensors="pt"
         )
         # "attention_mask" would say that columns of padding alone may be cut.
-        return {"mask" if self.full and name == "attention_mask" else name: t for name, t in inputs.items()}
+        return {
+            "mask" if self.full and name == "attention_mask" else name: t for name, t in inputs.items()
+        }
 
 
 class VisionTower(Tower):

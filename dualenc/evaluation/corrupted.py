@@ -151,7 +151,9 @@ def encode_versions(
         features: Vectors = np.zeros((0, num_views, num_conditions, 0))
         if good:
             parts = list(good.values())
-            encoded = np.asarray(encode({name: torch.cat([part[name] for part in parts]) for name in parts[0]}))
+            encoded = np.asarray(
+                encode({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+            )
             features = encoded.reshape(len(good), num_views, num_conditions, encoded.shape[1])
         yield Encoded(list(good), features, bad)
 

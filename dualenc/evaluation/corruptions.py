@@ -62,7 +62,9 @@ class CleanImages(CorruptedImages):
 
     corruptions: tuple[str, ...] = ("clean",)
 
-    def __init__(self, images: Items, labels: Integers | None = None, class_names: list[str] | None = None):
+    def __init__(
+        self, images: Items, labels: Integers | None = None, class_names: list[str] | None = None
+    ):
         self.images = images
         self.labels = labels
         self.class_names = class_names
@@ -97,10 +99,14 @@ class GeneratedCorruptions(CleanImages):
         # Decoded once for all its corruptions.
         if self._last is None or self._last[0] != index:
             self._last = (index, np.asarray(self.images[index].convert("RGB")))
-        return Image.fromarray(corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed))
+        return Image.fromarray(
+            corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed)
+        )
 
 
-def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0) -> Pixels:
+def corrupt(
+    image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0
+) -> Pixels:
     """One corrupted version of an image, (H, W, 3) uint8, both sides at least 32: a pure function of the arguments.
 
     The package `imagecorruptions-imaug` (extra `corruptions`) draws from numpy's global generator, from fresh ones of
@@ -115,7 +121,9 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
     function = _function(corruption)
     if min(image.shape[:2]) < MIN_SIDE:
         height, width = image.shape[:2]
-        raise DualencError(f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first")
+        raise DualencError(
+            f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first"
+        )
     own_seed = derive_seed(seed, image_id, corruption, severity, bits=32)
     keywords = {"seed": own_seed} if corruption in _OWN_GENERATOR else {}
     # Spatter without a drop, on small images, is 0/0.
@@ -168,7 +176,9 @@ class CifarC(CorruptedImages):
         self.corruptions = _choose(self.path, ".npy", corruptions)
         labels = _read_npy(self.path / "labels.npy")
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-            raise DualencError(f"{self.path}/labels.npy: {labels.dtype} of shape {labels.shape}; whole numbers belong")
+            raise DualencError(
+                f"{self.path}/labels.npy: {labels.dtype} of shape {labels.shape}; whole numbers belong"
+            )
         num_images = len(labels) // len(SEVERITIES)
         if num_images == 0 or not np.array_equal(labels, np.tile(labels[:num_images], len(SEVERITIES))):
             problem = f"{len(labels)} labels are no five equal blocks, one per severity"
@@ -177,7 +187,9 @@ class CifarC(CorruptedImages):
             pixels = _read_npy(self.path / f"{name}.npy")
             if pixels.ndim != 4 or pixels.shape[::3] != (len(labels), 3) or pixels.dtype != np.uint8:
                 problem = f"{pixels.dtype} of shape {pixels.shape}"
-                raise DualencError(f"{self.path}/{name}.npy: {problem}; uint8 ({len(labels)}, H, W, 3) belongs")
+                raise DualencError(
+                    f"{self.path}/{name}.npy: {problem}; uint8 ({len(labels)}, H, W, 3) belongs"
+                )
         self.labels = labels[:num_images].astype(np.int64)
 
     def __len__(self) -> int:
@@ -200,7 +212,9 @@ class TinyImageNetC(CorruptedImages):
                 different = set(self._names(corruption, severity)) ^ set(self.names)
                 if different:
                     problem = f"{min(different)} is in one of it and {self.corruptions[0]}/1 only"
-                    raise DualencError(f"{self.path}/{corruption}/{severity}: {problem}; download the folder again")
+                    raise DualencError(
+                        f"{self.path}/{corruption}/{severity}: {problem}; download the folder again"
+                    )
         classes, self.labels = np.unique([name.split("/")[0] for name in self.names], return_inverse=True)
         self.class_names = classes.tolist()
 
@@ -235,7 +249,9 @@ def _choose(folder: Path, suffix: str, requested: Sequence[str]) -> tuple[str, .
             listed = ", ".join(available) or "none"
             raise DualencError(f"{folder}/{name}{suffix}: no such file or folder; there are {listed}")
     if not available:
-        raise DualencError(f"{folder}: no {ALL[0]}.npy, …, and no {ALL[0]}/1/, …; is it CIFAR-C or Tiny-ImageNet-C?")
+        raise DualencError(
+            f"{folder}: no {ALL[0]}.npy, …, and no {ALL[0]}/1/, …; is it CIFAR-C or Tiny-ImageNet-C?"
+        )
     return tuple(requested or available)
 
 
@@ -249,4 +265,6 @@ def _read_npy(file: Path) -> npt.NDArray[Any]:
         raise
     except Exception as error:
         # Of any type: a damaged header is evaluated as Python literals. numpy's own message names parser objects.
-        raise DualencError(f"{file}: not a whole .npy file ({type(error).__name__}); download it again") from None
+        raise DualencError(
+            f"{file}: not a whole .npy file ({type(error).__name__}); download it again"
+        ) from None

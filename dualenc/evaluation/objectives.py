@@ -104,7 +104,9 @@ class FrozenPairs:
     def build(self, kind: Callable[..., Objective], temperature: float, **options: Any) -> Objective:
         """An objective of these pairs: `kind` is a class of objectives, or makes one from the same arguments."""
         sizes = {"num_left": len(self.left), "num_right": len(self.right)}
-        criterion = kind(**sizes, temperature=temperature, views=self.views, **options).to(self.left.device)
+        criterion = kind(**sizes, temperature=temperature, views=self.views, **options).to(
+            self.left.device
+        )
         criterion.set_counts(self.counts("left"), self.counts("right"))
         return criterion
 
@@ -290,7 +292,9 @@ class ObjectiveTrial:
         """Finish the measurements of all runs; call it on the last one."""
         self.measured.encodes /= self.measured.epochs * len(self.frozen)
         # Counts of pairs belong to the data, not to the objective's memory.
-        tables = [table for name, table in self.criterion.named_buffers() if not name.endswith("pair_counts")]
+        tables = [
+            table for name, table in self.criterion.named_buffers() if not name.endswith("pair_counts")
+        ]
         self.measured.state_bytes = sum(table.numel() * table.element_size() for table in tables)
         return self.measured
 
@@ -388,7 +392,9 @@ def _negative_logits(frozen: FrozenPairs, temperature: float, rows: Tensor, side
     if frozen.views:
         # An image's own side brings negatives, too: the same views of other images.
         items = torch.cat([items, anchors])
-        excluded = torch.cat([excluded, torch.where(excluded < 0, excluded, excluded + len(anchors))], dim=1)
+        excluded = torch.cat(
+            [excluded, torch.where(excluded < 0, excluded, excluded + len(anchors))], dim=1
+        )
     logits = anchors[getattr(frozen, f"{side}_id")[rows]] @ items.T / temperature
     # Padding is scattered into one more column, which is dropped.
     padded = torch.cat([logits, logits[:, :1]], dim=1)

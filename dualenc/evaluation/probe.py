@@ -60,7 +60,9 @@ def knn_predict(
     train_labels = np.asarray(train_labels)
     if train_labels.min(initial=0) < 0:
         row = int(np.argmax(train_labels < 0))
-        raise DualencError(f"train: image {row} has the label {train_labels[row]}; every image needs a class from 0")
+        raise DualencError(
+            f"train: image {row} has the label {train_labels[row]}; every image needs a class from 0"
+        )
     if not 1 <= k <= len(train):
         raise DualencError(f"k={k}: there are {len(train)} training images; choose k from 1 to that")
     if temperature is not None and temperature <= 0:
@@ -127,10 +129,14 @@ def _validate(train: Vectors, labels: Integers, l2: Sequence[float], seed: int) 
     classes, sizes = np.unique(labels, return_counts=True)
     held_out = max(math.ceil(VALIDATION_SHARE * len(labels)), len(classes))
     if held_out >= len(labels):
-        raise DualencError(f"{len(labels)} training images are too few to choose λ of {len(l2)}; give one value as l2")
+        raise DualencError(
+            f"{len(labels)} training images are too few to choose λ of {len(l2)}; give one value as l2"
+        )
     # Every class must be in the part that is fit; a class of one image cannot be in both.
     stratify = labels if sizes.min() > 1 else None
-    fit, check = train_test_split(np.arange(len(labels)), test_size=held_out, random_state=seed, stratify=stratify)
+    fit, check = train_test_split(
+        np.arange(len(labels)), test_size=held_out, random_state=seed, stratify=stratify
+    )
     validation = {}
     for value in l2:
         classifier = fit_linear(train[fit], labels[fit], value)
@@ -138,7 +144,9 @@ def _validate(train: Vectors, labels: Integers, l2: Sequence[float], seed: int) 
     return validation
 
 
-def fit_linear(features: Vectors, labels: Integers, l2: float, *, standardised_by: Vectors | None = None) -> Pipeline:
+def fit_linear(
+    features: Vectors, labels: Integers, l2: float, *, standardised_by: Vectors | None = None
+) -> Pipeline:
     """Fit standardisation, by the statistics of `standardised_by` (N', D), and a classifier of features (N, D).
 
     It minimises mean cross-entropy + λ/2·‖W‖², λ being `l2`.
@@ -148,7 +156,9 @@ def fit_linear(features: Vectors, labels: Integers, l2: float, *, standardised_b
         raise DualencError("the training features are not finite; did the training end in NaN?")
     num_classes = len(np.unique(labels))
     if num_classes < 2:
-        raise DualencError(f"all training images have the label {labels[0]}; a probe needs two classes or more")
+        raise DualencError(
+            f"all training images have the label {labels[0]}; a probe needs two classes or more"
+        )
     scaler = StandardScaler().fit(reference)
     # scikit-learn sums the loss over images: C = 1/(λN). Of two classes it keeps the difference of their rows,
     # whose squared norm is twice that of both.
@@ -199,5 +209,7 @@ def draw_per_class(labels: Integers, count: int, rng: np.random.Generator) -> In
     classes, sizes = np.unique(labels, return_counts=True)
     if count < 1 or sizes.min() < count:
         smallest = classes[sizes.argmin()]
-        raise DualencError(f"shots={count}: class {smallest} has {sizes.min()} training images; choose 1 to that many")
+        raise DualencError(
+            f"shots={count}: class {smallest} has {sizes.min()} training images; choose 1 to that many"
+        )
     return np.concatenate([rng.choice(np.flatnonzero(labels == c), count, replace=False) for c in classes])

@@ -35,7 +35,9 @@ class QueryScores(NamedTuple):
             texts = {query: str(text) for query, text in queries["texts"].items()}
             return cls(str(queries["metric"]), scores, texts)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise DualencError(f"no record of an evaluation ({error}); train again, or remove the file") from error
+            raise DualencError(
+                f"no record of an evaluation ({error}); train again, or remove the file"
+            ) from error
 
 
 def query_scores(metric: str, scores: Mapping[str, float], texts: Mapping[str, str]) -> QueryScores:
@@ -56,7 +58,10 @@ def best_and_worst(scores: Mapping[str, float], count: int) -> tuple[list[str], 
 
 
 def best_and_worst_rows(
-    scores: Mapping[str, float], metric: str, describe: Callable[[str], Mapping[str, object]], count: int = 5
+    scores: Mapping[str, float],
+    metric: str,
+    describe: Callable[[str], Mapping[str, object]],
+    count: int = 5,
 ) -> list[dict[str, object]]:
     """Table rows of the best and the worst queries: id, score, and the columns of `describe(id)`."""
     rows: list[dict[str, object]] = []

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualenc import distributed
-from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores, remove_self_matches, score_queries
+from dualenc.evaluation.metrics import (
+    CUTOFFS,
+    Qrels,
+    Run,
+    Scores,
+    mean_scores,
+    remove_self_matches,
+    score_queries,
+)
 from dualenc.evaluation.runs import ranked, write_per_query, write_trec
 from dualenc.search.exact import exact_search
 from dualenc.search.lexical import Lexical
@@ -53,7 +61,10 @@ def retrieve(
 def first_documents(run: Run, depth: int, qrels: Qrels | None = None) -> dict[str, dict[str, float]]:
     """The run cut to the `depth` best documents of each query; with judgements, unjudged self-matches are removed."""
     run = run if qrels is None else remove_self_matches(run, qrels)
-    return {query: {name: documents[name] for name in ranked(documents)[:depth]} for query, documents in run.items()}
+    return {
+        query: {name: documents[name] for name in ranked(documents)[:depth]}
+        for query, documents in run.items()
+    }
 
 
 def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: bool) -> None:
@@ -62,7 +73,11 @@ def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: 
     if len(shared) <= len(collection.queries) / 100 or not distributed.is_main():
         return
     judged = sum(query in collection.qrels[query] for query in shared)
-    others = "kept, too" if keep_self_matches else "removed as copies of their queries (keep_self_matches keeps them)"
+    others = (
+        "kept, too"
+        if keep_self_matches
+        else "removed as copies of their queries (keep_self_matches keeps them)"
+    )
     logger.warning(
         f"{name}: {len(shared):,} of {len(collection.queries):,} queries have the id of a document: "
         f"{judged:,} of these documents are judged and kept, the other {len(shared) - judged:,} are {others}"
@@ -102,7 +117,14 @@ class Result:
     """
 
     def __init__(
-        self, system: str, dataset: str, run: Run, qrels: Qrels, num_documents: int, *, keep_self_matches: bool = False
+        self,
+        system: str,
+        dataset: str,
+        run: Run,
+        qrels: Qrels,
+        num_documents: int,
+        *,
+        keep_self_matches: bool = False,
     ) -> None:
         self.system = system
         self.dataset = dataset

@@ -67,7 +67,9 @@ def read_per_query(path: StrPath) -> dict[str, Scores]:
             if not isinstance(query, str) or not all(map(math.isfinite, scores.values())):
                 raise ValueError
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
-            raise DualencError(f"{place}: not a line of a per-query log; evaluate again to write it anew") from None
+            raise DualencError(
+                f"{place}: not a line of a per-query log; evaluate again to write it anew"
+            ) from None
         if query in per_query:
             raise DualencError(f"{place}: duplicate query {query}; evaluate again to write the log anew")
         per_query[query] = scores

@@ -56,7 +56,9 @@ class GlobalLoss(nn.Module):
         super().__init__()
         refuse_momentum(objective)
         if objective.needs_encode and texts is None:
-            raise DualencError(f"{objective.name} encodes texts outside the batch; pass the texts of with_ids")
+            raise DualencError(
+                f"{objective.name} encodes texts outside the batch; pass the texts of with_ids"
+            )
         if texts is not None and objective.num_left is not None:
             if (objective.num_left, objective.num_right) != (texts.num_left, texts.num_right):
                 expected = f"num_left={texts.num_left}, num_right={texts.num_right}"
@@ -79,7 +81,9 @@ class GlobalLoss(nn.Module):
         left, right, *negatives = unit_vectors
         self._dim = left.shape[-1]
         if labels is None or labels.shape != (len(left), len(embeddings)):
-            raise DualencError("labels are not the ids of the columns' texts; train on what with_ids returns")
+            raise DualencError(
+                "labels are not the ids of the columns' texts; train on what with_ids returns"
+            )
         left_id, right_id, *negative_ids = labels.T.contiguous()
         if not (self.model.training and torch.is_grad_enabled()):
             in_batch = InfoNCE(temperature=self.objective.temperature.item())
@@ -133,7 +137,9 @@ def _distinct_negatives(negatives: list[Tensor], ids: Tensor) -> dict[str, Tenso
 class CachedGlobalLoss(CachedLossMixin, GlobalLoss):
     """`GlobalLoss` with gradient caching (Gao et al. 2021, arXiv:2101.06983), `mini_batch_size` texts at a time."""
 
-    def __init__(self, *args: Any, mini_batch_size: int = 32, show_progress_bar: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, mini_batch_size: int = 32, show_progress_bar: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.mini_batch_size = mini_batch_size
         self.show_progress_bar = show_progress_bar
@@ -182,7 +188,9 @@ class CachedGlobalLoss(CachedLossMixin, GlobalLoss):
             parts.append(embeddings)
         return torch.cat(parts)
 
-    def _backward(self, outside: Outside, own: list[tuple[nn.Parameter, Tensor]], grad_output: Tensor) -> None:
+    def _backward(
+        self, outside: Outside, own: list[tuple[nn.Parameter, Tensor]], grad_output: Tensor
+    ) -> None:
         """Add the gradients of the objective's parameters, and of the model by the texts outside the batch."""
         for parameter, gradient in own:
             scaled = gradient * grad_output

@@ -56,7 +56,9 @@ class ObjectiveStateMixin:
             if isinstance(loss, nn.Module):
                 objectives |= _outermost(name, loss)
         if not objectives:
-            raise DualencError("the trainer has no objective; set trainer.objective, or pass loss=GlobalLoss(…)")
+            raise DualencError(
+                "the trainer has no objective; set trainer.objective, or pass loss=GlobalLoss(…)"
+            )
         for objective in objectives.values():
             refuse_momentum(objective)
         return objectives
@@ -93,11 +95,15 @@ class ObjectiveStateMixin:
         super()._load_from_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
         path = Path(checkpoint_path) / STATE_FILE
         if not path.is_file():
-            raise DualencError(f"{path}: missing, so the loss would start anew; resume from a checkpoint that holds it")
+            raise DualencError(
+                f"{path}: missing, so the loss would start anew; resume from a checkpoint that holds it"
+            )
         state = torch.load(path, map_location="cpu", weights_only=True)
         objectives = self.objectives()
         if state.keys() != objectives.keys():
-            raise DualencError(f"{path}: of the losses {list(state)}, not {list(objectives)}; resume with those")
+            raise DualencError(
+                f"{path}: of the losses {list(state)}, not {list(objectives)}; resume with those"
+            )
         for name, objective in objectives.items():
             device = objective.log_temperature.device
             objective.load_state_dict(state[name])

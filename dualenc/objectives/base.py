@@ -70,12 +70,20 @@ class Objective(nn.Module):
     needs_num_left = False  # keeps state per item
     needs_encode = False  # asks for items outside the batch
     takes_mined = True  # mined negatives are candidates
-    estimates_partition = False  # every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` applies
+    estimates_partition = (
+        False  # every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` applies
+    )
     encodes_in_backward = False  # calls `encode` again in the backward pass
     needs_teacher = False  # `forward` takes a teacher's scores; see `Distilled`
-    momentum: float | None = None  # μ of the moving average of the towers that gives `forward` keys; `MomentumQueue`
-    needs_uniform_batches: str | None = None  # the option that lifts the assumption of uniformly random batches
-    dims: list[int] | None = None  # lengths that are trained besides the whole embeddings; see `Matryoshka`
+    momentum: float | None = (
+        None  # μ of the moving average of the towers that gives `forward` keys; `MomentumQueue`
+    )
+    needs_uniform_batches: str | None = (
+        None  # the option that lifts the assumption of uniformly random batches
+    )
+    dims: list[int] | None = (
+        None  # lengths that are trained besides the whole embeddings; see `Matryoshka`
+    )
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -117,7 +125,9 @@ class Objective(nn.Module):
         if self.needs_num_left:
             # Holds nothing, but its shape names both sizes: tables hold both sides, and would fit swapped ones.
             self.register_buffer("sizes", torch.zeros(self.num_left or 0, self.num_right or 0, 0))
-        self.updates_state = False  # whether the present call is training: not in eval mode or without gradient
+        self.updates_state = (
+            False  # whether the present call is training: not in eval mode or without gradient
+        )
         self._recorded: dict[str, list[Tensor]] = {}
 
     def plan(self, anchors: Anchors) -> Any:
@@ -184,10 +194,20 @@ class Objective(nn.Module):
         if self.needs_encode and encode is None:
             fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
         if self.momentum is not None and (keys_left is None or keys_right is None):
-            fail("keys_left", "and keys_right are missing; pass the momentum encoder's embeddings, as Trainer does")
+            fail(
+                "keys_left",
+                "and keys_right are missing; pass the momentum encoder's embeddings, as Trainer does",
+            )
         if self.momentum is None and (keys_left is not None or keys_right is not None):
-            fail("keys_left", "and keys_right are of a momentum encoder; leave them out, or take MomentumQueue")
-        ids = {"left_id": left_id, "right_id": left_id if right_id is None else right_id, "negative_id": negative_id}
+            fail(
+                "keys_left",
+                "and keys_right are of a momentum encoder; leave them out, or take MomentumQueue",
+            )
+        ids = {
+            "left_id": left_id,
+            "right_id": left_id if right_id is None else right_id,
+            "negative_id": negative_id,
+        }
         ids |= {"left_positives": left_positives, "right_positives": right_positives}
         embeddings = {"left": left, "right": right, "negatives": negatives}
         embeddings |= {"keys_left": keys_left, "keys_right": keys_right}
@@ -278,13 +298,17 @@ class Objective(nn.Module):
             values = values.new_zeros(1)
         return {name: values.mean(), f"{name}_spread": values.std(correction=0)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Restore from `state_dict()`; DualencError for a state of other sizes or of another objective."""
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:
             advice = "the state is of another objective, or of other num_left, num_right, views or options"
-            raise DualencError(f"{type(self).__name__}: {' '.join(str(error).split())}; {advice}") from error
+            raise DualencError(
+                f"{type(self).__name__}: {' '.join(str(error).split())}; {advice}"
+            ) from error
 
     def _apply(self, fn: Any, recurse: bool = True) -> Objective:
         """Move and convert, but never to half precision: temperatures and averages would lose theirs."""
@@ -317,7 +341,9 @@ class Objective(nn.Module):
     @contextmanager
     def _draws_counted_in_training(self) -> Iterator[None]:
         """Outside of training, random draws are made but not counted."""
-        positions = [(module, module.position) for module in self.modules() if isinstance(module, SharedRandom)]
+        positions = [
+            (module, module.position) for module in self.modules() if isinstance(module, SharedRandom)
+        ]
         try:
             yield
         finally:
@@ -339,7 +365,9 @@ class Estimate(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None]:
         # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
         if torch.is_grad_enabled():
-            raise DualencError("an objective has no second derivatives; call backward without create_graph")
+            raise DualencError(
+                "an objective has no second derivatives; call backward without create_graph"
+            )
         (weights,) = ctx.saved_tensors
         return None, grad_outputs[0][..., None] * weights, None
 

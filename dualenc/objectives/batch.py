@@ -28,7 +28,9 @@ class EncodedBatch:
 
     embeddings: Tensor  # (2, b, D) of this rank's pairs, with gradient
     ids: Tensor  # (2, b)
-    listed: tuple[Tensor | None, Tensor | None]  # (b, K) further positives of the opposite side, padded with -1
+    listed: tuple[
+        Tensor | None, Tensor | None
+    ]  # (b, K) further positives of the opposite side, padded with -1
     all_embeddings: Tensor  # (2, P, D) of all ranks, with gradient
     all_ids: Tensor  # (2, P)
     negatives: Tensor  # (n, D) mined right items of all ranks
@@ -57,7 +59,11 @@ def gather_batch(
     weights: Tensor | None,
 ) -> EncodedBatch:
     """Check the arguments of `Objective.forward` by its id spaces and views, and gather them over ranks."""
-    for name, tensor in (("left", embeddings["left"]), ("right", embeddings["right"]), ("left_id", ids["left_id"])):
+    for name, tensor in (
+        ("left", embeddings["left"]),
+        ("right", embeddings["right"]),
+        ("left_id", ids["left_id"]),
+    ):
         if tensor is None:
             fail(name, "is None; pass a tensor")
     vectors = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
@@ -79,7 +85,9 @@ def gather_batch(
     pair = [vectors["left"], vectors["right"]]
     keys = None
     if "keys_left" in vectors:
-        keys = torch.stack([distributed.gather(vectors[name], sizes) for name in ("keys_left", "keys_right")])
+        keys = torch.stack(
+            [distributed.gather(vectors[name], sizes) for name in ("keys_left", "keys_right")]
+        )
     return EncodedBatch(
         embeddings=torch.stack(pair),
         ids=own_ids,
@@ -155,7 +163,12 @@ def two_views(batch: EncodedBatch, temperature: Tensor) -> Anchors:
 
 
 def known_positives(
-    ids: Tensor, partners: Tensor, all_ids: Tensor, all_partners: Tensor, most_copies: int, listed: Tensor | None
+    ids: Tensor,
+    partners: Tensor,
+    all_ids: Tensor,
+    all_partners: Tensor,
+    most_copies: int,
+    listed: Tensor | None,
 ) -> Tensor:
     """(A, K) ascending ids that are not negatives of the anchors, each once, padded in front with -1.
 

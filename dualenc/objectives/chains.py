@@ -45,8 +45,12 @@ class ChainPlan(NamedTuple):
 
     chain: ChainState  # see `ChainState`
     keys: Tensor  # (X, C) the proposals
-    outside: Tensor  # (X, r + A·S) this rank's share of the R draws, then states outside the batch; -1 for none
-    num_drawn: list[int]  # how many of the draws each rank encodes; empty where the batch makes the proposals
+    outside: (
+        Tensor  # (X, r + A·S) this rank's share of the R draws, then states outside the batch; -1 for none
+    )
+    num_drawn: list[
+        int
+    ]  # how many of the draws each rank encodes; empty where the batch makes the proposals
 
 
 class ChainObjective(Objective):
@@ -202,7 +206,9 @@ class ChainObjective(Objective):
             log_partition = torch.where(by_memory, log_partition, by_proposals)
         return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights)
 
-    def store(self, anchors: Anchors, chain: ChainState, state: Tensor, *tables: tuple[Tensor, Tensor]) -> None:
+    def store(
+        self, anchors: Anchors, chain: ChainState, state: Tensor, *tables: tuple[Tensor, Tensor]
+    ) -> None:
         """Write new states (X, A) and values (X, A) of further tables; a chain takes its first anchor's state."""
         self.record(after=state)
         if not self.updates_state:
@@ -273,4 +279,6 @@ class ChainObjective(Objective):
         """(X, R) uniform draws from the id spaces."""
         device = anchors.rows.device
         sizes = [self.corpus.num_ids(direction) or 1 for direction in anchors.directions]
-        return torch.stack([self.draws.integers(size, int(self.proposals), device=device) for size in sizes])
+        return torch.stack(
+            [self.draws.integers(size, int(self.proposals), device=device) for size in sizes]
+        )

@@ -71,14 +71,18 @@ def check_tensors(values: Mapping[str, Any]) -> None:
     """Refuse lists, arrays and numbers where tensors belong; None is left out."""
     for name, value in values.items():
         if value is not None and not isinstance(value, Tensor):
-            fail(name, f"is a {type(value).__name__}; it must be a tensor, such as torch.as_tensor({name})")
+            fail(
+                name, f"is a {type(value).__name__}; it must be a tensor, such as torch.as_tensor({name})"
+            )
 
 
 def refuse_momentum(objective: Objective) -> None:
     """Refuse an objective whose momentum encoder a training loop does not keep."""
     if objective.momentum is not None:
         advice = "train with that, or take GlobalCache here"
-        raise DualencError(f"{objective.name} needs a momentum encoder, which only dualenc's Trainer keeps; {advice}")
+        raise DualencError(
+            f"{objective.name} needs a momentum encoder, which only dualenc's Trainer keeps; {advice}"
+        )
 
 
 def check_shapes(
@@ -97,7 +101,9 @@ def check_shapes(
         if shape != expected:
             fail(name, f"has shape {shape}; it must be {expected}, as left")
     if views and "negatives" in embeddings:
-        fail("negatives", "do not go with views=True, where every other image is a negative; leave them out")
+        fail(
+            "negatives", "do not go with views=True, where every other image is a negative; leave them out"
+        )
     if ("negatives" in embeddings) != ("negative_id" in ids):
         fail("negatives", "and negative_id must be given together, (n, D) and (n,)")
     for name, values in ids.items():
@@ -139,7 +145,9 @@ def check_values(
     if views:
         to_read["differ"] = (ids["left_id"] != ids["right_id"]).long()
     ordered = all_ids.contiguous().sort(dim=1).values
-    to_read["copies"] = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
+    to_read["copies"] = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(
+        ordered, ordered
+    )
     extremes = read_extremes(to_read)
     for name in embeddings:
         if name in extremes:
@@ -179,7 +187,9 @@ def check_norms(name: str, low: float, high: float) -> None:
         # What is left of an infinite vector that was scaled to length one.
         fail(name, "holds zero vectors: the model has diverged; lower the learning rate or check it")
     if low < 1 - NORM_TOLERANCE or high > 1 + NORM_TOLERANCE:
-        fail(name, f"has rows of norm in [{low:.4g}, {high:.4g}]; they must be unit vectors: normalise them")
+        fail(
+            name, f"has rows of norm in [{low:.4g}, {high:.4g}]; they must be unit vectors: normalise them"
+        )
 
 
 def _check_ids(name: str, low: float, high: float, num_items: int | None) -> None:
@@ -198,7 +208,9 @@ def check_encoded_rows(embeddings: Any, num_ids: int, dimension: int | None = No
     expected = f"for {num_ids} ids; it must be a float tensor ({num_ids}, {dimension or 'D'})"
     if not isinstance(embeddings, Tensor):
         fail("encode", f"gave a {type(embeddings).__name__} {expected}")
-    fits = embeddings.dim() == 2 and len(embeddings) == num_ids and dimension in (None, embeddings.shape[-1])
+    fits = (
+        embeddings.dim() == 2 and len(embeddings) == num_ids and dimension in (None, embeddings.shape[-1])
+    )
     if not fits or not embeddings.is_floating_point():
         fail("encode", f"gave shape {tuple(embeddings.shape)} ({embeddings.dtype}) {expected}")
 

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.objectives.checks import check_choice, check_range, check_tensors, fail, names_class, read_extremes
+from dualenc.objectives.checks import (
+    check_choice,
+    check_range,
+    check_tensors,
+    fail,
+    names_class,
+    read_extremes,
+)
 from dualenc.objectives.items import Encode
 from dualenc.objectives.matryoshka import Wrapper
 
@@ -84,7 +91,9 @@ class Distilled(Wrapper):
                 NaN where it has none. Without a score of its positive a pair teaches nothing.
             teacher_rows: (b, K) which rows of `negatives` these are, padded with -1.
         """
-        output = self.main(left, right, left_id, right_id, encode, negatives=negatives, weights=weights, **batch)
+        output = self.main(
+            left, right, left_id, right_id, encode, negatives=negatives, weights=weights, **batch
+        )
         if teacher_scores is None or teacher_rows is None:
             fail("teacher_scores", "and teacher_rows are missing; pass what the teacher says of the pairs")
         check_tensors({"teacher_scores": teacher_scores, "teacher_rows": teacher_rows})

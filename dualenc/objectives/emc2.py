@@ -19,7 +19,9 @@ from dualenc.objectives.checks import check_choice, check_range
 class Walk(NamedTuple):
     """What chains did in a step."""
 
-    weights: Tensor  # (X, A, C + 1) share of the visits of each proposal and, last, of the state it came with
+    weights: (
+        Tensor  # (X, A, C + 1) share of the visits of each proposal and, last, of the state it came with
+    )
     column: Tensor  # (X, A) where the chain is now: a proposal, or C where it never moved
 
 
@@ -57,7 +59,9 @@ class EMC2(ChainObjective):
 
     similarity: Tensor
 
-    def __init__(self, *, score: Literal["stored", "fresh"] = "stored", burn_in: float = 0.5, **chains: Any) -> None:
+    def __init__(
+        self, *, score: Literal["stored", "fresh"] = "stored", burn_in: float = 0.5, **chains: Any
+    ) -> None:
         super().__init__(**chains)
         check_choice("score", score, ("stored", "fresh"))
         check_range("burn_in", burn_in, "[0, 1)")
@@ -88,10 +92,14 @@ class EMC2(ChainObjective):
         losses: Tensor = proposed.in_blocks(self._block_losses, chain, walk, outside_scores)
         return losses
 
-    def _block_losses(self, block: Anchors, chain: ChainState, walk: Walk, outside_scores: Tensor) -> Tensor:
+    def _block_losses(
+        self, block: Anchors, chain: ChainState, walk: Walk, outside_scores: Tensor
+    ) -> Tensor:
         scores = block.scores  # (X, a, C)
         # States in the batch take their gradient through the batch, and are not encoded again.
-        state_scores = torch.where(chain.is_found, scores.gather(-1, chain.column), outside_scores)  # (X, a, 1)
+        state_scores = torch.where(
+            chain.is_found, scores.gather(-1, chain.column), outside_scores
+        )  # (X, a, 1)
         return self.chain_losses(block, chain, walk.weights, scores, state_scores)
 
     def keys_of_draws(self, ids: Tensor) -> Tensor:
@@ -120,7 +128,9 @@ class EMC2(ChainObjective):
         num_directions, num_anchors, num_proposals = scores.shape
         # Order and uniforms are drawn for the global batch: the walk is the same on any number of ranks.
         order = self.draws.permutation(num_proposals, torch.device("cpu"))
-        uniform = self.draws.uniform(num_proposals, num_directions, proposed.num_batch, like=start_scores.cpu())
+        uniform = self.draws.uniform(
+            num_proposals, num_directions, proposed.num_batch, like=start_scores.cpu()
+        )
         uniform = uniform[:, :, proposed.batch_rows.cpu()].flatten(1)  # (C, X·A)
         # Proposals come first, because each step of the walk reads one of them for all chains.
         is_negative = ~proposed.not_negative.cpu().flatten(0, 1).T[order]

@@ -172,12 +172,16 @@ class GlobalCache(MemoryObjective):
                     p = softmax(scores + log_weights)  # (X, a, C + R)
                     # The same comparison with remembered embeddings, and what it misses of all that is remembered.
                     old_scores = block.embeddings @ plan.remembered.mT / block.temperature
-                    old_p = softmax((old_scores + log_weights).masked_fill(~plan.is_known[:, None], -torch.inf))
+                    old_p = softmax(
+                        (old_scores + log_weights).masked_fill(~plan.is_known[:, None], -torch.inf)
+                    )
                     missed = self.control * (seen_mean - old_p @ plan.remembered)  # (X, a, D)
                 pull = torch.full_like(positive, -1.0)[..., None]
                 all_weights = torch.cat([p, missed, pull], dim=-1)
             # The anchor's own coordinates are scores too: what was missed is their gradient.
-            all_scores = torch.cat([scores, block.embeddings / block.temperature, positive[..., None]], dim=-1)
+            all_scores = torch.cat(
+                [scores, block.embeddings / block.temperature, positive[..., None]], dim=-1
+            )
             return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights)
 
         against_all = anchors.with_candidates(candidates, plan.items // self.num_views)
@@ -195,7 +199,9 @@ class GlobalCache(MemoryObjective):
         mean = torch.stack(effective).mean() if effective else torch.zeros(())
         return super().diagnostics() | {"effective_items": mean}
 
-    def _look(self, anchors: Anchors, x: int, queries: Tensor, hidden: Tensor, pool: Pool | None) -> Attention:
+    def _look(
+        self, anchors: Anchors, x: int, queries: Tensor, hidden: Tensor, pool: Pool | None
+    ) -> Attention:
         """What the anchors of one direction, over τ (G, D), see of the memory without hidden items (G, K)."""
         direction = anchors.directions[x]
         memory = self.memory_of(direction)
@@ -203,7 +209,9 @@ class GlobalCache(MemoryObjective):
         if pool is None:
             seen = memory.attend(queries, hidden, counts)
         else:
-            seen = memory.attend(queries, hidden, counts, pool.slots, pool.log_weights, self.hardest.shape[1])
+            seen = memory.attend(
+                queries, hidden, counts, pool.slots, pool.log_weights, self.hardest.shape[1]
+            )
             if self.updates_state:
                 rows = self._hardest_rows(anchors)[x]
                 self.hardest[rows] = seen.hardest[first_occurrence(rows)]
@@ -224,7 +232,9 @@ class GlobalCache(MemoryObjective):
         # Without mined negatives, which are harder than most.
         batch = slice(anchors.num_batch)
         in_batch = anchors.with_candidates(anchors.candidates[:, batch], anchors.candidate_ids[:, batch])
-        log_batch, num_batch = in_batch.in_blocks(lambda block: (block.logits.logsumexp(dim=-1), block.num_negatives))
+        log_batch, num_batch = in_batch.in_blocks(
+            lambda block: (block.logits.logsumexp(dim=-1), block.num_negatives)
+        )
         number = number + num_batch * with_batch
         log_seen = torch.logaddexp(log_seen, log_batch.masked_fill(~with_batch, -torch.inf))
         log_mean = log_seen - number.clamp(min=torch.finfo(number.dtype).tiny).log()
@@ -271,7 +281,9 @@ class GlobalCache(MemoryObjective):
         in_pool = in_pool[: memory.num_slots]
         slots = in_pool.nonzero()[:, 0]
         log_chance = math.log(self._chance(direction))
-        log_weights = torch.full(slots.shape, -log_chance, device=slots.device).masked_fill_(is_hard[slots], 0.0)
+        log_weights = torch.full(slots.shape, -log_chance, device=slots.device).masked_fill_(
+            is_hard[slots], 0.0
+        )
         return Pool(slots, log_weights, in_pool, log_chance)
 
     def _hardest_of_neighbors(self, anchors: Anchors, x: int) -> Tensor:
@@ -323,7 +335,12 @@ def with_draws(batch_items: Tensor, drawn: Tensor, num_batch: int) -> tuple[Tens
 
 
 def mean_shares(
-    queries: Tensor, hidden: Tensor, log_sum: Tensor, items: Tensor, remembered: Tensor, pools: Sequence[Pool | None]
+    queries: Tensor,
+    hidden: Tensor,
+    log_sum: Tensor,
+    items: Tensor,
+    remembered: Tensor,
+    pools: Sequence[Pool | None],
 ) -> Tensor:
     """(X, n) q of items: the mean over the anchors of all ranks that see anything of their share of the softmax.
 

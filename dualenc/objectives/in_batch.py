@@ -78,8 +78,12 @@ class HCL(Objective):
         not_negative = block.not_negative
         positive = block.positive_scores  # (X, a)
         log_num = log_count(~not_negative, like=scores)
-        log_importance = log_sum_exp((self.annealed_hardness * scores).masked_fill(not_negative, -torch.inf))
-        log_weighted = log_sum_exp(((1 + self.annealed_hardness) * scores).masked_fill(not_negative, -torch.inf))
+        log_importance = log_sum_exp(
+            (self.annealed_hardness * scores).masked_fill(not_negative, -torch.inf)
+        )
+        log_weighted = log_sum_exp(
+            ((1 + self.annealed_hardness) * scores).masked_fill(not_negative, -torch.inf)
+        )
         log_sum = log_weighted - log_importance + log_num  # log Σ_c w_c e_c
         if self.class_prior:
             log_sum = self._debiased(log_sum, log_num, positive, block.temperature)
@@ -89,7 +93,9 @@ class HCL(Objective):
 
     def _debiased(self, log_sum: Tensor, log_num: Tensor, positive: Tensor, temperature: Tensor) -> Tensor:
         """(X, a) log G."""
-        log_share = log_num + math.log(self.class_prior) + positive - log_sum  # log of n·τ⁺·e⁺ / Σ_c w_c e_c
+        log_share = (
+            log_num + math.log(self.class_prior) + positive - log_sum
+        )  # log of n·τ⁺·e⁺ / Σ_c w_c e_c
         is_difference = log_share < 0
         # The inner where keeps log1p finite in rows that take the floor, whose gradient would else be NaN.
         shrink = torch.log1p(-torch.exp(torch.where(is_difference, log_share, -1.0)))
@@ -133,4 +139,8 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     """(X, a) log Σ_c exp of logits (X, a, C); 0, without gradient, for an anchor without negatives."""
     has_no_negative = (logits == -torch.inf).all(dim=-1)
     # A row of -inf has a NaN gradient.
-    return logits.masked_fill(has_no_negative[..., None], 0.0).logsumexp(dim=-1).masked_fill(has_no_negative, 0.0)
+    return (
+        logits.masked_fill(has_no_negative[..., None], 0.0)
+        .logsumexp(dim=-1)
+        .masked_fill(has_no_negative, 0.0)
+    )

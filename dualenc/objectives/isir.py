@@ -44,10 +44,16 @@ class ISIR(ChainObjective):
         log_copies = self._log_copies(plan.keys)
 
         def weigh(
-            block: Anchors, chain: ChainState, outside_scores: Tensor, counts_separately: Tensor, uniform: Tensor
+            block: Anchors,
+            chain: ChainState,
+            outside_scores: Tensor,
+            counts_separately: Tensor,
+            uniform: Tensor,
         ) -> tuple[Tensor, Tensor]:
             scores = block.scores  # (X, a, C)
-            state_scores = torch.where(chain.is_found, scores.gather(-1, chain.column), outside_scores)  # (X, a, S)
+            state_scores = torch.where(
+                chain.is_found, scores.gather(-1, chain.column), outside_scores
+            )  # (X, a, S)
             with torch.no_grad():
                 logits = scores.masked_fill(block.not_negative, -torch.inf)
                 logits = logits - log_copies[:, None]

@@ -84,7 +84,11 @@ class Matryoshka(Wrapper):
 
     def __init__(self, objective: Objective, dims: Sequence[int]) -> None:
         lengths = sorted(dims)
-        if not lengths or len(set(lengths)) != len(lengths) or any(type(d) is not int or d < 1 for d in lengths):
+        if (
+            not lengths
+            or len(set(lengths)) != len(lengths)
+            or any(type(d) is not int or d < 1 for d in lengths)
+        ):
             fail("dims", f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]")
         super().__init__([*(copy.deepcopy(objective) for _ in lengths[1:]), objective])
         self.dims = lengths
@@ -109,14 +113,19 @@ class Matryoshka(Wrapper):
         check_tensors(vectors)
         lengths = self.dims or []
         if left.shape[-1] < lengths[-1]:
-            fail("dims", f"are {lengths}, but the embeddings have {left.shape[-1]}; leave out what is beyond")
+            fail(
+                "dims",
+                f"are {lengths}, but the embeddings have {left.shape[-1]}; leave out what is beyond",
+            )
         if encode is not None and not self.encodes_in_backward:
             encode = EncodedOnce(encode)
         outputs = {}
         for dim, objective in zip(lengths, self, strict=True):
             prefixes = {name: prefix(value, dim) for name, value in vectors.items() if value is not None}
             encode_prefix = None if encode is None else PrefixEncode(encode, dim)
-            outputs[dim] = objective(**prefixes, left_id=left_id, right_id=right_id, encode=encode_prefix, **batch)
+            outputs[dim] = objective(
+                **prefixes, left_id=left_id, right_id=right_id, encode=encode_prefix, **batch
+            )
         loss = torch.stack([output.loss for output in outputs.values()]).mean()
         per_anchor = torch.stack([output.per_anchor for output in outputs.values()]).mean(dim=0)
         return ObjectiveOutput(loss, Metrics(lambda: metrics_by_dim(outputs)), per_anchor)

@@ -116,7 +116,9 @@ class EmbeddingMemory(nn.Module):
             num_rows = own.stop - own.start
             precision = _precision(embeddings)
             self.keys = torch.full((num_rows,), PADDING, device=keys.device)
-            self.embeddings = torch.zeros(num_rows, embeddings.shape[1], dtype=precision, device=keys.device)
+            self.embeddings = torch.zeros(
+                num_rows, embeddings.shape[1], dtype=precision, device=keys.device
+            )
         slots = keys // self.keys_per_item % self.num_slots
         first = first_occurrence(slots)
         rows = slots - own.start
@@ -150,7 +152,9 @@ class EmbeddingMemory(nn.Module):
         """(n,) slots in blocks (k,) of a fixed permutation, -1 beyond the last: slots of one block are far apart, since
         neighbouring ids are often of one topic."""
         position = blocks[:, None] * self.block_size + torch.arange(self.block_size, device=blocks.device)
-        return torch.where(position < self.num_slots, position * self.stride % self.num_slots, PADDING).flatten()
+        return torch.where(
+            position < self.num_slots, position * self.stride % self.num_slots, PADDING
+        ).flatten()
 
     def num_remembered(self) -> Tensor:
         """Scalar: items that have an embedding."""
@@ -164,7 +168,9 @@ class EmbeddingMemory(nn.Module):
         return distributed.all_reduce((total - num_hidden).double())
 
     @torch.no_grad()
-    def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor, counts: Tensor | None = None) -> MemoryDraws:
+    def draw(
+        self, queries: Tensor, hidden: Tensor, uniform: Tensor, counts: Tensor | None = None
+    ) -> MemoryDraws:
         """Draw an item per anchor from its softmax: first a block of items, then one of the block.
 
         Args:

@@ -35,7 +35,9 @@ class Metrics(Mapping[str, Tensor]):
 
 
 @torch.no_grad()
-def batch_metrics(directions: list[Anchors], log_num_negatives: Callable[[Anchors], Tensor]) -> dict[str, Tensor]:
+def batch_metrics(
+    directions: list[Anchors], log_num_negatives: Callable[[Anchors], Tensor]
+) -> dict[str, Tensor]:
     """In-batch estimate of L(θ), share of anchors whose positive is above all negatives, similarity of positives, τ.
 
     Args:

@@ -71,7 +71,9 @@ class MomentumQueue(Objective):
         queued = torch.stack([embeddings for embeddings, _ in held])  # (X, Q, D)
         queued_ids = torch.stack([ids for _, ids in held])  # (X, Q)
         mined_ids = anchors.candidate_ids[:, anchors.num_batch :]
-        return anchors.with_candidates(torch.cat([mined, queued], dim=1), torch.cat([mined_ids, queued_ids], dim=1))
+        return anchors.with_candidates(
+            torch.cat([mined, queued], dim=1), torch.cat([mined_ids, queued_ids], dim=1)
+        )
 
 
 def _info_nce(block: Anchors, positive: Tensor) -> Tensor:

@@ -85,7 +85,9 @@ class SACLR(Objective):
         draws = []
         if self.negatives == 1:
             # Drawn for the global batch, so that any number of ranks draws alike.
-            uniform = self.draws.uniform(len(anchors.directions), anchors.num_batch, like=anchors.embeddings)
+            uniform = self.draws.uniform(
+                len(anchors.directions), anchors.num_batch, like=anchors.embeddings
+            )
             draws.append(uniform[:, anchors.batch_rows])
         log_mean, has_negatives = anchors.in_blocks(self._log_mean_kernel, *draws)
         log_positive = self._log_kernel(anchors.positive_similarities, anchors.temperature)
@@ -116,7 +118,9 @@ class SACLR(Objective):
         has_negatives = ~not_sampled.all(dim=-1)
         if uniform is not None:
             not_sampled = self._all_but_one(not_sampled, uniform)
-        log_kernels = self._log_kernel(block.similarities, block.temperature).masked_fill(not_sampled, LOG_NOTHING)
+        log_kernels = self._log_kernel(block.similarities, block.temperature).masked_fill(
+            not_sampled, LOG_NOTHING
+        )
         return log_kernels.logsumexp(dim=-1) - log_count(~not_sampled, like=log_kernels), has_negatives
 
     def _all_but_one(self, not_negative: Tensor, uniform: Tensor) -> Tensor:
@@ -129,7 +133,9 @@ class SACLR(Objective):
         not_chosen = ~allowed | (number != chosen[..., None])
         return not_negative | torch.cat([not_chosen] * self.num_views, dim=-1)
 
-    def _update_scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor) -> Tensor:
+    def _update_scale(
+        self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor
+    ) -> Tensor:
         """(X, A) log 1/s with this step counted in; in the authors' variant log 1/(s·n) from before it."""
         log_new = self._log_xi(anchors, log_positive, log_mean, log_num)
         rows = anchors.rows
@@ -141,7 +147,9 @@ class SACLR(Objective):
         log_scale = log_average(old, log_new, 1 - self.rho)
         if self.updates_state:
             all_rows = anchors.gather(rows).flatten()
-            is_usable = torch.ones_like(all_rows, dtype=torch.bool)  # the positive gives every anchor a scale
+            is_usable = torch.ones_like(
+                all_rows, dtype=torch.bool
+            )  # the positive gives every anchor a scale
             write_log_means(self.log_scale, all_rows, anchors.gather(log_scale).flatten(), is_usable)
         self.record(log_scale=log_scale)
         return old if self.variant == "authors" else log_scale
@@ -152,7 +160,9 @@ class SACLR(Objective):
             shares = ((self.alpha, log_positive), (1 - self.alpha, log_mean))
             terms = [log_kernel + math.log(share) for share, log_kernel in shares if share]
             return torch.stack(terms).logsumexp(dim=0)
-        corpus_sizes = log_positive.new_tensor([self.corpus.size(direction) for direction in anchors.directions])
+        corpus_sizes = log_positive.new_tensor(
+            [self.corpus.size(direction) for direction in anchors.directions]
+        )
         log_xi = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)[:, None]
         if self.alpha == 1:
             return log_xi

@@ -93,7 +93,9 @@ def ready(
         if wrong.any():
             row = int(np.argmax(wrong))
             length = f"{np.sqrt(squares[row]):.3g}"
-            raise DualencError(f"the vector of {name(row)} has length {length} instead of 1; embed the data again")
+            raise DualencError(
+                f"the vector of {name(row)} has length {length} instead of 1; embed the data again"
+            )
         return vectors
     if metric == "ip" or (deviation < UNIT_TOLERANCE).all():
         return vectors
@@ -152,7 +154,9 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
         if num_vectors is not None and int(lists) > num_vectors:
             raise _unfit(factory, f"has {lists} lists for {num_vectors} vectors")
     if "IDMap" in factory:
-        raise _unfit(factory, "numbers the vectors itself, and items.arrow does that already; leave IDMap out")
+        raise _unfit(
+            factory, "numbers the vectors itself, and items.arrow does that already; leave IDMap out"
+        )
 
 
 def _unfit(factory: str, why: str) -> DualencError:
@@ -197,7 +201,9 @@ def exact_probe(database: Database, queries: np.ndarray, rows: np.ndarray, k: in
         return None
     # One more than k, in case the query itself is found.
     depth = min(k + 1, len(database))
-    scores, columns = knn_ground_truth(queries, database.blocks(), depth, faiss.METRIC_INNER_PRODUCT, ngpu=0)
+    scores, columns = knn_ground_truth(
+        queries, database.blocks(), depth, faiss.METRIC_INNER_PRODUCT, ngpu=0
+    )
     scores = np.where(columns == rows[:, None], -np.inf, scores)
     return Probe(queries, rows, -np.sort(-scores, axis=1)[:, k - 1], k)
 
@@ -211,7 +217,9 @@ def recall(index: Any, database: Database, probe: Probe) -> float:
     columns = np.take_along_axis(columns, missing_last, axis=1)
     vectors = database.rows(np.maximum(columns, 0).ravel()).reshape(*columns.shape, -1)
     scores = np.einsum("qd,qkd->qk", probe.queries, vectors, dtype=np.float64)
-    slack = SCORE_TOLERANCE * np.linalg.norm(probe.queries, axis=1)[:, None] * np.linalg.norm(vectors, axis=2)
+    slack = (
+        SCORE_TOLERANCE * np.linalg.norm(probe.queries, axis=1)[:, None] * np.linalg.norm(vectors, axis=2)
+    )
     hits = (columns >= 0) & (scores >= probe.threshold[:, None] - slack)
     return float(hits.mean())
 
@@ -225,7 +233,9 @@ def set_parameter(index: Any, name: str, value: int) -> None:
     try:
         faiss.ParameterSpace().set_index_parameter(index, name, value)
     except RuntimeError as error:
-        raise DualencError(f"{name}={value} does not apply to this index ({reason(error)}); leave it out") from None
+        raise DualencError(
+            f"{name}={value} does not apply to this index ({reason(error)}); leave it out"
+        ) from None
 
 
 def parameter_values(index: Any) -> dict[str, list[int]]:
@@ -236,7 +246,9 @@ def parameter_values(index: Any) -> dict[str, list[int]]:
     for number in range(space.parameter_ranges.size()):
         parameter = space.parameter_ranges.at(number)
         if parameter.name in ("nprobe", "efSearch", "k_factor_rf"):
-            values[parameter.name] = [int(value) for value in faiss.vector_to_array(parameter.values) if value >= 1]
+            values[parameter.name] = [
+                int(value) for value in faiss.vector_to_array(parameter.values) if value >= 1
+            ]
     ivf = faiss.try_extract_index_ivf(index)
     # FAISS stops below the number of lists.
     if "nprobe" in values and ivf is not None:
@@ -244,7 +256,9 @@ def parameter_values(index: Any) -> dict[str, list[int]]:
     return values
 
 
-def tune(index: Any, database: Database, probe: Probe, target: float, min_gain: float = 0.002) -> dict[str, int]:
+def tune(
+    index: Any, database: Database, probe: Probe, target: float, min_gain: float = 0.002
+) -> dict[str, int]:
     """Set the smallest search parameters that reach a target recall, or else come within `min_gain` of the best.
 
     Each parameter grows until the target is reached or three steps have gained nothing, for each factor of refined

@@ -81,7 +81,9 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
         snippets = None if index.snippets is None else itertools.compress(index.snippets, stays)
         columns = None if index.columns is None else index.columns.filter(pa.array(stays))
         meta = _changed_meta(index, "removed", len(removed))
-        return _replace(folder, changed, list(itertools.compress(index.ids, stays)), snippets, columns, meta, texts)
+        return _replace(
+            folder, changed, list(itertools.compress(index.ids, stays)), snippets, columns, meta, texts
+        )
 
 
 def _read(index: Index, folder: str | os.PathLike[str]) -> Any:
@@ -117,13 +119,18 @@ def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] 
         return TextStore(folder, index.items_checksum).texts
     if has_lexical(folder):
         remedy = f"run dualenc index {folder} --texts first, or remove the folder bm25 in it"
-        raise DualencError(f"{folder}: has BM25, but not the whole texts by which it follows a change; {remedy}")
+        raise DualencError(
+            f"{folder}: has BM25, but not the whole texts by which it follows a change; {remedy}"
+        )
     return None
 
 
 def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]) -> None:
     pairs: list[tuple[str, Any, Any]] = [("dimension", index.dim, embeddings.dim)]
-    pairs += [(key, index.meta.get(key), embeddings.meta.get(key)) for key in ("model_checksum", "side", "output")]
+    pairs += [
+        (key, index.meta.get(key), embeddings.meta.get(key))
+        for key in ("model_checksum", "side", "output")
+    ]
     for name, ours, theirs in pairs:
         if ours is not None and theirs is not None and ours != theirs:
             problem = f"has vectors of {name} {str(ours)[:12]}, not {str(theirs)[:12]}"

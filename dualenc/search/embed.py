@@ -78,11 +78,15 @@ def embed(
         progress: show a progress bar; a text describes it, and it then disappears at the end.
     """
     if corpus.modality != tower.modality:
-        raise DualencError(f"the data is {corpus.modality}, but this side of the model encodes {tower.modality}")
+        raise DualencError(
+            f"the data is {corpus.modality}, but this side of the model encodes {tower.modality}"
+        )
     if not len(corpus):
         raise DualencError("the data holds no items; give at least one to embed")
     if batch_size < 1 or (num_workers is not None and num_workers < 0):
-        raise DualencError(f"batch_size is {batch_size} and num_workers is {num_workers}; give at least 1 and 0")
+        raise DualencError(
+            f"batch_size is {batch_size} and num_workers is {num_workers}; give at least 1 and 0"
+        )
     encoder = _Encoder(tower, corpus, batch_size, output, dim, autocast, num_workers, on_error)
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     identity = {**(identity or {}), "output": output}
@@ -96,7 +100,11 @@ def embed(
 
 
 def _bar(progress: bool | str) -> dict[str, Any]:
-    options: dict[str, Any] = {"desc": "embed", "unit": " items", "disable": not (progress and distributed.is_main())}
+    options: dict[str, Any] = {
+        "desc": "embed",
+        "unit": " items",
+        "disable": not (progress and distributed.is_main()),
+    }
     if isinstance(progress, str):
         # A log file would get a line for each update.
         seconds = 0.5 if sys.stderr.isatty() else 15.0
@@ -135,7 +143,9 @@ def _embed_into(
         return writer.write_all(encode)
 
 
-def _embed_in_memory(encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_options: dict[str, Any]) -> Embeddings:
+def _embed_in_memory(
+    encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_options: dict[str, Any]
+) -> Embeddings:
     """Embed without a folder: each process encodes its share of the shards, and gets all of them."""
     ids = encoder.corpus.ids
     ranges = shard_ranges(len(ids))
@@ -145,7 +155,9 @@ def _embed_in_memory(encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_op
         bar_options = {**bar_options, "disable": True}
     with tqdm(total=total, **bar_options) as bar:
         encoded = {number: encoder.shard(ranges[number], bar) for number in own}
-    by_number = {number: shard for part in distributed.gather_objects(encoded) for number, shard in part.items()}
+    by_number = {
+        number: shard for part in distributed.gather_objects(encoded) for number, shard in part.items()
+    }
     shards = [by_number[number] for number in range(len(ranges))]
     skipped = [entry for _, bad in shards for entry in bad]
     vectors = np.concatenate([part for part, _ in shards])
@@ -187,7 +199,9 @@ class _Encoder:
         self.dim = tower.feature_dim if output == "features" else tower.dim
         if dim is not None:
             if output == "features" or not 1 <= dim <= tower.dim:
-                raise DualencError(f"dim is {dim}: give 1 to {tower.dim}, of embeddings; features are always whole")
+                raise DualencError(
+                    f"dim is {dim}: give 1 to {tower.dim}, of embeddings; features are always whole"
+                )
             self.dim = dim
         self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
         self.device = next(itertools.chain(tower.parameters(), tower.buffers())).device
@@ -238,18 +252,27 @@ class _Encoder:
         chunks = chunk_rows(inputs, self.batch_size)
         parts = []
         for rows in chunks:
-            batch = {name: value.to(self.device, non_blocking=True) for name, value in take(inputs, rows).items()}
+            batch = {
+                name: value.to(self.device, non_blocking=True)
+                for name, value in take(inputs, rows).items()
+            }
             autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
             try:
                 with autocast, torch.inference_mode():
                     vectors = self.forward(batch).float()
-                    parts.append(unit_norm(vectors[:, : self.dim]) if self.dim < vectors.shape[1] else vectors)
+                    parts.append(
+                        unit_norm(vectors[:, : self.dim]) if self.dim < vectors.shape[1] else vectors
+                    )
             except torch.OutOfMemoryError:
-                raise DualencError(f"out of memory with batch_size={self.batch_size}; give a smaller one") from None
+                raise DualencError(
+                    f"out of memory with batch_size={self.batch_size}; give a smaller one"
+                ) from None
             bar.update(len(rows))
         vectors = torch.cat(parts).cpu()
         if not torch.isfinite(vectors).all():
-            raise DualencError("the model's vectors are not finite; check its weights, or embed without autocast")
+            raise DualencError(
+                "the model's vectors are not finite; check its weights, or embed without autocast"
+            )
         return vectors[torch.argsort(torch.cat(chunks))]
 
 

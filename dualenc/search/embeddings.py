@@ -23,7 +23,15 @@ import pyarrow as pa
 from dualenc import distributed
 from dualenc.checksums import checksums, sizes
 from dualenc.data.items import ORDER, check_ids, item_batch, write_batches, write_order
-from dualenc.data.vector_shards import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
+from dualenc.data.vector_shards import (
+    AGAIN,
+    FORMAT,
+    FORMAT_VERSION,
+    Embeddings,
+    read_meta,
+    read_shard,
+    shard_path,
+)
 from dualenc.errors import DualencError
 from dualenc.files import recover_inside, remove, version_of, write_json
 from dualenc.search.locks import work_lock
@@ -52,7 +60,9 @@ def skipped_entries(ids: Sequence[str], skipped: Skipped) -> dict[str, Any]:
 
 def shard_ranges(num_items: int) -> list[range]:
     """Rows of each shard: at most 16384, and about 8 shards for small corpora so that processes can share them."""
-    number = max(math.ceil(num_items / MAX_SHARD_ROWS), min(MIN_SHARDS, math.ceil(num_items / MIN_SHARD_ROWS)), 1)
+    number = max(
+        math.ceil(num_items / MAX_SHARD_ROWS), min(MIN_SHARDS, math.ceil(num_items / MIN_SHARD_ROWS)), 1
+    )
     parts = [distributed.rank_slice(num_items, i, number) for i in range(number)]
     return [range(part.start, part.stop) for part in parts]
 
@@ -62,7 +72,9 @@ def check_embeddings_target(folder: Path) -> bool:
     exists = folder.exists() and not folder.is_dir()
     if folder.is_dir():
         # Another worker may be about to write meta.json.
-        exists = any(not name.startswith((".meta.json.", f"{CREATION}.lock")) for name in os.listdir(folder))
+        exists = any(
+            not name.startswith((".meta.json.", f"{CREATION}.lock")) for name in os.listdir(folder)
+        )
     if exists and not (folder / "meta.json").is_file():
         raise DualencError(f"{folder}: exists and holds no embeddings; choose a new or empty folder")
     return exists and bool(read_meta(folder))
@@ -155,7 +167,11 @@ class EmbeddingWriter:
                 continue
             with self._lock("finish") as is_mine:
                 # Finished since this worker began, by another one.
-                if is_mine and self._is_complete() and version_of(self.folder / "meta.json") != self._initial_version:
+                if (
+                    is_mine
+                    and self._is_complete()
+                    and version_of(self.folder / "meta.json") != self._initial_version
+                ):
                     self._remove_locks()
                     return Embeddings.open(self.folder)
                 if is_mine and not self.unwritten() and not self.outdated():
@@ -176,7 +192,11 @@ class EmbeddingWriter:
     def unwritten(self) -> list[int]:
         """Shards whose file does not exist."""
         names = set(os.listdir(self.folder))
-        return [number for number in range(len(self.ranges)) if shard_path(self.folder, number).name not in names]
+        return [
+            number
+            for number in range(len(self.ranges))
+            if shard_path(self.folder, number).name not in names
+        ]
 
     def outdated(self) -> list[int]:
         """Remove the shards that are damaged, or of items that have changed since; all are read, once per worker.
@@ -212,9 +232,15 @@ class EmbeddingWriter:
         finite = np.isfinite(stored).all(axis=1)
         if not finite.all():
             name = self.ids[rows[int(np.argmin(finite))]]
-            raise DualencError(f"the vector of {name!r} is not finite as {self.dtype}; check the model, or use float32")
+            raise DualencError(
+                f"the vector of {name!r} is not finite as {self.dtype}; check the model, or use float32"
+            )
         batch = self._batch(stored, rows)
-        note = {"contents": self.contents(self.ranges[number]), "sha256": _digest(batch), "skipped": list(skipped)}
+        note = {
+            "contents": self.contents(self.ranges[number]),
+            "sha256": _digest(batch),
+            "skipped": list(skipped),
+        }
         metadata = {_NOTE: json.dumps(note, sort_keys=True)}
         write_batches(shard_path(self.folder, number), [batch.replace_schema_metadata(metadata)])
 
@@ -235,7 +261,11 @@ class EmbeddingWriter:
             raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {why}")
         write_order(paths)
         files = checksums(self.folder, [path.name for path in paths] + [ORDER])
-        entries = {"shard_rows": shard_rows, **skipped_entries(self.ids, skipped), "sizes": sizes(self.folder, files)}
+        entries = {
+            "shard_rows": shard_rows,
+            **skipped_entries(self.ids, skipped),
+            "sizes": sizes(self.folder, files),
+        }
         self._write_meta(complete=True, **entries, files=files)
         self._remove_locks()
         return Embeddings.open(self.folder)
@@ -254,7 +284,9 @@ class EmbeddingWriter:
         batch = batch or read_shard(path, self.dim, self.dtype)[0]
         try:
             note = json.loads((batch.schema.metadata or {})[_NOTE])
-            is_valid = all(row in self.ranges[number] and isinstance(reason, str) for row, reason in note["skipped"])
+            is_valid = all(
+                row in self.ranges[number] and isinstance(reason, str) for row, reason in note["skipped"]
+            )
             if not is_valid or len(batch) != len(self.ranges[number]) - len(note["skipped"]):
                 raise ValueError
             return {name: note[name] for name in ("contents", "sha256", "skipped")}

@@ -57,7 +57,9 @@ def exact_search(
     is_comparable = len(queries.shape) == 2 and queries.shape[1:] == documents.shape[1:]
     if not is_comparable or not num_ids or num_ids != len(documents) or k < 1:
         problem = f"queries {queries.shape}, documents {documents.shape} with {num_ids} ids, k={k}"
-        raise DualencError(f"{problem}; give matrices of one dimension, an id for each document, and k of at least 1")
+        raise DualencError(
+            f"{problem}; give matrices of one dimension, an id for each document, and k of at least 1"
+        )
     k = min(k, len(documents))
     precedence = _precedence(len(documents), document_ids)
     device = torch.device(device)
@@ -95,7 +97,9 @@ def _search_by_faiss(
 ) -> Results:
     """Search all documents for blocks of queries, merging the best of each block of documents."""
     rows = [_float32(block, "a query") for block in queries]
-    results: Results = [(np.zeros((len(own), 0), np.float32), np.zeros((len(own), 0), np.int64)) for own in rows]
+    results: Results = [
+        (np.zeros((len(own), 0), np.float32), np.zeros((len(own), 0), np.int64)) for own in rows
+    ]
     before = faiss.cvar.distance_compute_blas_threshold
     # FAISS multiplies matrices for small blocks of queries too; its own rule is several times slower for them.
     faiss.cvar.distance_compute_blas_threshold = 20
@@ -107,7 +111,10 @@ def _search_by_faiss(
                 scores = np.concatenate([results[number][0], block_scores], axis=1)
                 columns = np.concatenate([results[number][1], start + block_columns], axis=1)
                 order = np.lexsort((precedence[columns], -scores), axis=1)[:, :k]
-                results[number] = np.take_along_axis(scores, order, 1), np.take_along_axis(columns, order, 1)
+                results[number] = (
+                    np.take_along_axis(scores, order, 1),
+                    np.take_along_axis(columns, order, 1),
+                )
     finally:
         faiss.cvar.distance_compute_blas_threshold = before
     return results
@@ -195,7 +202,9 @@ def _on_device(vectors: Vectors, device: torch.device) -> Tensor:
 def _full_precision(device: torch.device) -> Iterator[None]:
     settings = torch.backends.cuda.matmul
     # The second is that of torch before 2.9; once the first has been used, it may no longer be read.
-    name, full = ("fp32_precision", "ieee") if hasattr(settings, "fp32_precision") else ("allow_tf32", False)
+    name, full = (
+        ("fp32_precision", "ieee") if hasattr(settings, "fp32_precision") else ("allow_tf32", False)
+    )
     before = getattr(settings, name)
     setattr(settings, name, full)
     try:

@@ -18,7 +18,9 @@ SCANNED_BELOW = 0.1
 """Share of allowed rows below which an HNSW index is scanned: a walk over its graph would meet mostly others."""
 
 
-def search_among(index: Any, queries: np.ndarray, k: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def search_among(
+    index: Any, queries: np.ndarray, k: int, allowed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Filtered search: the k best of the allowed rows (N,) bool, selected during the search and not after it.
 
     A flat index is exact. IVF visits more lists, and HNSW more vertices, in proportion to the rows that are left out,
@@ -45,7 +47,9 @@ def _parameters(index: Any, selector: Any, share: float, k: int) -> Any:
         inner = _parameters(index.base_index, selector, share, math.ceil(k * index.k_factor))
         return _faiss.IndexRefineSearchParameters(k_factor=index.k_factor, base_index_params=inner)
     if isinstance(index, faiss.IndexPreTransform):
-        return _faiss.SearchParametersPreTransform(index_params=_parameters(index.index, selector, share, k))
+        return _faiss.SearchParametersPreTransform(
+            index_params=_parameters(index.index, selector, share, k)
+        )
     if isinstance(index, faiss.IndexIVF):
         lists = math.ceil(NPROBE_FACTOR * index.nprobe / share)
         return _faiss.SearchParametersIVF(sel=selector, nprobe=min(index.nlist, lists))

@@ -80,7 +80,9 @@ class Hit(NamedTuple):
 
 def as_hit(id: str, score: float, text: str | None, columns: dict[str, Any]) -> Hit:
     """A hit of a stored item, whose columns may have missing values."""
-    return Hit(id, score, text or "", {name: value for name, value in columns.items() if value is not None})
+    return Hit(
+        id, score, text or "", {name: value for name, value in columns.items() if value is not None}
+    )
 
 
 class Index:
@@ -206,7 +208,9 @@ class Index:
         """Save to a folder: `index.faiss`, `items.arrow` with ids, snippets and columns, `order.npy`, `meta.json`."""
         with atomic_folder(folder, is_index, "index") as part:
             part.mkdir(parents=True)
-            write_contents(part, Path(folder), self.faiss, self.ids, self.snippets, self.columns, self.meta)
+            write_contents(
+                part, Path(folder), self.faiss, self.ids, self.snippets, self.columns, self.meta
+            )
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Index:
@@ -227,7 +231,12 @@ class Index:
             path, {"dim": int, "count": int, "metric": str, "files": dict, "search_parameters": dict}
         )
         check_recorded(path, meta, REBUILD)
-        names = ["index.faiss", ITEMS, ORDER, *(name for name in (LISTS, REFINE) if (folder / name).exists())]
+        names = [
+            "index.faiss",
+            ITEMS,
+            ORDER,
+            *(name for name in (LISTS, REFINE) if (folder / name).exists()),
+        ]
         verify_files(folder, names, meta, REBUILD, verify)
         try:
             index = _open_faiss(folder, meta["search_parameters"].get("k_factor_rf"))
@@ -235,7 +244,9 @@ class Index:
             raise DualencError(f"{folder / 'index.faiss'}: corrupt ({reason(error)}); {REBUILD}") from None
         for name, found in (("dim", index.d), ("count", index.ntotal)):
             if meta[name] != found:
-                raise DualencError(f"{path}: {name} is {meta[name]}, but index.faiss has {found}; {REBUILD}")
+                raise DualencError(
+                    f"{path}: {name} is {meta[name]}, but index.faiss has {found}; {REBUILD}"
+                )
         items = ItemTable([folder / ITEMS], index.ntotal, REBUILD)
         return cls(index, items.ids, meta, items.texts, items.columns)
 
@@ -257,7 +268,9 @@ class Index:
 
         `allowed_rows` (N,) bool restricts the search; `nprobe` (IVF) and `ef_search` (HNSW) hold from now on.
         """
-        scores, rows = self.search_rows(queries, k, allowed_rows=allowed_rows, nprobe=nprobe, ef_search=ef_search)
+        scores, rows = self.search_rows(
+            queries, k, allowed_rows=allowed_rows, nprobe=nprobe, ef_search=ef_search
+        )
         results = []
         for own_scores, own_rows in zip(scores.tolist(), rows.tolist()):
             results.append([self.hit(row, score) for row, score in zip(own_rows, own_scores) if row >= 0])
@@ -300,7 +313,9 @@ class Index:
                 ivf.make_direct_map(True)
             return self.faiss.reconstruct_batch(rows)
         except RuntimeError as error:
-            why = f"an index of kind {self.meta.get('factory', '?')} gives no vectors back ({reason(error)})"
+            why = (
+                f"an index of kind {self.meta.get('factory', '?')} gives no vectors back ({reason(error)})"
+            )
             raise Unsupported(f"{why}; search by text") from None
 
 
@@ -370,7 +385,9 @@ def check_recorded(path: Path, meta: Mapping[str, Any], remedy: str) -> None:
     allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
     for name, values in allowed.items():
         if name in meta and meta[name] not in values:
-            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {remedy}")
+            raise DualencError(
+                f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {remedy}"
+            )
     for name in ("model", "model_checksum"):
         if not isinstance(meta.get(name, ""), str):
             raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {remedy}")
@@ -406,7 +423,9 @@ def write_contents(
         # FAISS only prints that the disk was full at the end of the file.
         _open_faiss(part)
     except RuntimeError as error:
-        raise DualencError(f"{folder}: FAISS did not write it whole ({reason(error)}); is the disk full?") from None
+        raise DualencError(
+            f"{folder}: FAISS did not write it whole ({reason(error)}); is the disk full?"
+        ) from None
     files = checksums(part, sorted(path.name for path in part.iterdir()))
     head = {**meta, "format": FORMAT, "version": FORMAT_VERSION, "faiss": faiss.__version__}
     write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})

@@ -66,7 +66,9 @@ KINDS = (
 """In order of preference: the first that fits is taken. Vectors for refinement are mapped from disk."""
 
 
-def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target_recall: float = 0.95) -> str:
+def choose_factory(
+    num_vectors: int, dim: int, memory: int | None = None, target_recall: float = 0.95
+) -> str:
     """FAISS factory choice for "auto": the first of `KINDS` that fits, or else the one that needs least memory.
 
     Without `memory`, in bytes, a kind is used up to its `max_values`. RaBitQ: Gao and Long 2024 (arXiv:2405.12497).
@@ -108,5 +110,7 @@ def parse_bytes(text: str) -> int:
         base = 1000 if match[3].upper() == "B" and match[2] else 1024
         size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
     if size < MIN_MEMORY:
-        raise DualencError(f"memory is {text!r}; give a size such as 2GiB or 500MB, at least {MIN_MEMORY / 2**20:g}MiB")
+        raise DualencError(
+            f"memory is {text!r}; give a size such as 2GiB or 500MB, at least {MIN_MEMORY / 2**20:g}MiB"
+        )
     return size

@@ -77,7 +77,9 @@ class Lexical:
     def build(cls, texts: Iterable[str]) -> Lexical:
         """Split and index N texts."""
         vocabulary: dict[str, int] = {}
-        ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in split_terms(text)] for text in texts]
+        ids = [
+            [vocabulary.setdefault(term, len(vocabulary)) for term in split_terms(text)] for text in texts
+        ]
         if not vocabulary:
             raise DualencError("BM25: no text holds a word; is the corpus empty?")
         scorer = bm25s.BM25(k1=K1, b=B)
@@ -86,10 +88,14 @@ class Lexical:
 
     def save(self, index: str | os.PathLike[str], ids: str) -> None:
         """Write the folder inside that of an index, whose file of ids has the checksum `ids`."""
-        with atomic_folder(Path(index) / FOLDER, functools.partial(is_folder_of, expected=FORMAT), "BM25") as part:
+        with atomic_folder(
+            Path(index) / FOLDER, functools.partial(is_folder_of, expected=FORMAT), "BM25"
+        ) as part:
             part.mkdir()
             self.scorer.save(str(part), show_progress=False)
-            write_json(part / "meta.json", {"format": FORMAT, "version": VERSION, "count": self.count, "ids": ids})
+            write_json(
+                part / "meta.json", {"format": FORMAT, "version": VERSION, "count": self.count, "ids": ids}
+            )
 
     @classmethod
     def open(cls, index: str | os.PathLike[str], ids: str) -> Lexical:
@@ -112,12 +118,16 @@ class Lexical:
             raise DualencError(f"{folder}: corrupt ({type(error).__name__}: {why}); {AGAIN}") from None
         return cls(scorer, meta["count"])
 
-    def search(self, query: str, k: int, allowed_rows: np.ndarray | None = None) -> list[tuple[int, float]]:
+    def search(
+        self, query: str, k: int, allowed_rows: np.ndarray | None = None
+    ) -> list[tuple[int, float]]:
         """The k rows of the highest scores above 0, best first; ties by ascending row.
 
         With `allowed_rows` (N,) bool only those are returned; document frequencies still count all rows.
         """
-        in_vocabulary = [term for term in split_terms(query, is_query=True) if term in self.scorer.vocab_dict]
+        in_vocabulary = [
+            term for term in split_terms(query, is_query=True) if term in self.scorer.vocab_dict
+        ]
         if not in_vocabulary:
             return []
         scores = self.scorer.get_scores(in_vocabulary)
@@ -140,7 +150,9 @@ def has_lexical(index: str | os.PathLike[str]) -> bool:
 def add_lexical(folder: str | os.PathLike[str], corpus: Corpus) -> Lexical:
     """Add a BM25 index to the folder of an index, of the texts (in any order, more are ignored) that were indexed."""
     if corpus.modality != "text":
-        raise DualencError(f"{folder}: BM25 needs texts, and its data holds {corpus.modality}s; leave --bm25 out")
+        raise DualencError(
+            f"{folder}: BM25 needs texts, and its data holds {corpus.modality}s; leave --bm25 out"
+        )
     with locked(folder):
         index = Index.open(folder)
         lexical = Lexical.build(corpus[row] for row in rows_in(corpus, index, folder))

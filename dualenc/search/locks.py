@@ -32,7 +32,9 @@ def work_lock(path: Path, wait: bool = False) -> Iterator[bool]:
                 yield False
                 return
         except NotImplementedError:
-            raise DualencError(f"{path.parent}: its file system has no locks; choose another disk") from None
+            raise DualencError(
+                f"{path.parent}: its file system has no locks; choose another disk"
+            ) from None
     try:
         yield True
     finally:

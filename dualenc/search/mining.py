@@ -33,7 +33,14 @@ from dualenc.data.identity import digest_of, identities
 from dualenc.data.ragged import Ragged
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, check_file_target, remove, removed_if_refused, save_array, write_json
+from dualenc.files import (
+    atomic_path,
+    check_file_target,
+    remove,
+    removed_if_refused,
+    save_array,
+    write_json,
+)
 from dualenc.hard_negatives import Negatives, Ranking, Rule, choose_negatives, search_depth
 from dualenc.reading import open_regular, read_json
 from dualenc.search.build import new_index
@@ -80,7 +87,9 @@ class Report:
     def add(self, block: dict[str, Any]) -> None:
         """Add the statistics of a block, read from JSON."""
         for name, counts in block.pop("scores").items():
-            self.scores.setdefault(name, Counter()).update({int(number): count for number, count in counts.items()})
+            self.scores.setdefault(name, Counter()).update(
+                {int(number): count for number, count in counts.items()}
+            )
         for name, value in block.items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -120,26 +129,23 @@ def mine_negatives(
         {"query_id", "query", "positive_passages": [{"docid", "text", "score"}], "negative_passages": …}
         {"anchor", "positive", "negative_1", …, "negative_8"}
 
-    For data of vectors ids replace the texts. The losses of sentence-transformers train on the third form: a row for
-    each positive, and queries with fewer negatives than requested are left out.
+    For data of vectors ids replace the texts. The third form has a row for each positive, and leaves out queries with
+    fewer negatives than requested.
 
     Args:
         queries: (Q, D) vectors of the pairs' left items, by the ids of `dualenc.data.corpus.corpora(pairs)`.
         documents: (N, D) vectors of the right items, likewise; both of length one for cosines.
         pairs: texts or vectors with their known positives.
-        out: the .jsonl file.
-        rule: which documents become negatives.
-        rescore: a cross-encoder, whose scores then order and limit the candidates and are written.
-        rescored_by: identifies the cross-encoder, so that work is not resumed with another one.
-        form: "flagembedding", "tevatron" or "sentence-transformers".
+        rescore: a cross-encoder, whose scores then order and limit the candidates; `rescored_by` identifies it.
         factory: "exact", or a FAISS factory string, including "auto", to search an index.
-        progress: show a bar.
     """
     rule = rule or Rule()
     left, right = corpora(pairs)
     _check_modalities(left, right, rescore, form)
     if queries.dim != documents.dim:
-        raise DualencError(f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike")
+        raise DualencError(
+            f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike"
+        )
     check_mined(out)
     metric: Metric = "cosine" if documents.meta.get("normalized") else "ip"
     # A bad factory string is refused before any work.
@@ -147,14 +153,29 @@ def mine_negatives(
         new_index(documents.dim, factory, metric, len(documents))
     target = Path(out)
     folder = target.with_name(f".{target.name}.mining")
-    settings: dict[str, Any] = {"rule": asdict(rule), "form": form, "factory": factory, "rescored_by": rescored_by}
-    settings |= {"data": [pairs.identity(), digest_of(left.ids), digest_of(right.ids)], "rescored": rescore is not None}
+    settings: dict[str, Any] = {
+        "rule": asdict(rule),
+        "form": form,
+        "factory": factory,
+        "rescored_by": rescored_by,
+    }
+    settings |= {
+        "data": [pairs.identity(), digest_of(left.ids), digest_of(right.ids)],
+        "rescored": rescore is not None,
+    }
     for source in (queries, documents):
         # Vectors are identified by the checksums of their files, or by their values.
-        settings[str(len(settings))] = [digest_of(source.ids), source.meta.get("files") or digest_of(*source.blocks())]
+        settings[str(len(settings))] = [
+            digest_of(source.ids),
+            source.meta.get("files") or digest_of(*source.blocks()),
+        ]
     fingerprint = {"settings": digest_of(json.dumps(settings, sort_keys=True))}
     is_main = distributed.is_main()
-    if is_main and (folder / "settings.json").exists() and read_json(folder / "settings.json") != fingerprint:
+    if (
+        is_main
+        and (folder / "settings.json").exists()
+        and read_json(folder / "settings.json") != fingerprint
+    ):
         remove(folder)
     with removed_if_refused(folder, "positives-*.npy") if is_main else nullcontext():
         if is_main:
@@ -188,7 +209,11 @@ def check_mined(path: str | os.PathLike[str]) -> None:
         keys = json.loads(line).keys() if line else {"query_id", "pos_id"}
     except (ValueError, AttributeError):
         keys = set()
-    written = ({"query_id", "pos_id"}, {"query_id", "positive_passages"}, {"anchor", "positive", "negative_1"})
+    written = (
+        {"query_id", "pos_id"},
+        {"query_id", "positive_passages"},
+        {"anchor", "positive", "negative_1"},
+    )
     if not any(names <= keys for names in written):
         raise DualencError(f"{path}: exists and holds no mined negatives; choose another file to write")
 
@@ -196,9 +221,13 @@ def check_mined(path: str | os.PathLike[str]) -> None:
 def _check_modalities(left: Corpus, right: Corpus, rescore: Rescore | None, form: Form) -> None:
     modalities = (left.modality, right.modality)
     if "image" in modalities:
-        raise DualencError(f"{left.modality} and {right.modality}: rows hold texts or ids of vectors; mine on texts")
+        raise DualencError(
+            f"{left.modality} and {right.modality}: rows hold texts or ids of vectors; mine on texts"
+        )
     if modalities != ("text", "text") and (rescore is not None or form == "sentence-transformers"):
-        raise DualencError("a cross-encoder and the form sentence-transformers need texts, and the data holds vectors")
+        raise DualencError(
+            "a cross-encoder and the form sentence-transformers need texts, and the data holds vectors"
+        )
 
 
 def paired_scores(
@@ -226,7 +255,9 @@ class Exclusions:
         self._copies = Ragged.from_pairs(self.group, np.arange(len(right)), len(contents))
         # Queries of equal contents under several ids are one query, with the positives of all of them.
         distinct, self._query_group = np.unique(left_hashes, return_inverse=True)
-        self._positives = Ragged.from_pairs(self._query_group[pairs.left_id], pairs.right_id, len(distinct))
+        self._positives = Ragged.from_pairs(
+            self._query_group[pairs.left_id], pairs.right_id, len(distinct)
+        )
         # (num_left,) group of the documents that repeat a query, or -1.
         self._repeated = np.full(len(left), -1)
         if left.modality == right.modality == "text":
@@ -234,7 +265,9 @@ class Exclusions:
             self._repeated = np.where(contents[places] == left_hashes, places, -1)
         # Only in BEIR do the ids of both sides name the same things.
         self._left_ids = left.ids
-        self._right_of_id = {name: i for i, name in enumerate(right.ids)} if hasattr(pairs, "queries") else {}
+        self._right_of_id = (
+            {name: i for i, name in enumerate(right.ids)} if hasattr(pairs, "queries") else {}
+        )
 
     def of_query(self, query: int) -> np.ndarray:
         """Right ids, ascending, that are no candidates for a left id."""
@@ -258,7 +291,10 @@ def _content_hashes(corpus: Corpus) -> np.ndarray:
     hashes = np.empty(len(corpus), np.uint64)
     for start in range(0, len(corpus), HASHED_AT_ONCE):
         rows = np.arange(start, min(start + HASHED_AT_ONCE, len(corpus)))
-        digests = [hashlib.blake2b(value, digest_size=8).digest() for value in identities(corpus.items, rows, True)]
+        digests = [
+            hashlib.blake2b(value, digest_size=8).digest()
+            for value in identities(corpus.items, rows, True)
+        ]
         hashes[rows] = np.frombuffer(b"".join(digests), np.uint64)
     return hashes
 
@@ -288,7 +324,9 @@ class _Miner:
         self.document[self.right_row[with_vector]] = with_vector
         self.exclusions = Exclusions(pairs, self.left, self.right)
         if not ((self.left_row[pairs.left_id] >= 0) & (self.right_row[pairs.right_id] >= 0)).any():
-            raise DualencError("no query and its positive both have a vector; embed the sides of these pairs")
+            raise DualencError(
+                "no query and its positive both have a vector; embed the sides of these pairs"
+            )
         self.pair_scores = self._score_pairs()
         is_scored = np.isfinite(self.pair_scores)
         self.query_ids = np.unique(pairs.left_id[is_scored])
@@ -312,7 +350,10 @@ class _Miner:
             right = right[both]
             if self.rescore is None:
                 scores[both] = paired_scores(
-                    self.queries.vectors, self.left_row[left], self.documents.vectors, self.right_row[right]
+                    self.queries.vectors,
+                    self.left_row[left],
+                    self.documents.vectors,
+                    self.right_row[right],
                 )
             elif len(both):
                 texts = [(self.left[query], self.right[document]) for query, document in zip(left, right)]
@@ -418,7 +459,9 @@ class _Miner:
             rankings.append(Ranking(self.document[rows[order]], scores[order]))
         return rankings
 
-    def _rerank(self, queries: list[int], candidates: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _rerank(
+        self, queries: list[int], candidates: list[np.ndarray]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         assert self.rescore is not None
         texts = []
         for query, ids in zip(queries, candidates):
@@ -430,7 +473,10 @@ class _Miner:
         positives = self.pairs.right_id[pairs]
         text = _text_or_id(self.left, query)
         if self.form == "sentence-transformers":
-            columns = {f"negative_{rank}": self.right[row] for rank, row in enumerate(negatives.ids.tolist(), start=1)}
+            columns = {
+                f"negative_{rank}": self.right[row]
+                for rank, row in enumerate(negatives.ids.tolist(), start=1)
+            }
             return [{"anchor": text, "positive": self.right[row], **columns} for row in positives.tolist()]
         name = self.left.ids[query]
         pos = self._passages(positives, self.pair_scores[pairs])

@@ -190,7 +190,9 @@ def _fill(database: Database, rows: range, number: int, work: Path, factory: str
             if refine is not None:
                 codes.append(refine.sa_encode(block))
     except (RuntimeError, MemoryError) as error:
-        raise DualencError(f"factory {factory!r} cannot take {len(rows)} vectors: {reason(error)}; try auto") from None
+        raise DualencError(
+            f"factory {factory!r} cannot take {len(rows)} vectors: {reason(error)}; try auto"
+        ) from None
     # The lists come last: with them the part is complete.
     if codes:
         with atomic_path(work / f"part-{number:05d}.npy") as part:

@@ -55,9 +55,13 @@ class QdrantIndex:
         try:
             import qdrant_client  # optional, and slow to import
         except ImportError as error:
-            raise DualencError(f"Qdrant needs qdrant-client ({error}); pip install 'dualenc[qdrant]'") from None
+            raise DualencError(
+                f"Qdrant needs qdrant-client ({error}); pip install 'dualenc[qdrant]'"
+            ) from None
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", meta["collection"]):
-            raise DualencError(f"collection is {meta['collection'][:40]!r}; give a name of letters, digits, - and _")
+            raise DualencError(
+                f"collection is {meta['collection'][:40]!r}; give a name of letters, digits, - and _"
+            )
         self.meta = dict(meta)
         self.collection: str = meta["collection"]
         self.location = f"{meta['target']} collection {self.collection!r}"
@@ -69,7 +73,9 @@ class QdrantIndex:
         self.models = qdrant_client.models
         arguments = _client_arguments(meta["target"])
         with self.one_line_errors():
-            self.client: Any = qdrant_client.QdrantClient(**arguments, timeout=60, check_compatibility=False)
+            self.client: Any = qdrant_client.QdrantClient(
+                **arguments, timeout=60, check_compatibility=False
+            )
 
     def __len__(self) -> int:
         return int(self.meta["count"])
@@ -90,7 +96,9 @@ class QdrantIndex:
             raise DualencError(f"{folder}: {problem}")
         index = cls({**meta, "target": qdrant_path or meta["target"]})
         if index.stored_fingerprint() != meta["fingerprint"]:
-            raise DualencError(f"{index.location}: is gone, or holds other embeddings than {folder} says; {AGAIN}")
+            raise DualencError(
+                f"{index.location}: is gone, or holds other embeddings than {folder} says; {AGAIN}"
+            )
         return index
 
     def close(self) -> None:
@@ -104,7 +112,9 @@ class QdrantIndex:
                 return None
             metadata = self.client.get_collection(self.collection).config.metadata or {}
         if "dualenc" not in metadata:
-            raise DualencError(f"{self.location}: holds no embeddings that dualenc pushed; name another collection")
+            raise DualencError(
+                f"{self.location}: holds no embeddings that dualenc pushed; name another collection"
+            )
         return str(metadata["dualenc"])
 
     def search(
@@ -139,7 +149,9 @@ class QdrantIndex:
         try:
             return self.models.Filter.model_validate_json(filter)
         except ValueError as error:
-            raise DualencError(f"the filter is no Qdrant filter ({_line(error)}), such as {FILTER_EXAMPLE}") from None
+            raise DualencError(
+                f"the filter is no Qdrant filter ({_line(error)}), such as {FILTER_EXAMPLE}"
+            ) from None
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
         """The stored vectors of some ids: (n, D) float32; `UnknownId` for one that the collection does not have."""
@@ -149,7 +161,9 @@ class QdrantIndex:
         vector_of = {record.payload["id"]: record.vector for record in records}
         missing = [name for name in ids if name not in vector_of]
         if missing:
-            raise UnknownId(f"the collection has no item {missing[0][:200]!r}; give an id that it has returned")
+            raise UnknownId(
+                f"the collection has no item {missing[0][:200]!r}; give an id that it has returned"
+            )
         return np.array([vector_of[name] for name in ids], dtype=np.float32)
 
     @contextmanager

@@ -43,14 +43,18 @@ def open_cross_encoder(path: str, *, batch_size: int = 32, device: str = "cpu") 
     architectures = getattr(model.config, "architectures", None) or ["…ForSequenceClassification"]
     has_head = any("ForSequenceClassification" in name for name in architectures)
     if model[0].transformer_task == "sequence-classification" and not has_head:
-        raise DualencError(f"{path}: is a {architectures[0]}; give a model that was trained as a cross-encoder")
+        raise DualencError(
+            f"{path}: is a {architectures[0]}; give a model that was trained as a cross-encoder"
+        )
     if model.num_labels != 1:
         raise DualencError(f"{path}: gives {model.num_labels} numbers for a pair; give a model with one")
 
     def rescore(texts: Sequence[tuple[str, str]]) -> np.ndarray:
         if not texts:
             return np.zeros(0, np.float32)
-        return np.asarray(model.predict(list(texts), batch_size=batch_size, show_progress_bar=False), np.float32)
+        return np.asarray(
+            model.predict(list(texts), batch_size=batch_size, show_progress_bar=False), np.float32
+        )
 
     digest = hashlib.sha256(repr(model.activation_fn).encode())
     for name, value in sorted(model.state_dict().items()):
@@ -58,7 +62,9 @@ def open_cross_encoder(path: str, *, batch_size: int = 32, device: str = "cpu") 
     return rescore, digest.hexdigest()
 
 
-def rerank(rescore: Rescore, candidates: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[np.ndarray, np.ndarray]]:
+def rerank(
+    rescore: Rescore, candidates: Sequence[Sequence[tuple[str, str]]]
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Positions of each query's pairs, best first, and their scores in that order; equal scores keep their order."""
     scores = finite_scores(rescore([pair for pairs in candidates for pair in pairs]))
     ranked = []

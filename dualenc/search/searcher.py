@@ -102,7 +102,9 @@ class Searcher:
         side = index.meta.get("side", "right")
         encoder = load_model(model or _recorded_model(index, folder), device=device)
         if recorded is not None and tower_checksum(encoder.tower(side)) != recorded:
-            raise DualencError(f"{folder}: was built with other weights than the model has now; build the index again")
+            raise DualencError(
+                f"{folder}: was built with other weights than the model has now; build the index again"
+            )
         return cls(folder, index, encoder, lexical, cross_encoder, texts, settings)
 
     def __len__(self) -> int:
@@ -133,7 +135,9 @@ class Searcher:
     def conditions(self, words: Sequence[str]) -> tuple[Condition, ...]:
         """Parse conditions such as year>=2020."""
         if words and self.filter_language:
-            raise Unsupported(f"this engine filters in its own language ({self.filter_language}); give a filter")
+            raise Unsupported(
+                f"this engine filters in its own language ({self.filter_language}); give a filter"
+            )
         if words and not self.index.column_kinds:
             raise Unsupported("the index was built without --columns to filter by; leave conditions out")
         return tuple(parse_conditions(words, self.index.column_kinds))
@@ -147,11 +151,17 @@ class Searcher:
         """Refuse a query that this index cannot answer; error messages contain no path, as a server passes them on."""
         is_text = isinstance(query.item, str)
         if query.hybrid is not None and not (is_text and self.lexical):
-            raise Unsupported("hybrid search needs a text, and an index that was built with --bm25; leave it out")
+            raise Unsupported(
+                "hybrid search needs a text, and an index that was built with --bm25; leave it out"
+            )
         if query.rerank and not (is_text and self.cross_encoder):
-            raise Unsupported("reranking needs a text, and a cross-encoder named by --rerank; leave it out")
+            raise Unsupported(
+                "reranking needs a text, and a cross-encoder named by --rerank; leave it out"
+            )
         if query.rerank and query.rerank < query.k:
-            raise Unsupported(f"k is {query.k}, and {query.rerank} are reranked; ask for fewer, or do not rerank")
+            raise Unsupported(
+                f"k is {query.k}, and {query.rerank} are reranked; ask for fewer, or do not rerank"
+            )
         if query.filter and not isinstance(self.index, QdrantIndex):
             raise Unsupported("only an engine takes a filter; give conditions (where)")
         if query.filter and isinstance(self.index, QdrantIndex):
@@ -206,7 +216,9 @@ class Searcher:
         ranked = zip(order.tolist(), scores.tolist())
         return [hits[position]._replace(score=score) for position, score in ranked]
 
-    def _fused(self, query: Query, hits: list[Hit], depth: int, allowed_rows: np.ndarray | None) -> list[Hit]:
+    def _fused(
+        self, query: Query, hits: list[Hit], depth: int, allowed_rows: np.ndarray | None
+    ) -> list[Hit]:
         assert self.lexical is not None
         assert isinstance(self.index, Index)
         ranked_rows = self.lexical.search(query.item, depth, allowed_rows)
@@ -235,7 +247,9 @@ def _open_files(
             texts = TextStore(folder, index.items_checksum)
     lexical = None
     if hybrid and isinstance(index, QdrantIndex):
-        raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
+        raise DualencError(
+            f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid"
+        )
     if isinstance(index, Index) and (hybrid or (hybrid is None and has_lexical(folder))):
         lexical = consistent_read(folder / BM25_FOLDER, lambda: Lexical.open(folder, index.items_checksum))
     return index, lexical, texts

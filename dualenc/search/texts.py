@@ -43,7 +43,9 @@ class TextStore:
 
     def _open(self, checksum: str) -> ItemTable:
         if not has_texts(self.folder.parent):
-            raise DualencError(f"{self.folder.parent}: keeps no texts for a cross-encoder to read; {AGAIN}")
+            raise DualencError(
+                f"{self.folder.parent}: keeps no texts for a cross-encoder to read; {AGAIN}"
+            )
         meta = read_json_object(self.folder / "meta.json", {"count": int, "of": str, "files": dict})
         if meta["of"] != checksum:
             raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
@@ -90,9 +92,13 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
     return len(ids)
 
 
-def write_texts(folder: str | os.PathLike[str], ids: Sequence[str], texts: Iterable[str], checksum: str) -> None:
+def write_texts(
+    folder: str | os.PathLike[str], ids: Sequence[str], texts: Iterable[str], checksum: str
+) -> None:
     """Write a text store of N texts into the folder of an index with the `items_checksum`."""
-    with atomic_folder(Path(folder) / FOLDER, functools.partial(is_folder_of, expected=FORMAT), "texts") as part:
+    with atomic_folder(
+        Path(folder) / FOLDER, functools.partial(is_folder_of, expected=FORMAT), "texts"
+    ) as part:
         part.mkdir()
         write_items(part, ids, texts)
         files = checksums(part, [ITEMS, ORDER])

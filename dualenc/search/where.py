@@ -45,9 +45,6 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
             value with commas is quoted, as in `author="Doe, Jane","Roe, Max"`, or the whole word is:
             `"author=Doe, Jane"`. A doubled quote stands for one.
         kinds: types of the columns, by name.
-
-    Raises:
-        DualencError: not a condition, an unknown column, a value of another type than the column, or "<" on texts.
     """
     conditions: list[Condition] = []
     for name, sign, texts in _split(words):
@@ -56,7 +53,9 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
             raise DualencError(f"condition: no column {name!r}; {remedy}")
         if sign in _ORDERS and kinds[name] not in ("integer", "number"):
             word = f"{name}{sign}{texts[0]}"
-            raise DualencError(f"condition: {word!r} orders a column of {kinds[name]} values; give = or !=")
+            raise DualencError(
+                f"condition: {word!r} orders a column of {kinds[name]} values; give = or !="
+            )
         conditions.append(Condition(name, sign, tuple(_value(name, kinds[name], text) for text in texts)))
     return conditions
 
@@ -69,7 +68,9 @@ def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
         for part in [whole] if whole else _PART.finditer(f"{word},"):
             value = _without_quotes(part["value"])
             if part["column"]:
-                conditions.append((part["column"], cast(Operator, part["operator"].replace("==", "=")), [value]))
+                conditions.append(
+                    (part["column"], cast(Operator, part["operator"].replace("==", "=")), [value])
+                )
             elif conditions and conditions[-1][1] in ("=", "!="):
                 conditions[-1][2].append(value)
             else:
@@ -100,7 +101,12 @@ def _value(name: str, kind: Kind, word: str) -> Value:
         pass
     if kind == "text" and word:
         return word
-    form = {"integer": "a whole number of 64 bits", "number": "a number", "truth": "true or false", "text": "a text"}
+    form = {
+        "integer": "a whole number of 64 bits",
+        "number": "a number",
+        "truth": "true or false",
+        "text": "a text",
+    }
     raise DualencError(f"condition: column {name!r} is compared with {word[:200]!r}; give {form[kind]}")
 
 

@@ -43,8 +43,12 @@ class SearchRequest(BaseModel):
     text: Annotated[str, Field(max_length=MAX_CHARACTERS)] | None = None
     ids: Annotated[list[Name], Field(max_length=100)] = []
     k: Annotated[int, Field(ge=1, le=MAX_RESULTS)] = 10
-    where: Annotated[list[Name], Field(max_length=32, description="such as year>=2020; all must hold")] = []
-    filter: Annotated[str, Field(max_length=MAX_CHARACTERS, description="of an engine, in its own language")] = ""
+    where: Annotated[
+        list[Name], Field(max_length=32, description="such as year>=2020; all must hold")
+    ] = []
+    filter: Annotated[
+        str, Field(max_length=MAX_CHARACTERS, description="of an engine, in its own language")
+    ] = ""
     hybrid: Literal["rrf", "weighted"] | None = None
     weight: Annotated[float, Field(ge=0, le=1, description="of the vectors in hybrid search")] = 0.5
     rerank: Annotated[bool | None, Field(description="by default if there is a cross-encoder")] = None
@@ -103,7 +107,13 @@ class Service:
         results = []
         for rank, hit in enumerate(hits, 1):
             score = round(hit.score, 6)
-            row = {"rank": rank, "id": hit.id, "score": score, "snippet": hit.snippet, "columns": hit.columns}
+            row = {
+                "rank": rank,
+                "id": hit.id,
+                "score": score,
+                "snippet": hit.snippet,
+                "columns": hit.columns,
+            }
             results.append(row)
         return {"results": results}
 
@@ -161,7 +171,9 @@ def search_by_body(request: Request, body: SearchRequest) -> dict[str, Any]:
     return request.app.state.service.search(body)
 
 
-@router.post("/search/image", openapi_extra={"requestBody": {"required": True, "content": {"image/*": {}}}})
+@router.post(
+    "/search/image", openapi_extra={"requestBody": {"required": True, "content": {"image/*": {}}}}
+)
 async def search_with_image(request: Request, link: Annotated[SearchLink, Query()]) -> dict[str, Any]:
     """Search with the image that is the body of the request."""
     return await run_in_threadpool(request.app.state.service.search, link, await request.body())

@@ -90,7 +90,9 @@ class BestModel:
             # The folder appears whole, with its card.
             if distributed.broadcast_object((self.folder / "README.md").exists()):
                 return self.best
-            info(f"{self.folder} is gone, and the weights of the best step, {self.best_step}, with it: saving the last")
+            info(
+                f"{self.folder} is gone, and the weights of the best step, {self.best_step}, with it: saving the last"
+            )
         self._save(step, self.last)
         return self.last
 
@@ -118,7 +120,9 @@ class BestModel:
         finally:
             self.model.train()
         if self.primary not in metrics:
-            raise DualencError(f"evaluator.primary is {self.primary!r}; choose one of {', '.join(metrics)}")
+            raise DualencError(
+                f"evaluator.primary is {self.primary!r}; choose one of {', '.join(metrics)}"
+            )
         own = {name: float(value) for name, value in metrics.items()}
         # All ranks must take the same decisions by it, bit for bit.
         everywhere: Metrics = distributed.broadcast_object(own)

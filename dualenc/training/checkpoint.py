@@ -51,7 +51,11 @@ CHECKPOINT_FILES = ("state.pt", "ranks.pt")
 
 
 def fingerprint(
-    settings: Mapping[str, Any], model: nn.Module, objective: nn.Module, pairs: PairDataset, batching: object
+    settings: Mapping[str, Any],
+    model: nn.Module,
+    objective: nn.Module,
+    pairs: PairDataset,
+    batching: object,
 ) -> dict[str, Any]:
     """A flat dict of plain values that describes a run, for `Checkpoints`: what its result depends on.
 
@@ -70,7 +74,9 @@ def fingerprint(
     # Reading all contents takes minutes on large data: once, not on every rank.
     contents = distributed.from_main(pairs.identities)
     kind = type(pairs).__name__
-    described["data"] = f"{kind} of {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
+    described["data"] = (
+        f"{kind} of {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
+    )
     described |= flatten(contents, "data.")
     described["batching"] = type(batching).__name__
     return described
@@ -93,10 +99,6 @@ def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool)
 
     The folder is made if it is missing. A folder in which nothing was written is as before at the end: a mistake that
     comes to light before the first step leaves no trace.
-
-    Raises:
-        DualencError: as `check_run_folder`; another run is using the folder; it holds a run that is neither to be
-            resumed nor to be replaced (`clear`); or the folder cannot be made.
     """
     folder = Path(output)
     lock = FileLock(folder / LOCK, timeout=0)
@@ -129,7 +131,9 @@ def _take_folder(folder: Path, lock: FileLock, resume: bool, overwrite: bool) ->
             )
         mark_run(folder)
     except OSError as error:
-        problem = f"{folder}: cannot be made or written to ({error.strerror}); choose another trainer.output"
+        problem = (
+            f"{folder}: cannot be made or written to ({error.strerror}); choose another trainer.output"
+        )
         raise DualencError(problem) from None
 
 
@@ -142,7 +146,9 @@ def mark_run(folder: Path) -> None:
 def check_run_folder(output: str | os.PathLike[str]) -> None:
     """Refuse to write into a folder that holds anything but a run."""
     # A run that was killed at its beginning has left its lock file.
-    check_folder_target(output, lambda path: os.listdir(path) == [LOCK] or is_folder_of(path, FORMAT), "run of dualenc")
+    check_folder_target(
+        output, lambda path: os.listdir(path) == [LOCK] or is_folder_of(path, FORMAT), "run of dualenc"
+    )
 
 
 def _lock(lock: FileLock) -> None:
@@ -217,7 +223,9 @@ class Checkpoints:
             if _is_complete(folder):
                 checkpoints.append((int(named[1]), folder))
             else:
-                warnings.warn(f"{folder}: this checkpoint is not complete and is passed over", stacklevel=2)
+                warnings.warn(
+                    f"{folder}: this checkpoint is not complete and is passed over", stacklevel=2
+                )
         return sorted(checkpoints)
 
     def load_latest(self, seed: int) -> dict[str, Any] | None:
@@ -277,7 +285,9 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise DualencError(f"{path}: damaged ({' '.join(str(error).split())[:120]}); {_remedy(path.parent)}") from None
+        raise DualencError(
+            f"{path}: damaged ({' '.join(str(error).split())[:120]}); {_remedy(path.parent)}"
+        ) from None
 
 
 def _remedy(folder: Path) -> str:

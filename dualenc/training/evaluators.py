@@ -89,7 +89,10 @@ class RetrievalEvaluator(Evaluator):
             raise DualencError("RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs")
         report_self_matches(self.name, self.collection, keep_self_matches=False)
         self.data = (self.name, split if pairs is None else None)
-        self.modalities = {"left": self.collection.queries.modality, "right": self.collection.corpus.modality}
+        self.modalities = {
+            "left": self.collection.queries.modality,
+            "right": self.collection.corpus.modality,
+        }
         self.batch_size = batch_size
         self.primary = primary
 
@@ -101,7 +104,9 @@ class RetrievalEvaluator(Evaluator):
         device = next(model.parameters()).device
         # An unjudged document with the id of the query is a copy of it, and is left out.
         qrels = collection.qrels
-        run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, qrels=qrels, device=device)
+        run = retrieve(
+            queries.ids, queries.vectors, documents.ids, documents.vectors, qrels=qrels, device=device
+        )
         result = Result("model", self.name, run, qrels, len(documents.ids))
         if self.primary in result.means:
             scores = {query: metrics[self.primary] for query, metrics in result.per_query.items()}
@@ -119,7 +124,11 @@ class ImageTextEvaluator(Evaluator):
     """
 
     metric_names = (
-        *(f"{direction}_recall@{k}" for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)),
+        *(
+            f"{direction}_recall@{k}"
+            for direction in ("image_to_text", "text_to_image")
+            for k in (1, 5, 10)
+        ),
         "mean_recall",
     )
     data = ("held-out pairs", None)
@@ -137,10 +146,15 @@ class ImageTextEvaluator(Evaluator):
 
     def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
         bars = [_bar(progress, what) for what in ("held-out images", "their captions")]
-        images = embed_side(model, "left", self.images, self.batch_size, on_error="raise", progress=bars[0])
+        images = embed_side(
+            model, "left", self.images, self.batch_size, on_error="raise", progress=bars[0]
+        )
         texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise", progress=bars[1])
         ranks = both_ways_ranks(images.vectors, texts.vectors, self.captions)
-        scores = {name: 1 / float(rank) for name, rank in zip(self.texts.ids, ranks["text_to_image"], strict=True)}
+        scores = {
+            name: 1 / float(rank)
+            for name, rank in zip(self.texts.ids, ranks["text_to_image"], strict=True)
+        }
         self.query_scores = query_scores("1/rank of the image", scores, _texts(self.texts, self.texts.ids))
         return both_ways_recall(ranks)
 
@@ -179,7 +193,9 @@ class KNNEvaluator(Evaluator):
                     f"KNNEvaluator: {name} has no labels; name its label column or sort images into folders"
                 )
             rows = rows_with_label(images.labels, f"KNNEvaluator: {name}")
-            self.corpora.append(Corpus([str(row) for row in rows], Picked(images.left_items, rows), "image"))
+            self.corpora.append(
+                Corpus([str(row) for row in rows], Picked(images.left_items, rows), "image")
+            )
             self.labels.append(images.labels[rows])
         self.k = k
         self.temperature = temperature
@@ -191,7 +207,9 @@ class KNNEvaluator(Evaluator):
         features = []
         for corpus, what in zip(self.corpora, ("images that vote", "held-out images"), strict=True):
             bar = _bar(progress, what)
-            embedded = embed_side(model, "left", corpus, self.batch_size, "features", on_error="raise", progress=bar)
+            embedded = embed_side(
+                model, "left", corpus, self.batch_size, "features", on_error="raise", progress=bar
+            )
             features.append(embedded.vectors)
         device = next(model.parameters()).device
         predicted = knn_predict(

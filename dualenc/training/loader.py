@@ -70,7 +70,10 @@ class Batch(NamedTuple):
         if needs_teacher:
             names += ["teacher_scores", "teacher_rows"]
         values = {name: getattr(self, name) for name in names}
-        return {name: None if value is None else value.to(device, non_blocking=True) for name, value in values.items()}
+        return {
+            name: None if value is None else value.to(device, non_blocking=True)
+            for name, value in values.items()
+        }
 
 
 class BatchLoader:
@@ -284,7 +287,9 @@ class ItemEncoder:
         places = []
         for place, item_id in enumerate(ids):
             if not 0 <= item_id < limit:
-                raise DualencError(f"the objective asks for {side} item {item_id}, but ids lie in [0, {limit})")
+                raise DualencError(
+                    f"the objective asks for {side} item {item_id}, but ids lie in [0, {limit})"
+                )
             try:
                 items.append(self.pairs.item(side, item_id))
                 places.append(place)

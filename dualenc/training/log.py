@@ -85,7 +85,9 @@ class RunLog:
     Nothing reaches the disk or a tracker before `open`: a run that fails in its first step leaves no trace.
     """
 
-    def __init__(self, path: Path, accelerator: Accelerator, total_steps: int, progress: bool = True) -> None:
+    def __init__(
+        self, path: Path, accelerator: Accelerator, total_steps: int, progress: bool = True
+    ) -> None:
         self.path = path
         self.accelerator = accelerator
         self.evaluations_path = path.with_name("evaluations.jsonl")
@@ -146,7 +148,9 @@ class RunLog:
         # JSON has no NaN.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         _append(self.path, {"step": step, **finite})
-        self.accelerator.log({name: value for name, value in finite.items() if value is not None}, step=step)
+        self.accelerator.log(
+            {name: value for name, value in finite.items() if value is not None}, step=step
+        )
         self._show(values)
 
     def _show(self, values: Mapping[str, float]) -> None:
@@ -198,7 +202,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             line = None
         step = line.get("step") if isinstance(line, dict) else None
         if type(step) is not int or not 0 <= step < 2**53:
-            raise DualencError(f"{path}: line {number} was not written by a training; restore the file or remove it")
+            raise DualencError(
+                f"{path}: line {number} was not written by a training; restore the file or remove it"
+            )
         lines.append(line)
     return lines
 
@@ -226,10 +232,14 @@ def training_card(
     lengths = None
     if objective.dims:
         listed = ", ".join(map(str, objective.dims))
-        lengths = f"The first {listed} components can be used alone, scaled to length one (`truncate_dim`)."
+        lengths = (
+            f"The first {listed} components can be used alone, scaled to length one (`truncate_dim`)."
+        )
     rows: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
-        rows[name] = {"untrained": before[name], "trained": value} if name in before else {"trained": value}
+        rows[name] = (
+            {"untrained": before[name], "trained": value} if name in before else {"trained": value}
+        )
     evaluated_on = None
     if metrics:
         name, split = getattr(evaluator, "data", ("held-out data", None))

@@ -72,7 +72,9 @@ class Loop:
         self.plan = BatchPlan(batching, len(pairs), settings.seed, self.device)
         self.total_steps = self._count_steps()
         self.loader = self._new_loader()
-        self.train_step = TrainStep(settings, accelerator, model, objective, self.pairs, self.total_steps, self.device)
+        self.train_step = TrainStep(
+            settings, accelerator, model, objective, self.pairs, self.total_steps, self.device
+        )
         self.miner = self._new_miner()
         self.best = BestModel(
             model,
@@ -145,8 +147,12 @@ class Loop:
         # What "auto" means depends on the machine.
         settings["mixed_precision"] = self.accelerator.mixed_precision
         # The evaluator may change between two parts of a run: it does not change what is trained.
-        described = {name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")}
-        described["trainer"] = {name: value for name, value in settings.items() if name not in FREE_SETTINGS}
+        described = {
+            name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")
+        }
+        described["trainer"] = {
+            name: value for name, value in settings.items() if name not in FREE_SETTINGS
+        }
         return described
 
     def run(self, resume: bool) -> dict[str, float]:
@@ -165,7 +171,9 @@ class Loop:
             self.log.info(f"resuming at step {self.steps} of {self.total_steps}")
         else:
             if resume:
-                self.log.info(f"{self.checkpoints.folder}: no checkpoint to resume from; starting at step 0")
+                self.log.info(
+                    f"{self.checkpoints.folder}: no checkpoint to resume from; starting at step 0"
+                )
             self._evaluate()
         self.model.train()
         self.objective.train()
@@ -302,12 +310,7 @@ class Loop:
             self.bad[index] = reason
 
     def _step(self, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor | float]]:
-        """One optimizer step with the mean gradient of several global batches: this rank's loss, and scalars to log.
-
-        These are that loss, if the objective knows its value; at steps that are logged the objective's metrics (they
-        cost a look at all similarities); gradient_norm when clipped; and for objectives that ask for items
-        items_encoded, so that its mean over ranks is their sum.
-        """
+        """One optimizer step with the mean gradient of several global batches: this rank's loss, and scalars to log."""
         step = self.train_step
         encoded_before = step.items.num_encoded
         # Read before the schedule moves on: the log shows the rate of this step.
@@ -330,7 +333,9 @@ class Loop:
         if is_logged:
             values |= {f"state/{name}": value for name, value in self.objective.diagnostics().items()}
         if self.objective.needs_encode:
-            values["items_encoded"] = float(step.items.num_encoded - encoded_before) * distributed.world_size()
+            values["items_encoded"] = (
+                float(step.items.num_encoded - encoded_before) * distributed.world_size()
+            )
         norm = step.update()
         if norm is not None:
             values["gradient_norm"] = norm

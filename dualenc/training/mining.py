@@ -44,7 +44,9 @@ def check_minable(pairs: PairDataset, objective: Objective) -> None:
     elif objective.needs_teacher:
         reason = f"gives none of a teacher's scores, which {objective.name} learns"
     elif not objective.takes_mined:
-        reason = f"is for InfoNCE, SogCLR and others that take mined negatives, and {objective.name} takes none"
+        reason = (
+            f"is for InfoNCE, SogCLR and others that take mined negatives, and {objective.name} takes none"
+        )
     if reason is not None:
         raise DualencError(f"mine_every {reason}; leave mine_every out")
 
@@ -100,7 +102,9 @@ class NegativeMiner:
         mined: dict[int, Negatives] = {}
         for part in distributed.gather_objects(own):
             mined |= part
-        rows: list[Any] = [mined[left_id].ids if left_id in mined else [] for left_id in range(len(self.left))]
+        rows: list[Any] = [
+            mined[left_id].ids if left_id in mined else [] for left_id in range(len(self.left))
+        ]
         self._set_negatives(Ragged.from_rows(rows).take(self.pairs.left_id))
         ranks = [rank for negatives in mined.values() for rank in negatives.ranks.tolist()]
         num_with_negatives = sum(len(negatives.ids) > 0 for negatives in mined.values())
@@ -147,17 +151,25 @@ class NegativeMiner:
         has_vectors = (left_row[left_id] >= 0) & (right_row[right_id] >= 0)
         positives = Ragged.from_pairs(left_id[has_vectors], right_id[has_vectors], len(self.left))
         positive_scores = paired_scores(
-            queries.vectors, np.repeat(left_row, positives.lengths), documents.vectors, right_row[positives.values]
+            queries.vectors,
+            np.repeat(left_row, positives.lengths),
+            documents.vectors,
+            right_row[positives.values],
         )
         if self._exclusions is None:
             # All contents are read, which takes minutes on large data: once, not on every rank.
-            own_exclusions = Exclusions(self.pairs, self.left, self.right) if distributed.is_main() else None
+            own_exclusions = (
+                Exclusions(self.pairs, self.left, self.right) if distributed.is_main() else None
+            )
             self._exclusions = distributed.broadcast_object(own_exclusions)
         exclusions = self._exclusions
         ceiling_of_all = rule.ceiling_of_all(positive_scores)
         with_positives = np.flatnonzero(positives.lengths)
         # The blocks of the search, so that products of matrices round alike for any number of ranks.
-        blocks = [with_positives[start : start + QUERY_BLOCK] for start in range(0, len(with_positives), QUERY_BLOCK)]
+        blocks = [
+            with_positives[start : start + QUERY_BLOCK]
+            for start in range(0, len(with_positives), QUERY_BLOCK)
+        ]
         own = blocks[distributed.rank() :: distributed.world_size()]
         chosen: dict[int, Negatives] = {}
         for first in range(0, len(own), MAX_QUERY_BLOCKS):
@@ -168,7 +180,9 @@ class NegativeMiner:
                 scores, columns = exact_search(
                     queries.vectors[left_row[rows]], documents.vectors, depth, device=self.device
                 )
-            rankings = [Ranking(right_ids[found], own_scores) for found, own_scores in zip(columns, scores)]
+            rankings = [
+                Ranking(right_ids[found], own_scores) for found, own_scores in zip(columns, scores)
+            ]
             own_positives = [positive_scores[positives.offsets[i] : positives.offsets[i + 1]] for i in ids]
             negatives = choose_negatives(ids, rankings, own_positives, exclusions, rule, ceiling_of_all)
             chosen.update(zip(ids, negatives))

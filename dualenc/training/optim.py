@@ -65,7 +65,9 @@ def build_optimizer(
         arguments["betas"] = betas
     if info.opt_class in (torch.optim.SGD, torch.optim.AdamW):
         parameters = trainable_parameters(modules)
-        arguments["fused"] = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+        arguments["fused"] = all(
+            p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters
+        )
     if name in ("lars", "larc", "nlars", "nlarc"):
         # Otherwise timm adapts no group without weight decay, which it takes for norms and biases.
         for group in groups:
@@ -139,7 +141,10 @@ def _depths_by_name(names: list[str]) -> dict[str, int]:
 
 
 def groups_by_depth(
-    groups: Iterable[dict[str, Any]], modules: Iterable[nn.Module], learning_rate: float, layer_decay: float
+    groups: Iterable[dict[str, Any]],
+    modules: Iterable[nn.Module],
+    learning_rate: float,
+    layer_decay: float,
 ) -> list[dict[str, Any]]:
     """The same groups, each divided by depth, with learning rate · layer_decay^depth; that of the top comes first.
 
@@ -166,7 +171,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         matched = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
         if not matched:
             examples = list(named)[:: max(1, len(named) // 3)][:3]
-            raise DualencError(f"freeze: {pattern!r} matches no weight; names are such as {', '.join(examples)}")
+            raise DualencError(
+                f"freeze: {pattern!r} matches no weight; names are such as {', '.join(examples)}"
+            )
         for parameter in matched:
             parameter.requires_grad_(False)
 

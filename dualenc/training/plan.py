@@ -132,7 +132,10 @@ class BatchPlan:
             batches = np.asarray(self.selector.select(epoch, left, right), dtype=np.int64)
         except DualencError as error:
             raise DualencError(f"selecting batches for epoch {epoch} failed: {error}") from error
-        report = {"seconds": time.perf_counter() - start, "staleness": step - float(self.table.seen_at.mean())}
+        report = {
+            "seconds": time.perf_counter() - start,
+            "staleness": step - float(self.table.seen_at.mean()),
+        }
         generator = np.random.default_rng(derive_seed("compare", self.seed, epoch))
         random = np.resize(generator.permutation(len(left)), batches.shape)
         temperature = float(getattr(self.selector, "temperature", 0.1))

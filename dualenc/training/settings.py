@@ -151,14 +151,22 @@ class TrainerSettings:
                 near = nearest(str(value), choices)
                 raise DualencError(f"{name} is {value!r}{near}; choose one of {', '.join(choices)}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise DualencError(f"betas are {list(self.betas)}; give two numbers in [0, 1), such as [0.9, 0.999]")
+            raise DualencError(
+                f"betas are {list(self.betas)}; give two numbers in [0, 1), such as [0.9, 0.999]"
+            )
         if self.warmup >= 1 and self.warmup != int(self.warmup):
-            raise DualencError(f"warmup is {self.warmup}; give a number of steps, or a share of all steps below 1")
+            raise DualencError(
+                f"warmup is {self.warmup}; give a number of steps, or a share of all steps below 1"
+            )
 
     def _check_combinations(self) -> None:
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
             raise DualencError("patience counts evaluations; set evaluate_every, and leave keep_best true")
-        if self.mine_every is not None and self.max_steps is None and self.mine_every >= (self.epochs or 1):
+        if (
+            self.mine_every is not None
+            and self.max_steps is None
+            and self.mine_every >= (self.epochs or 1)
+        ):
             raise DualencError(
                 f"mine_every is {self.mine_every}, and training ends before so many epochs are over; give more epochs, "
                 "or mine beforehand (dualenc mine)"

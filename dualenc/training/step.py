@@ -68,7 +68,9 @@ class TrainStep:
             self.encoding = PlainEncoding(*common)
         else:
             self.encoding = CachedEncoding(*common, settings.chunk_size)
-        self.items = ItemEncoder(model, pairs, self.encoding, seed=settings.seed, on_error=settings.on_error)
+        self.items = ItemEncoder(
+            model, pairs, self.encoding, seed=settings.seed, on_error=settings.on_error
+        )
 
     @property
     def learning_rate(self) -> float:
@@ -155,7 +157,12 @@ class TrainStep:
         return norm
 
     def _stateful(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, **self.averages}
+        parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            **self.averages,
+        }
         return parts if self.scaler is None else {**parts, "scaler": self.scaler}
 
     def state_dict(self) -> dict[str, Any]:

@@ -118,7 +118,9 @@ class Trainer:
             model = self._prepare_model(model, pairs, accelerator.device)
             counts = [torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES]
             objective.to(accelerator.device).set_counts(*counts)
-            loop = Loop(settings, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {})
+            loop = Loop(
+                settings, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {}
+            )
             metrics = loop.run(resume)
         return TrainingResult(
             model_folder=loop.best.folder,
@@ -143,9 +145,13 @@ class Trainer:
         if share == 0:
             return pairs, None
         if batching is not None:
-            raise DualencError("batching is for all pairs, and held_out leaves some out; name an evaluator instead")
+            raise DualencError(
+                "batching is for all pairs, and held_out leaves some out; name an evaluator instead"
+            )
         if not can_split:
-            raise DualencError("held_out does not apply to views of images or a mixture; name an evaluator instead")
+            raise DualencError(
+                "held_out does not apply to views of images or a mixture; name an evaluator instead"
+            )
         rest, held_out = pairs.split(min(share, MAX_HELD_OUT / len(pairs)), self.settings.seed)
         if pairs.left_modality == "image" and pairs.right_modality == "text":
             return rest, ImageTextEvaluator(held_out)
@@ -155,7 +161,9 @@ class Trainer:
         """The batch selector: the given one, or the default for the data."""
         settings = self.settings
         if settings.batch_size > len(pairs):
-            raise DualencError(f"batch_size is {settings.batch_size} but there are {len(pairs)} pairs; make it smaller")
+            raise DualencError(
+                f"batch_size is {settings.batch_size} but there are {len(pairs)} pairs; make it smaller"
+            )
         if not isinstance(pairs, Mixture) or pairs.is_plain:
             return batching or RandomBatches(len(pairs), settings.batch_size, seed=settings.seed)
         if batching is not None and not isinstance(batching, MixtureBatches):
@@ -202,7 +210,9 @@ class Trainer:
         """Refuse parts that do not fit one another, before any work."""
         settings = self.settings
         if settings.patience is not None and evaluator is None:
-            raise DualencError("patience counts evaluations, and there is no evaluator; give one, or leave it out")
+            raise DualencError(
+                "patience counts evaluations, and there is no evaluator; give one, or leave it out"
+            )
         # Any callable with a `primary` may be an evaluator.
         names = getattr(evaluator, "metric_names", ())
         if evaluator is not None and names and evaluator.primary not in names:
