@@ -107,11 +107,7 @@ class PanicException(BaseException):
     ],
 )
 def test_an_error_is_one_line_and_an_exit_code(
-    error: BaseException,
-    code: int,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail(error, monkeypatch)
     assert cli.main(["fail"]) == code

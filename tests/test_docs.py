@@ -64,11 +64,6 @@ def lies_in(file: str, folder: Path) -> bool:
     return (folder / file).is_file() or (folder.parent / file).is_file()
 
 
-def test_every_recipe_and_example_is_told_of() -> None:
-    guide = (ROOT / "docs" / "getting-started.md").read_text("utf-8")
-    assert [recipe.name for recipe in (ROOT / "recipes").glob("*.yaml") if f"`{recipe.name}`" not in guide] == []
-
-
 def test_objective_of_the_contributing_guide_is_the_softmax_over_batch_and_hardest_negative_met() -> None:
     definition, imports = code(ROOT / "CONTRIBUTING.md", "python")[:2]
     names: dict[str, Any] = {}

@@ -208,11 +208,7 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("objective.gamma=7", "SogCLR: gamma is 7"),
-        ("trainer.seed=-1", "Trainer: seed is -1"),
-    ],
+    ("override", "message"), [("objective.gamma=7", "SogCLR: gamma is 7"), ("trainer.seed=-1", "Trainer: seed is -1")]
 )
 def test_what_a_part_refuses_is_one_line_with_its_class(recipe, override, message, capsys, tmp_path):
     assert cli.main(["train", recipe, override]) == 2

@@ -15,6 +15,8 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
+from dualenc.data import PairDataset
+
 
 def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
     """One JSON value per line; strings are written as they are, to write broken lines."""
@@ -66,6 +68,11 @@ def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
 def shade_of(image: Image.Image) -> int:
     """What `picture` was given."""
     return int(np.asarray(image)[0, 0, 0])
+
+
+def contents(pairs: PairDataset) -> list[tuple[int, str]]:
+    """Left pictures and right texts."""
+    return [(shade_of(pair.left), pair.right) for pair in pairs]
 
 
 def shades_in(pickled: bytes) -> list[int]:

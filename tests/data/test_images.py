@@ -81,11 +81,7 @@ def test_what_does_not_decode_is_a_bad_sample_in_one_line(
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [
-        ("missing", "image cannot be read .No such file"),
-        ("pipe", "not a file"),
-        ("large", "bytes are more than"),
-    ],
+    [("missing", "image cannot be read .No such file"), ("pipe", "not a file"), ("large", "bytes are more than")],
 )
 def test_files_that_cannot_be_opened(tmp_path: Path, what: str, message: str) -> None:
     path = tmp_path / "x.png"

@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.data import ImageViews, Pair, PairDataset, Ragged
+from dualenc.data import Pair, PairDataset, Ragged
 from dualenc.errors import DualencError
-
-from .make import picture
 
 
 def test_rows_are_pairs_with_stable_index() -> None:
@@ -32,14 +30,6 @@ def test_positives_are_all_partners_padded_with_minus_one(links: list[tuple[int,
         assert found == [sorted({b for a, b in zip(own, other) if a == i}) for i in ids]
         assert table.dtype == np.int64
         assert table.shape[1] == max(map(len, found))
-
-
-def test_views_pair_every_image_with_itself() -> None:
-    views = ImageViews([picture(1), picture(2)])
-    assert views.views
-    assert views[1].left is views[1].right
-    assert views.left_id.tolist() == views.right_id.tolist() == [0, 1]
-    assert views.positives("left", np.array([1])).tolist() == [[1]]
 
 
 @pytest.mark.parametrize(

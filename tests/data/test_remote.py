@@ -18,8 +18,8 @@ import pytest
 from dualenc.data import TablePairs, WebDatasetPairs, open_corpus, open_pairs, urls
 from dualenc.data.remote import _expand_braces, local_copies
 from dualenc.errors import DualencError
-from tests.data.make import encoded, picture
-from tests.data.test_webdataset import contents, sample, write_tar
+from tests.data.make import contents, encoded, picture
+from tests.data.test_webdataset import sample, write_tar
 
 
 class Handler(SimpleHTTPRequestHandler):

@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from dualenc.data.views import (
-    Draws,
-    SimCLR,
-    gaussian_blur,
-)
+from dualenc.data.views import Draws, SimCLR, gaussian_blur
 from dualenc.errors import DualencError
 
 SEEDS = st.integers(0, 2**63 - 1)

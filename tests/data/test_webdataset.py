@@ -16,7 +16,7 @@ from dualenc.data import TablePairs, WebDatasetPairs, tar_index
 from dualenc.data.webdataset import tar_corpus
 from dualenc.errors import BadSample, DualencError
 
-from .make import encoded, picture, shade_of, shades_in
+from .make import contents, encoded, picture, shade_of, shades_in
 
 
 def write_tar(path: Path, files: Iterable[tuple[str, bytes]], mode: str = "w") -> Path:
@@ -30,10 +30,6 @@ def write_tar(path: Path, files: Iterable[tuple[str, bytes]], mode: str = "w") -
 
 def sample(key: str, shade: int, text: str) -> list[tuple[str, bytes]]:
     return [(f"{key}.png", encoded(picture(shade))), (f"{key}.txt", text.encode())]
-
-
-def contents(pairs: WebDatasetPairs) -> list[tuple[int, str]]:
-    return [(shade_of(p.left), p.right) for p in pairs]
 
 
 @pytest.fixture(autouse=True)

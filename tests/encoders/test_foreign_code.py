@@ -18,11 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, load_model
 from dualenc.errors import DualencError
 
-AUTO_MAP = {
-    "AutoConfig": "evil.Config",
-    "AutoModel": "evil.Model",
-    "AutoTokenizer": ["evil.Tokenizer", None],
-}
+AUTO_MAP = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoTokenizer": ["evil.Tokenizer", None]}
 
 
 def edit(path: Path, **changes: Any) -> dict[str, Any]:
@@ -80,10 +76,7 @@ def test_a_text_tower_of_code_in_open_clip(
     foreign = {"hf_model_name": str(evil), "hf_tokenizer_name": "."}
     edit(path, model_cfg={**config, "text_cfg": {**config["text_cfg"], **foreign}})
     clip["text_cfg"] |= foreign
-    for make in (
-        lambda: load_model(evil.parent / "model"),
-        lambda: ImageTextEncoder(config=clip, tokenizer=tokenizer),
-    ):
+    for make in (lambda: load_model(evil.parent / "model"), lambda: ImageTextEncoder(config=clip, tokenizer=tokenizer)):
         assert "code of its own, which is not run" in refuses(make, canary)
 
 

@@ -15,14 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import TextEncoder, packing
-from dualenc.encoders.packing import (
-    COUNT_FROM_BEHIND_PADDING,
-    COUNT_FROM_ZERO,
-    attend,
-    fill_rows,
-    first_position,
-    pack,
-)
+from dualenc.encoders.packing import COUNT_FROM_BEHIND_PADDING, COUNT_FROM_ZERO, attend, fill_rows, first_position, pack
 from dualenc.encoders.text import enable_checkpointing
 from dualenc.types import Inputs, Pooling
 

@@ -63,13 +63,15 @@ def folder(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase, t
 
 
 @torch.no_grad()
-def reference(folder: Path, images: list[Image.Image], texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(
+    folder: Path, images: list[Image.Image], texts: list[str], padding: str | bool = "max_length"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The vectors of images and texts by transformers alone, texts padded as the models' authors tell to."""
     model = AutoModel.from_pretrained(folder).eval()
     pixels = AutoImageProcessor.from_pretrained(folder)(images=images, return_tensors="pt")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     names = [n for n in ("input_ids", "attention_mask") if n in tokenizer.model_input_names]
-    tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=20, return_tensors="pt")
+    tokens = tokenizer(texts, padding=padding, truncation=True, max_length=20, return_tensors="pt")
     left = model.get_image_features(**pixels).pooler_output
     right = model.get_text_features(**{name: tokens[name] for name in names}).pooler_output
     return left / left.norm(dim=1, keepdim=True), right / right.norm(dim=1, keepdim=True)
