@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.commands.image_models import save_cifar_c, save_splits
-from tests.commands.in_process import run
+from tests.commands.in_process import evaluated
 
 FEW = ("--corruptions", "gaussian_noise,fog,pixelate")
 
@@ -20,9 +19,8 @@ def data(tmp_path: Path) -> Path:
     return save_splits(tmp_path / "data", test=3)
 
 
-def evaluate(out: Path, *words: object, workers: int = 0) -> dict[str, Any]:
-    run("evaluate", "corrupted", *words, "--num-workers", workers, "--device", "cpu", "--out", out)
-    return json.loads((out / "metrics.json").read_text())
+def evaluate(out: Path, *words: Any, workers: int = 0) -> dict[str, Any]:
+    return evaluated("corrupted", out, *words, "--num-workers", workers, "--device", "cpu")
 
 
 @pytest.mark.slow

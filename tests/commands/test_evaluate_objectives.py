@@ -14,14 +14,13 @@ from dualenc.commands.evaluate_objectives import PairSet, embed_pairs, open_set,
 from dualenc.commands.options import ColumnOptions
 from dualenc.encoders import load_model
 from tests.commands import toy
-from tests.commands.in_process import run
+from tests.commands.in_process import evaluated
 
 QUICK = ("--warm-up", "1", "--max-epochs", "1", "--device", "cpu")
 
 
-def evaluate(out: Path, *words: object) -> dict[str, Any]:
-    run("evaluate", "objectives", *words, *QUICK, "--out", out)
-    return json.loads((out / "metrics.json").read_text())
+def evaluate(out: Path, *words: Any) -> dict[str, Any]:
+    return evaluated("objectives", out, *words, *QUICK)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,35 +127,3 @@ def test_queries_and_documents_may_be_numbered_alike(
     assert caplog.text.count(f"n: 10 of 10 queries have the id of a document: {counts}") == 1
     retrieved = read_trec(tmp_path / "out" / "run.trec")
     assert sum(query in documents for query, documents in retrieved.items()) == judged
-
-
-@pytest.mark.slow
-def test_texts_replaced_under_the_same_names_count_anew(tmp_path: Path, toy_text: Path) -> None:
-    runs = []
-    for seed, out in ((0, "out"), (1, "out"), (1, "fresh")):
-        shutil.rmtree(tmp_path / "toy", ignore_errors=True)
-        evaluated("retrieval", tmp_path / out, toy_text, write_beir(tmp_path / "toy", seed=seed))
-        runs.append((tmp_path / out / "run.trec").read_bytes())
-    assert runs[0] != runs[1] == runs[2]
-
-
-@pytest.mark.slow
-def test_a_report_shows_scripts_as_text(toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ids, queries and folder names are whatever a stranger wrote: HTML, mathematics, escapes."""
-    mark = "=<script>alert(1)</script>\x1b]0;owned\x07"
-    data = write_beir(tmp_path / "$x_{ & <b>")
-    for name in ("corpus", "queries"):
-        path = data / f"{name}.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        marked = [{"_id": row["_id"] + mark, "text": f"{row['text']} {mark}"} for row in rows]
-        path.write_text("".join(json.dumps(row) + "\n" for row in marked))
-    judged = data / "qrels" / "test.tsv"
-    judged.write_text(judged.read_text().replace("\td", f"{mark}\td").replace("\t1\n", f"{mark}\t1\n"))
-    evaluated("retrieval", tmp_path / "out", toy_text, data)
-    report = (tmp_path / "out" / "report.html").read_text()
-    assert "<script" not in report
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in report
-    assert "\x1b" not in report
-    captured = capsys.readouterr()
-    assert "\x1b" not in captured.out.replace("\x1b[1m", "")
-    assert "\x07" not in captured.out + captured.err

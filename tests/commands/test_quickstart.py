@@ -77,21 +77,14 @@ class Stack:
 '''
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    folder = tmp_path / "plates"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("")
-    (folder / "stack.py").write_text(SOURCE)
-    (folder / "broken.py").write_text("def (:\n")
-    (folder / "test_stack.py").write_text(SOURCE.replace("plates", "dishes"))
+def test_names_summaries_and_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"__init__.py": "", "stack.py": SOURCE, "broken.py": "def (:", "test_stack.py": SOURCE}
+    (tmp_path / "plates").mkdir()
+    for name, source in files.items():
+        (tmp_path / "plates" / name).write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path / "no-such-folder")})
-    return "plates"
-
-
-def test_names_summaries_and_the_rest(package: str) -> None:
-    found = read_docstrings(10, packages=[package])
+    found = read_docstrings(10, packages=["plates"])
     assert [d.name for d in found] == ["plates.stack.Stack", "plates.stack.Stack.push"]
     assert found[0].summary == "A pile of things to take from the top."
     assert found[1].rest.startswith("Args: item is whatever you like; the pile keeps")

@@ -30,19 +30,15 @@ def write_run(folder: Path, tau: float, scores: list[float]) -> Path:
     return folder
 
 
-def write_scores(folder: Path, before: dict[str, float], after: dict[str, float]) -> None:
-    lines = []
-    for step, scores in ((0, before), (20, after)):
-        texts = {"q1": "<script>alert('q1')</script>\x1b[31m"}
-        lines.append({"step": step, "queries": {"metric": "ndcg@10", "scores": scores, "texts": texts}})
-    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 @pytest.mark.slow
 def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path / "a<b", 0.05, [0.1, 0.4, 0.3]), write_run(tmp_path / "other", 0.1, [0.1, 0.2, 0.25])]
     scores = {f"q{number}": number / 100 for number in range(30)}
-    write_scores(runs[0], scores, {name: 0.5 - score for name, score in scores.items()})
+    texts = {"q1": "<script>alert('q1')</script>\x1b[31m"}
+    with open(runs[0] / "evaluations.jsonl", "w") as file:
+        for step, values in ((0, scores), (20, {name: 0.5 - score for name, score in scores.items()})):
+            queries = {"metric": "ndcg@10", "scores": values, "texts": texts}
+            file.write(json.dumps({"step": step, "queries": queries}) + "\n")
     run("report", *runs)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["a<b", "ndcg@10", "0.1000", "0.4000", "10", "0.3000"] in rows

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy as np
 import pytest
 import torch
@@ -60,50 +59,38 @@ def test_embed_keeps_columns(tmp_path: Path, toy_text: Path, monkeypatch: pytest
     rows[2]["text"] = ""
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("embed", toy_text, tmp_path / "docs.jsonl", "--out", tmp_path / "emb")
-    run(*words, "--columns", "year,lang")
-    embeddings = Embeddings.open(tmp_path / "emb")
-    assert embeddings.columns is not None
+
+    def columns(*more: str) -> Any:
+        run(*words, *more)
+        kept = Embeddings.open(tmp_path / "emb").columns
+        return kept and kept.to_pydict()
+
     expected = {"year": [2000, 2001, 2003, 2004, 2005], "lang": ["no"] * 5}
-    assert embeddings.columns.to_pydict() == expected
-    with monkeypatch.context() as patch:
-        patch.setattr("dualenc.search.embed._Encoder.shard", lambda *_: 1 / 0)  # other columns cost no embedding
-        run(*words, "--columns", "lang")
-    again = Embeddings.open(tmp_path / "emb").columns
-    assert again is not None
-    assert again.column_names == ["lang"]
-    run(*words)
-    assert Embeddings.open(tmp_path / "emb").columns is None
+    assert columns("--columns", "year,lang") == expected
+    monkeypatch.setattr("dualenc.search.embed._Encoder.shard", lambda *_: 1 / 0)  # other columns cost no embedding
+    assert columns("--columns", "lang") == {"lang": expected["lang"]}
+    assert columns() is None
 
 
 def test_index_of_a_model_and_of_its_embeddings_are_the_same(
     tmp_path: Path, toy_text: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("embed", toy_text, documents, "--out", tmp_path / "emb")
+    emb, other = tmp_path / "emb", tmp_path / "other"
+    run("embed", toy_text, documents, "--out", emb)
     capsys.readouterr()
-    run("index", tmp_path / "emb", "--out", tmp_path / "index2")
+    run("index", emb, "--out", other)
     shown = capsys.readouterr().out
     assert "60 vectors of dimension 32 (Flat, cosine)" in shown
     assert "recall@10 against exact search: 1.0000 (60 queries)" in shown
     assert re.search(r"a query alone: p50 [\d.]+ ms, p95 [\d.]+ ms, p99 [\d.]+ ms; 128 bytes per vector", shown)
-    assert (index / "index.faiss").read_bytes() == (tmp_path / "index2" / "index.faiss").read_bytes()
-    assert (index / "items.arrow").read_bytes() == (tmp_path / "index2" / "items.arrow").read_bytes()
+    for name in ("index.faiss", "items.arrow"):
+        assert (index / name).read_bytes() == (other / name).read_bytes()
     assert not list(tmp_path.glob(".*"))
-    np.testing.assert_array_equal(
-        faiss.read_index(str(index / "index.faiss")).reconstruct_n(0, 60), Embeddings.open(tmp_path / "emb").vectors[:]
-    )
-
-
-def test_index_with_a_factory_string_keeps_embeddings_on_request(
-    tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, kept = tmp_path / "index", tmp_path / "emb"
-    run("embed", toy_text, documents, "--out", kept)
-    run("index", kept, "--out", out, "--factory", "IVF2,Flat", "--nprobe", 2)
+    run("index", emb, "--out", other, "--factory", "IVF2,Flat", "--nprobe", 2)
     assert "(IVF2,Flat, nprobe=2, cosine)" in capsys.readouterr().out
-    run("index", kept, "--out", tmp_path / "hnsw", "--factory", "HNSW8", "--queries", kept, "--recall-queries", 20)
-    meta = Index.open(tmp_path / "hnsw").meta
-    assert meta["recall_queries"] == 20
-    assert meta["recall_queries_from"] == "given"
+    run("index", emb, "--out", other, "--factory", "HNSW8", "--queries", emb, "--recall-queries", 20)
+    meta = Index.open(other).meta
+    assert (meta["recall_queries"], meta["recall_queries_from"]) == (20, "given")
 
 
 @pytest.mark.slow

@@ -65,15 +65,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_training_finds_the_turn(trained: Path) -> None:
-    evaluator = RetrievalEvaluator(trained / "data")
-    assert evaluator(VectorEncoder(D))["ndcg@10"] < 0.3
-    assert evaluator(load_model(trained / "run" / "model"))["ndcg@10"] > 0.9
-
-
-@pytest.mark.slow
 def test_embed_index_search_and_evaluate(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data = trained / "run" / "model", trained / "data"
+    assert RetrievalEvaluator(data)(VectorEncoder(D))["ndcg@10"] < 0.3
+    metrics = evaluated("retrieval", tmp_path / "evaluation", model, data)
+    assert metrics["systems"]["run"]["datasets"]["data"]["metrics"]["ndcg@10"] > 0.9
     run("embed", model, data, "--out", tmp_path / "emb", "--batch-size", 10)
     documents, queries = (read_vectors(data / f"{part}.parquet") for part in ("corpus", "queries"))
     units = documents / np.linalg.norm(documents, axis=1, keepdims=True)
@@ -87,8 +83,6 @@ def test_embed_index_search_and_evaluate(trained: Path, tmp_path: Path, capsys: 
     scores = units @ encoder("left", encoder.left.prepare([queries[80]])).detach().numpy()[0]
     assert [result["id"] for result in results] == [f"d{row}" for row in np.argsort(-scores)[:3]]
     assert results[0]["id"] == "d80"
-    metrics = evaluated("retrieval", tmp_path / "evaluation", model, data)
-    assert metrics["systems"]["run"]["datasets"]["data"]["metrics"]["ndcg@10"] > 0.9
 
 
 @pytest.mark.slow

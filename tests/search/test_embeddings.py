@@ -273,6 +273,7 @@ def test_arrow_files_of_something_else(tmp_path: Path, batch: pa.RecordBatch, me
     [
         ({"side": "left"}, "side right, not left"),
         ({"model_checksum": "xyz"}, "model_checksum abc, not xyz"),
+        ({"dim": 4}, "dim 3, not 4"),
         ({"dtype": "float16"}, "dtype float32, not float16"),
         ({"ids": ids()[::-1]}, "ids_checksum"),
     ],
@@ -283,13 +284,6 @@ def test_another_run_is_not_resumed(tmp_path: Path, change: dict, message: str) 
     identity = {key: given.get(key, value) for key, value in IDENTITY.items()}
     with pytest.raises(DualencError, match=message):
         EmbeddingWriter(tmp_path / "emb", given["ids"], given["dim"], given["dtype"], identity)
-
-
-def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(DualencError, match="holds no embeddings"):
-        EmbeddingWriter(tmp_path, ids(), DIM, "float32", IDENTITY)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,6 @@ def test_equals_a_flat_faiss_index(by: By, dtype: type) -> None:
 
 
 @EITHER
-def test_the_two_zeros_tie_and_extremes_are_in_order(by: By) -> None:
-    documents = np.array([[1e-30], [0.0], [-1e-30], [3e38], [-0.0], [-3e38], [1.0]], np.float32)
-    with searching(by):
-        scores, columns = exact_search(np.ones((1, 1), np.float32), documents, 7)
-    assert columns.tolist() == [[3, 6, 0, 4, 1, 2, 5]]
-    assert scores.tolist() == [documents[columns[0], 0].tolist()]
-
-
-@EITHER
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_processes_share_the_queries_and_get_the_same_bits(by: By, world: int) -> None:
     generator = np.random.default_rng(1)

@@ -20,7 +20,6 @@ from dualenc.search.parts import bytes_per_vector, split
 @pytest.mark.parametrize(
     ("num_vectors", "dim", "factory"),
     [
-        (1, 8, "Flat"),
         (2**25 // 384, 384, "Flat"),
         (100_000, 384, "IVF1024,Flat"),
         (1_000_000, 384, "IVF4096,Flat"),
@@ -86,7 +85,6 @@ def test_sizes(text: str, size: int) -> None:
 
 
 def test_training_follows_the_number_of_lists() -> None:
-    assert training_rows(new_index(8, "Flat", "ip"), 10**6) == 0
     assert training_rows(new_index(8, "HNSW16", "ip"), 10**6) == 0
     assert training_rows(new_index(8, "IVF4096,Flat", "ip"), 10**6) == 64 * 4096
     assert training_rows(new_index(8, "PCA4,IVF4096,Flat", "ip"), 10**5) == 10**5

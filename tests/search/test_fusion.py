@@ -40,12 +40,6 @@ def test_weighted_scores(a: list[tuple[str, float]], b: list[tuple[str, float]],
     assert found == pytest.approx({n: weight * part(a, n) + (1 - weight) * part(b, n) for n in dict(a) | dict(b)})
 
 
-def test_an_example_by_hand() -> None:
-    dense, words = [("a", 0.9), ("b", 0.8), ("c", 0.1)], [("c", 7.0), ("d", 3.0)]
-    assert [name for name, _ in fuse([dense, words])] == ["c", "a", "d", "b"]  # 1/63+1/61, 1/61, 1/62, 1/62
-    assert [name for name, _ in fuse([dense, words], "weighted", weights=[0.9, 0.1])] == ["a", "b", "c", "d"]
-
-
 def test_mistakes() -> None:
     for weights in ([1.0], [-1.0, 2.0], [0.0, 0.0], [float("nan"), 1.0]):
         with pytest.raises(DualencError, match="weights are"):

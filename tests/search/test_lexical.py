@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.data import Corpus
 from dualenc.errors import DualencError
 from dualenc.evaluation.retrieval import bm25_run
 from dualenc.search.fusion import fuse
-from dualenc.search.lexical import K1, B, Lexical, add_lexical, split_terms
+from dualenc.search.lexical import K1, B, Lexical, split_terms
 from dualenc.search.searcher import Query, Searcher
 from tests.commands import toy
 from tests.commands.in_process import failure, run
@@ -120,7 +119,5 @@ def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.C
 def test_mistakes(made: Path) -> None:
     with pytest.raises(DualencError, match="no text holds a word"):
         Lexical.build(["", "the of"])
-    with pytest.raises(DualencError, match="the data has no text 'd0'"):
-        add_lexical(made / "index", Corpus(["x"], ["fox"]))
     with pytest.raises(DualencError, match="hybrid search needs a text"):
         Searcher.open(made / "index").search(Query(ids=("d1",), hybrid="rrf"))

@@ -238,9 +238,7 @@ def test_unfinished_work_of_other_settings_is_not_taken_over(tmp_path: Path) -> 
 def test_rows_are_what_flagembedding_documents_and_mined_pairs_reads(tmp_path: Path) -> None:
     rows, _ = run(tmp_path, Rule(relative=None, num_negatives=3))
     # FlagEmbedding loads the file so, and wants lists of texts, for distillation with numbers of equal lengths.
-    table = datasets.load_dataset(
-        "json", data_files=str(tmp_path / "mined.jsonl"), split="train", cache_dir=str(tmp_path)
-    )
+    table = datasets.Dataset.from_json(str(tmp_path / "mined.jsonl"), cache_dir=str(tmp_path))
     for name in ("pos", "neg"):
         assert table.features[name] == datasets.List(datasets.Value("string"))
         assert table.features[f"{name}_scores"] == datasets.List(datasets.Value("float64"))

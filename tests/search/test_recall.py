@@ -74,13 +74,7 @@ def test_an_exact_index_has_recall_one_even_with_duplicates(num_vectors: int, re
 
 @pytest.mark.parametrize(
     ("factory", "name"),
-    [
-        ("IVF64,Flat", "nprobe"),
-        ("IVF64_HNSW8,SQ8", "nprobe"),
-        ("PCA8,HNSW8", "efSearch"),
-        ("HNSW8,SQ8,RFlat", "efSearch"),
-        ("PQ4x4", None),
-    ],
+    [("IVF64_HNSW8,SQ8", "nprobe"), ("PCA8,HNSW8", "efSearch"), ("HNSW8,SQ8,RFlat", "efSearch"), ("PQ4x4", None)],
 )
 def test_the_parameter_that_buys_recall(factory: str, name: str | None) -> None:
     index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)

@@ -40,11 +40,6 @@ def test_each_query_keeps_its_own_and_equal_scores_their_order(scores: list[list
         assert own.tolist() == [row[place] for place in order.tolist()]
 
 
-def test_scores_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(DualencError, match="a score is not finite; check the weights"):
-        rerank(lambda texts: np.full(len(texts), np.nan), [[("a", "b")]])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hybrid", [None, "rrf"])
 def test_the_best_of_a_search_in_the_order_of_the_library(made: Path, hybrid: Any) -> None:
