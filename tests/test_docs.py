@@ -110,11 +110,3 @@ def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
         assert part in shown
     assert "items per forward pass (default: 32)" in shown
     assert not (tmp_path / "site" / "hooks.py").exists()
-
-
-def test_the_page_on_trackers_names_what_is_logged() -> None:
-    page = (ROOT / "docs" / "trackers.md").read_text("utf-8")
-    source = "".join(path.read_text("utf-8") for path in (ROOT / "dualenc" / "training").glob("*.py"))
-    logged = {*re.findall(r'values\["(\w+)"\] = ', source), "epoch", "learning_rate"}
-    assert {"loss", "items_encoded", "gradient_norm", "samples_per_second"} <= logged
-    assert [name for name in sorted(logged) if f"`{name}`" not in page] == []

@@ -419,7 +419,6 @@ INTEGERS, STRINGS = datasets.Value("int64"), datasets.Value("string")
 )
 def test_classes_of_images(tmp_path: Path, kind: Any, values: list, numbers: list, names: list) -> None:
     views = TableViews(save(tmp_path / "x.parquet", [1, 2, 3], {"label": kind}, label=values))
-    assert views.labels is not None
     assert (views.labels.tolist(), views.class_names) == (numbers, names)
     assert [shade_of(pair.left) for pair in views] == [1, 2, 3]
     assert views.left_id.tolist() == views.right_id.tolist() == [0, 1, 2]
@@ -436,7 +435,6 @@ def test_labels_are_optional_but_a_named_column_is_not(tmp_path: Path) -> None:
 def test_rows_without_an_image_are_skipped_with_their_labels(tmp_path: Path) -> None:
     path = save(tmp_path / "x.parquet", [1, None, 3], {"label": INTEGERS}, label=[0, 1, 2])
     views = TableViews(path)
-    assert views.labels is not None
     assert ([shade_of(pair.left) for pair in views], views.labels.tolist(), views.skipped) == ([1, 3], [0, 2], 1)
     with pytest.raises(BadSample, match="row 1: no image in column 'image'"):
         TableViews(path, on_error="raise")
@@ -450,7 +448,6 @@ def test_folders_are_classes_as_torchvision_has_them(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         picture(int(name[-5])).save(tmp_path / name)
     views, other = ImageFolderViews(tmp_path), ImageFolder(str(tmp_path))
-    assert views.labels is not None
     assert (views.labels.tolist(), views.class_names) == (other.targets, other.classes)
     assert [shade_of(pair.left) for pair in views] == [shade_of(image) for image, _ in other]
     assert ImageFolderViews(tmp_path / "dog").labels is None

@@ -108,7 +108,6 @@ def test_both_towers_of_open_clip(
     torch.manual_seed(0)
     model = ImageTextEncoder(config={**clip, "custom_text": custom_text}, lora_rank=4)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert names
     assert all("lora_" in name for name in names)
     for part in ("attn.parametrizations.in_proj_weight", "attn.out_proj", "mlp.c_fc"):
         assert any(name.startswith(f"left.visual.transformer.resblocks.0.{part}") for name in names)
