@@ -19,7 +19,7 @@ class SimCLR(pl.LightningModule):
         self.model = torchvision.models.resnet18(num_classes=64)
         self.number = {name: number for number, name in enumerate(sorted(names))}
         self.criterion = SogCLR(num_left=len(names), views=True, temperature=0.2)  # instead of NTXentLoss
-        # The memory is the same on all ranks already: DistributedDataParallel need not send it.
+        # The memory is the same on all ranks already, or divided among them: DistributedDataParallel must not send it.
         memory = [f"criterion.{name}" for name, _ in self.criterion.named_buffers()]
         self._ddp_params_and_buffers_to_ignore = memory
 

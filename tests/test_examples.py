@@ -85,3 +85,10 @@ def test_lightly_loop(main: Callable[..., Any], tmp_path: Path) -> None:
     state = torch.load(checkpoint, weights_only=False)["state_dict"]
     assert torch.equal(state["criterion.log_u"], module.criterion.log_u)
     assert state["criterion.log_u"].isfinite().any()
+
+
+@pytest.mark.parametrize("library", ["open-clip", "lightly"])
+def test_pages_show_the_examples(library: str) -> None:
+    page = (EXAMPLES.parent / "docs" / f"from-{library}.md").read_text()
+    shown = page.split("```python\n")[1].split("\n```")[0].split("\n\n\n")[0]
+    assert shown in (EXAMPLES / f"{library.replace('-', '_')}_loop.py").read_text()
