@@ -79,12 +79,7 @@ class MixtureBatches(BatchSelector):
         """Batches in one epoch, the same in each."""
         return sum(self.batches_of) if self.one_source else self.batches_of[0]
 
-    def select(
-        self,
-        epoch: int,
-        left: ndarray | None = None,
-        right: ndarray | None = None,
-    ) -> ndarray:
+    def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
         """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings are ignored."""
         draw = self.generator(epoch)
         counts = []

@@ -45,12 +45,7 @@ class BatchSelector(ABC):
         return self.num_pairs // self.batch_size
 
     @abstractmethod
-    def select(
-        self,
-        epoch: int,
-        left: ndarray | None = None,
-        right: ndarray | None = None,
-    ) -> ndarray:
+    def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
         """Choose the batches of an epoch, (num_batches, B) int64 pair indices; a pair is in a batch at most once.
 
         Args:
@@ -159,12 +154,7 @@ class RandomBatches(BatchSelector):
 
     uniform = True
 
-    def select(
-        self,
-        epoch: int,
-        left: ndarray | None = None,
-        right: ndarray | None = None,
-    ) -> ndarray:
+    def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
         """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings are ignored."""
         return self.random_batches(self.generator(epoch))
 
@@ -221,12 +211,7 @@ class OSGDBatches(BatchSelector):
         full, rest = divmod(candidates, self.k)
         return full * self.q + self._share_of(rest)
 
-    def select(
-        self,
-        epoch: int,
-        left: ndarray | None = None,
-        right: ndarray | None = None,
-    ) -> ndarray:
+    def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
         """As `BatchSelector.select`: the batches of the largest loss, by falling loss within each window of k."""
         candidates = self.random_batches(self.generator(epoch))
         if left is None:

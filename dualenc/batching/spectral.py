@@ -76,12 +76,7 @@ class SpectralBatches(BatchSelector):
         self.k = k
         self.share = share
 
-    def select(
-        self,
-        epoch: int,
-        left: ndarray | None = None,
-        right: ndarray | None = None,
-    ) -> ndarray:
+    def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
         """As `BatchSelector.select`; the order of the batches is random."""
         draw = self.generator(epoch)
         batches = self.random_batches(draw)

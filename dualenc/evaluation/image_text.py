@@ -27,10 +27,7 @@ class Matched(NamedTuple):
 
 
 def match_captions(
-    left_id: Integers,
-    right_id: Integers,
-    image_ids: Sequence[int],
-    text_ids: Sequence[int],
+    left_id: Integers, right_id: Integers, image_ids: Sequence[int], text_ids: Sequence[int]
 ) -> Matched:
     """Match pairs, (M,) image and text ids, with the ids of the rows of embeddings.
 

@@ -88,9 +88,7 @@ def remove_self_matches(run: Run, qrels: Qrels) -> dict[str, dict[str, float]]:
 
 
 def best_positive_ranks(
-    queries: Vectors,
-    candidates: Vectors,
-    positives: Sequence[Iterable[int]],
+    queries: Vectors, candidates: Vectors, positives: Sequence[Iterable[int]]
 ) -> Integers:
     """Rank, from 1, of the best-scored positive of each query among all candidates, by inner product.
 

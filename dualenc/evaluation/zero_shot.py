@@ -66,10 +66,7 @@ def zero_shot_ranks(images: Vectors, classes: Vectors, labels: Sequence[int] | I
 
 
 def zero_shot_accuracy(
-    ranks: Integers,
-    labels: Sequence[int] | Integers,
-    num_classes: int,
-    cutoffs: Sequence[int] = (1, 5),
+    ranks: Integers, labels: Sequence[int] | Integers, num_classes: int, cutoffs: Sequence[int] = (1, 5)
 ) -> Scores:
     """Share of images whose class is among the first k ("top@k"), and the mean over classes of top-1.
 
