@@ -247,13 +247,6 @@ def is_folder_of(folder: StrPath, expected: str) -> bool:
     return consistent_read(folder, read)
 
 
-def remove_at_once(folder: Path) -> None:
-    """Remove a folder of work in one rename; what a kill leaves of its files the next writer of the folder removes."""
-    work = _Work(folder)
-    with work.locked():
-        os.replace(folder, work.new)
-
-
 def remove(path: Path) -> None:
     """Remove a file or a folder if it exists."""
     if path.is_dir() and not path.is_symlink():

@@ -14,7 +14,7 @@ import torch
 from dualenc import distributed
 from dualenc.data.identity import digest_of
 from dualenc.data.vector_shards import Embeddings, is_embeddings
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, first_line
 from dualenc.evaluation.report import Table, print_table, write_report
 from dualenc.files import (
     check_file_target,
@@ -123,8 +123,8 @@ def start_processes(device: str | None = None) -> torch.device:
         # Only use shows whether a device is there; "meta" has no values.
         torch.zeros(1, device=chosen).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise DualencError(f"device {device!r}: {reason}; choose another, such as cpu or cuda:0") from None
+        advice = "choose another, such as cpu or cuda:0"
+        raise DualencError(f"device {device!r}: {first_line(error)}; {advice}") from None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from accelerate import PartialState
 

@@ -27,6 +27,8 @@ POINTS_PER_LIST = 64
 MIN_TRAINING_SAMPLE = 65536
 PATIENCE = 3
 """Steps of a search parameter without gain that end its search: the next lists may hold the neighbours."""
+MIN_GAIN = 0.002
+"""Recall below which a step of a search parameter has gained nothing."""
 MAX_FACTORY_NUMBER = 2**24
 FACTORY_LIMITS = {
     "links of a vector": (r"(?:HNSW|NSG)(\d+)", 2, 1024),
@@ -256,10 +258,8 @@ def parameter_values(index: Any) -> dict[str, list[int]]:
     return values
 
 
-def tune(
-    index: Any, database: Database, probe: Probe, target: float, min_gain: float = 0.002
-) -> dict[str, int]:
-    """Set the smallest search parameters that reach a target recall, or else come within `min_gain` of the best.
+def tune(index: Any, database: Database, probe: Probe, target: float) -> dict[str, int]:
+    """Set the smallest search parameters that reach a target recall, or else come within `MIN_GAIN` of the best.
 
     Each parameter grows until the target is reached or three steps have gained nothing, for each factor of refined
     candidates in turn. Nothing is timed, so that the same vectors give the same index.
@@ -278,10 +278,10 @@ def tune(
             for key, value in setting.items():
                 set_parameter(index, key, value)
             recalls.append(recall(index, database, probe))
-            if recalls[-1] >= target or recalls[-1] > best_recall + min_gain:
+            if recalls[-1] >= target or recalls[-1] > best_recall + MIN_GAIN:
                 best = setting
                 best_recall = recalls[-1]
-            is_flat = len(recalls) > PATIENCE and 0 < recalls[-1 - PATIENCE] > recalls[-1] - min_gain
+            is_flat = len(recalls) > PATIENCE and 0 < recalls[-1 - PATIENCE] > recalls[-1] - MIN_GAIN
             if recalls[-1] >= target or is_flat:
                 break
         if best_recall >= target:
