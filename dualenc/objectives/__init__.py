@@ -16,6 +16,7 @@ from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.objectives.distilled import Distilled
 from dualenc.objectives.emc2 import EMC2
 from dualenc.objectives.exact import ExactGlobal
+from dualenc.objectives.frozen import FrozenCorpus
 from dualenc.objectives.global_cache import GlobalCache
 from dualenc.objectives.in_batch import DCL, HCL, InfoNCE, SigLIP
 from dualenc.objectives.isir import ISIR
@@ -33,6 +34,7 @@ __all__ = [
     "SACLR",
     "Distilled",
     "ExactGlobal",
+    "FrozenCorpus",
     "GlobalCache",
     "ISogCLR",
     "InfoNCE",

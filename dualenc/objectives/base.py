@@ -40,8 +40,8 @@ class ObjectiveOutput(NamedTuple):
         loss: scalar. Its value is the objective's estimate of L(θ) (if `reports_loss`), its gradient the objective's.
             The mean over ranks, of losses and of gradients, is that of the global batch.
         metrics: detached scalars for logging, computed when read.
-        per_anchor: (2b,) the losses of this rank's anchors, left ones first; over all ranks their mean is `loss`,
-            without what a teacher adds.
+        per_anchor: (2b,) the losses of this rank's anchors, left ones first, or (b,) of left ones alone
+            (`FrozenCorpus`); over all ranks their mean is `loss`, without what a teacher adds.
     """
 
     loss: Tensor
@@ -70,6 +70,7 @@ class Objective(nn.Module):
     needs_num_left = False  # keeps state per item
     needs_encode = False  # asks for items outside the batch
     takes_mined = True  # mined negatives are candidates
+    anchors_per_pair = 2  # both items, or both views
     estimates_partition = (
         False  # every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` applies
     )
@@ -223,9 +224,10 @@ class Objective(nn.Module):
             # Of L = log(Z/e⁺): log((e⁺ + Z)/e⁺), whose gradient is σ(L)·∇L.
             losses = softplus(losses)
         if weights is not None:
-            losses = losses * weights.to(losses).repeat(2)
+            losses = losses * weights.to(losses).repeat(self.anchors_per_pair)
         # Over all anchors of the global batch, so that the mean over ranks is the global loss.
-        loss = losses.sum() * distributed.world_size() / max(2 * sum(batch.sizes), 1)
+        num_anchors = self.anchors_per_pair * sum(batch.sizes)
+        loss = losses.sum() * distributed.world_size() / max(num_anchors, 1)
         return ObjectiveOutput(loss, self._metrics(batch, temperature.detach()), losses.detach())
 
     @property

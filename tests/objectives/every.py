@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dualenc.objectives
 from dualenc import distributed
-from dualenc.objectives import Distilled, Matryoshka, Objective
+from dualenc.objectives import Distilled, FrozenCorpus, Matryoshka, Objective
 
 NUM_LEFT, NUM_RIGHT, STEPS = 20, 70, 4
 # Uneven for 2 and 3 ranks; in the third batch a third rank has nothing.
@@ -20,7 +20,9 @@ BATCH_SIZES = (8, 5, 2, 7)
 CLASSES = [
     value
     for value in (getattr(dualenc.objectives, name) for name in sorted(dualenc.objectives.__all__))
-    if isinstance(value, type) and issubclass(value, Objective) and value not in (Objective, Matryoshka, Distilled)
+    if isinstance(value, type)
+    and issubclass(value, Objective)
+    and value not in (Objective, Matryoshka, Distilled, FrozenCorpus)
 ]
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from dualenc import objectives
-from dualenc.objectives import ISIR, Distilled, GlobalCache, InfoNCE, MomentumQueue, NegativeCache, Objective, SogCLR
+from dualenc.objectives import (
+    ISIR,
+    Distilled,
+    FrozenCorpus,
+    GlobalCache,
+    InfoNCE,
+    MomentumQueue,
+    NegativeCache,
+    Objective,
+    SogCLR,
+)
 from dualenc.objectives.matryoshka import Matryoshka, Wrapper
 from dualenc.recipe import make_recipe
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
@@ -18,7 +28,7 @@ from tests.training.runs import train
 
 CLASSES = [getattr(objectives, name) for name in sorted(objectives.__all__)]
 CLASSES = [kind for kind in CLASSES if isinstance(kind, type) and issubclass(kind, Objective)]
-OBJECTIVES = [kind for kind in CLASSES if kind is not Objective and not issubclass(kind, Wrapper)]
+OBJECTIVES = [kind for kind in CLASSES if kind is not Objective and not issubclass(kind, Wrapper | FrozenCorpus)]
 
 
 def make(kind: type[Objective], views: bool = False) -> Objective:

@@ -1,0 +1,225 @@
+"""The softmax over documents that are vectors: against ExactGlobal, a float64 loop and one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from dualenc import distributed
+from dualenc.data.vector_shards import ShardedVectors
+from dualenc.errors import DualencError
+from dualenc.objectives import ExactGlobal, FrozenCorpus, Matryoshka, Objective
+from dualenc.objectives import frozen as module
+
+NUM_QUERIES, NUM_DOCUMENTS, DIM = 12, 301, 16
+
+
+def unit(vectors: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(vectors, dim=1)
+
+
+@pytest.fixture
+def documents() -> Tensor:
+    return unit(torch.randn(NUM_DOCUMENTS, DIM, dtype=torch.float64))
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of seven documents."""
+    monkeypatch.setattr(module, "BLOCK_BYTES", 4 * DIM * 7)
+
+
+def batch(documents: Tensor, noise: float = 0.3) -> dict[str, Tensor]:
+    """Queries near their documents; two share one, and all have up to three further positives."""
+    draw = torch.Generator().manual_seed(1)
+    right_id = torch.randint(NUM_DOCUMENTS, (NUM_QUERIES,), generator=draw)
+    right_id[1] = right_id[0]
+    listed = torch.randint(-1, NUM_DOCUMENTS, (NUM_QUERIES, 3), generator=draw)
+    near = documents[right_id] + noise * torch.randn(NUM_QUERIES, DIM, generator=draw, dtype=documents.dtype)
+    left = unit(near).requires_grad_()
+    left_id = torch.arange(NUM_QUERIES)
+    left_id[2] = 1  # one query in two pairs
+    return {
+        "left": left,
+        "right": documents[right_id],
+        "left_id": left_id,
+        "right_id": right_id,
+        "left_positives": torch.cat([right_id[:, None], listed], dim=1),
+    }
+
+
+def positives_of(given: dict[str, Tensor], row: int) -> set[int]:
+    """Documents that are no negatives of a query: listed, or of any pair of the batch with this query."""
+    of_query = given["right_id"][given["left_id"] == given["left_id"][row]].tolist()
+    return {*given["left_positives"][row].tolist(), *of_query} - {-1}
+
+
+def slow(given: dict[str, Tensor], documents: Tensor, log_tau: Tensor, positive_in_softmax: bool) -> Tensor:
+    """(b,) losses from the formula, query by query."""
+    losses = []
+    for row, query in enumerate(given["left"]):
+        hidden = positives_of(given, row)
+        negatives = [number for number in range(len(documents)) if number not in hidden]
+        scores = documents @ query / log_tau.exp()
+        positive = scores[given["right_id"][row]]
+        summed = scores[negatives]
+        if positive_in_softmax:
+            summed = torch.cat([summed, positive[None]])
+        losses.append(torch.logsumexp(summed, dim=0) - positive)
+    return torch.stack(losses)
+
+
+def gradients(loss: Tensor, criterion: Objective, left: Tensor) -> tuple[Tensor, Tensor]:
+    of_query, of_tau = torch.autograd.grad(loss, [left, criterion.log_temperature])
+    return of_query, of_tau
+
+
+@pytest.mark.parametrize("positive_in_softmax", [False, True])
+@pytest.mark.parametrize("tau", [0.005, 0.07, 1.0])
+def test_equals_the_formula(documents, small_blocks, tau, positive_in_softmax):
+    """Losses and gradients in query and τ, over many blocks, are those of a loop in float64."""
+    given = batch(documents)
+    common = {"temperature": tau, "learnable_temperature": True, "positive_in_softmax": positive_in_softmax}
+    criterion = FrozenCorpus(documents, **common).double()
+    out = criterion(**given)
+    expected = slow(given, documents, criterion.log_temperature, positive_in_softmax)
+    torch.testing.assert_close(out.per_anchor, expected.detach(), rtol=1e-9, atol=1e-9)
+    found = gradients(out.loss, criterion, given["left"])
+    for own, other in zip(found, gradients(expected.mean(), criterion, given["left"]), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("positive_in_softmax", [False, True])
+def test_equals_exact_global(documents, small_blocks, positive_in_softmax):
+    """Of left anchors, losses and gradients are those of the oracle, which encodes the corpus."""
+    given = batch(documents)
+    common: dict[str, Any] = {"temperature": 0.05, "positive_in_softmax": positive_in_softmax}
+    oracle = ExactGlobal(num_left=NUM_QUERIES, num_right=NUM_DOCUMENTS, **common).double()
+    queries = unit(torch.randn(NUM_QUERIES, DIM, dtype=torch.float64))
+    exact = oracle(**given, encode=lambda side, ids: (documents if side == "right" else queries)[ids])
+    out = FrozenCorpus(documents, **common).double()(**given)
+    torch.testing.assert_close(out.per_anchor, exact.per_anchor[:NUM_QUERIES], rtol=1e-6, atol=1e-6)
+    # Without the right anchors: their positives are the queries, too.
+    only_left = torch.autograd.grad(out.loss, given["left"])[0]
+    right_side = slow_right(given, queries, positive_in_softmax)
+    both = torch.autograd.grad(exact.loss, given["left"])[0]
+    of_right = torch.autograd.grad(right_side, given["left"])[0]
+    torch.testing.assert_close(only_left, 2 * both - of_right, rtol=1e-6, atol=1e-6)
+
+
+def slow_right(given: dict[str, Tensor], queries: Tensor, positive_in_softmax: bool) -> Tensor:
+    """The mean loss of the right anchors, whose negatives are all other queries."""
+    losses = []
+    for row, document in enumerate(given["right"]):
+        hidden = given["left_id"][given["right_id"] == given["right_id"][row]].tolist()
+        scores = queries @ document / 0.05
+        log_sum = torch.logsumexp(scores[[n for n in range(NUM_QUERIES) if n not in hidden]], dim=0)
+        loss = log_sum - document @ given["left"][row] / 0.05
+        losses.append(torch.nn.functional.softplus(loss) if positive_in_softmax else loss)
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "map", "shards", "tensor"])
+def test_sources_in_half_precision(documents, small_blocks, tmp_path, kind):
+    """Rounded documents are scaled to length one; at τ = 0.005 in single precision nothing overflows."""
+    halves = (3 * documents).half()
+    array = halves.numpy()
+    if kind == "map":
+        np.save(tmp_path / "documents.npy", array)
+        array = np.load(tmp_path / "documents.npy", mmap_mode="r")
+    source = {"shards": ShardedVectors([array[:100], array[100:]]), "tensor": halves}.get(kind, array)
+    given = batch(unit(halves.double()).float())
+    criterion = FrozenCorpus(source, temperature=0.005)
+    out = criterion(**given)
+    double = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
+    log_tau = torch.tensor(0.005, dtype=torch.float64).log()
+    expected = slow(double, unit(halves.double()), log_tau, False)
+    torch.testing.assert_close(out.per_anchor.double(), expected.detach(), rtol=2e-5, atol=2e-5)
+    assert not any(len(value) for value in criterion.state_dict().values() if value.dim())
+    assert copy.deepcopy(criterion).documents.vectors is source
+
+
+def test_several_lengths(documents, small_blocks):
+    """Matryoshka compares the first components of queries and documents, each scaled to length one."""
+    given = batch(documents)
+    criterion = Matryoshka(FrozenCorpus(documents, temperature=0.1), dims=[4, DIM]).double()
+    out = criterion(**given)
+    log_tau = torch.tensor(0.1).double().log()
+    short = slow(given | {"left": unit(given["left"][:, :4])}, unit(documents[:, :4]), log_tau, False)
+    expected = (short + slow(given, documents, log_tau, False)) / 2
+    torch.testing.assert_close(out.per_anchor, expected.detach(), rtol=1e-6, atol=1e-6)
+    found = torch.autograd.grad(out.loss, given["left"])[0]
+    torch.testing.assert_close(found, torch.autograd.grad(expected.mean(), given["left"])[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("positive_in_softmax", [False, True])
+def test_query_without_negatives(positive_in_softmax):
+    """Its loss is −s⁺/τ, as of ExactGlobal, or 0 with the positive in the softmax."""
+    documents = unit(torch.randn(2, 4))
+    left = unit(torch.randn(1, 4)).requires_grad_()
+    criterion = FrozenCorpus(documents, temperature=0.5, positive_in_softmax=positive_in_softmax)
+    both = torch.tensor([[0, 1]])
+    out = criterion(left, documents[:1], torch.tensor([0]), torch.tensor([0]), left_positives=both)
+    expected = -(left * documents[:1]).sum() / 0.5 * (not positive_in_softmax)
+    torch.testing.assert_close(out.loss, expected)
+    found, exact = (torch.autograd.grad(loss, left)[0] for loss in (out.loss, expected))
+    torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"documents": np.zeros(3)}, "documents must be a float array"),
+        ({"documents": np.zeros((3, 2), int)}, "documents must be a float array"),
+        ({"views": True}, "views is True"),
+        ({"num_right": 5}, "num_right is 5, but documents hold 301 rows"),
+    ],
+)
+def test_refused_arguments(documents, arguments, message):
+    with pytest.raises(DualencError, match=f"FrozenCorpus: {message}"):
+        FrozenCorpus(**{"documents": documents} | arguments)
+
+
+def test_documents_in_another_order(documents):
+    """Positives that are not the rows of their ids are refused."""
+    with pytest.raises(DualencError, match="right differs from the documents of right_id"):
+        FrozenCorpus(documents.flip(0)).double()(**batch(documents))
+
+
+def on_a_rank(rank: int, world_size: int, folder: Path, documents: Tensor) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
+    torch.save(own_part(documents), folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def own_part(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """The averaged gradient of a query map (D, D) and log τ by this rank's part of the batch, and the loss."""
+    given = batch(documents)
+    rows = distributed.rank_slice(NUM_QUERIES - 1)  # uneven
+    own = {name: value.detach()[rows] for name, value in given.items()}
+    weight = torch.eye(DIM, dtype=torch.float64).requires_grad_()
+    criterion = FrozenCorpus(documents, temperature=0.1, learnable_temperature=True).double()
+    out = criterion(**own | {"left": unit(own["left"] @ weight)})
+    out.loss.backward()
+    distributed.average_gradients([weight, criterion.log_temperature])
+    found = torch.cat([weight.grad.flatten(), criterion.log_temperature.grad[None]])
+    return found, distributed.all_reduce(out.loss, "mean")
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_gradient_of_one(documents, small_blocks, tmp_path):
+    expected = own_part(documents)
+    mp.start_processes(on_a_rank, (2, tmp_path, documents), nprocs=2, start_method="fork")
+    for rank in range(2):
+        for found, value in zip(torch.load(tmp_path / f"{rank}.pt"), expected, strict=True):
+            torch.testing.assert_close(found, value.detach(), rtol=1e-9, atol=1e-9)
