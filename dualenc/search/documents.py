@@ -1,0 +1,257 @@
+"""Documents that are vectors already: an index, embeddings or a collection as one (N, D) matrix, mapped into memory.
+
+    documents.npy     the vectors in half precision, row by row as the source numbers them
+    documents.json    the fingerprint of that source
+
+Only sources that cannot be mapped as they are need these files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+from tqdm.auto import tqdm
+
+from dualenc import distributed
+from dualenc.checksums import checksums
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.beir import read_corpus
+from dualenc.data.detect import detect
+from dualenc.data.vector_shards import Embeddings, ShardedVectors, is_embeddings
+from dualenc.data.vectors import load_npy
+from dualenc.errors import DualencError
+from dualenc.files import atomic_path, remove, write_json
+from dualenc.reading import read_json_object
+from dualenc.search.build import STORED_TOLERANCE, Database, reason
+from dualenc.search.index import EMBEDDINGS_META, Index, is_index
+from dualenc.search.parts import split
+from dualenc.search.qdrant import BATCH_ROWS, QdrantIndex, is_pushed
+
+VECTORS = "documents.npy"
+NOTE = "documents.json"
+LENGTH_TOLERANCE = 0.01
+"""Relative difference of lengths from which an inner product ranks otherwise than the cosine."""
+SAMPLED_ROWS = 256
+"""In each of 16 places."""
+
+
+class ReadRows:
+    """A matrix (N, D) whose blocks of rows are read when they are sliced."""
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, count: int, dim: int, read: Callable[[range], np.ndarray]) -> None:
+        self.shape = (count, dim)
+        self.read = read
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return self.read(range(len(self))[rows])
+
+
+def open_documents(
+    source: str | Path, work: str | Path | None = None, *, qdrant_path: str | None = None
+) -> Embeddings:
+    """Open the vectors (N, D) that a search compares queries with; the source is only read.
+
+        documents = open_documents("index", "runs/adapted")
+        documents.vectors[:100], documents.ids[:100], documents.meta["model"]
+
+    Vectors are of length one, except those of a compressed index by cosine, which are what its codes stand for.
+
+    Args:
+        source: an index, a folder of embeddings, a BEIR folder whose corpus is vectors, or what `dualenc push` wrote.
+        work: folder for the vectors in half precision, unless they can be mapped where they are; a second call with
+            the same source uses them again.
+        qdrant_path: the store of an embedded Qdrant, see `QdrantIndex.open`.
+
+    Raises:
+        DualencError: the source is corrupt or of another kind, its index gives no vectors back, or its inner products
+            are of vectors of different lengths.
+    """
+    source = Path(source)
+    with ExitStack() as stack:
+        documents, is_ready = _open(source, qdrant_path, stack)
+        if documents.meta["metric"] == "ip" and not is_ready:
+            _check_lengths(documents, source)
+        if isinstance(documents.vectors, ShardedVectors) and (is_ready or _are_unit(documents)):
+            return documents
+        if work is None:
+            raise DualencError(
+                f"{source}: its vectors must be copied to be mapped; name a folder for them"
+            )
+        path = Path(work) / VECTORS
+        if distributed.is_main():
+            _write_once(documents, path, _checksum_of_files(source), scale=not is_ready)
+    distributed.barrier()
+    meta = documents.meta | {"dtype": "float16"} | ({} if is_ready else {"normalized": True})
+    return Embeddings(documents.ids, load_npy(path), meta, documents.snippets, documents.columns)
+
+
+def fingerprint(source: str | Path, *, qdrant_path: str | None = None) -> str:
+    """SHA-256 of the names and contents of a source's files; of a collection by the fingerprint that it stores.
+
+    The arguments are those of `open_documents`.
+    """
+    source = Path(source)
+    if is_pushed(source):
+        # Compares the fingerprint in meta.json with the one in the collection.
+        QdrantIndex.open(source, qdrant_path).close()
+    return _checksum_of_files(source)
+
+
+def _checksum_of_files(source: Path) -> str:
+    pattern = "corpus*" if detect(source) == "beir" else "*"
+    paths = [inner for path in source.glob(pattern) for inner in (path, *path.rglob("*"))]
+    names = sorted({str(path.relative_to(source)) for path in paths if path.is_file()})
+    if not names:
+        raise DualencError(f"{source}: no such folder, or an empty one; name an index or embeddings")
+    digest = hashlib.sha256()
+    for name, checksum in checksums(source, names).items():
+        digest.update(f"{len(name)} {name} {checksum}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _open(source: Path, qdrant_path: str | None, stack: ExitStack) -> tuple[Embeddings, bool]:
+    """The documents of a source, and whether their vectors are compared as they are stored."""
+    if is_pushed(source):
+        index = QdrantIndex.open(source, qdrant_path)
+        stack.callback(index.close)
+        return _of_collection(index), _compares_unit_vectors(index.meta)
+    if qdrant_path is not None:
+        raise DualencError(f"{source}: remembers no engine; leave --qdrant-path out")
+    if not source.is_dir() or is_index(source):
+        opened = Index.open(source)
+        return _of_index(opened, source), _compares_unit_vectors(opened.meta)
+    if is_embeddings(source):
+        embeddings = Embeddings.open(source)
+        embeddings.meta["metric"] = "cosine"
+        return embeddings, bool(embeddings.meta.get("normalized"))
+    if detect(source) != "beir":
+        problem = "no index, embeddings, BEIR folder of vectors or pushed collection"
+        raise DualencError(f"{source}: {problem}; make an index with `dualenc index MODEL DATA`")
+    if (source / "corpus").is_dir():
+        return _open(source / "corpus", None, stack)
+    return _of_table(source), False
+
+
+def _compares_unit_vectors(meta: dict[str, Any]) -> bool:
+    return meta["metric"] == "cosine" or meta.get("output") == "embedding"
+
+
+def _about(meta: dict[str, Any]) -> dict[str, Any]:
+    return {name: meta[name] for name in (*EMBEDDINGS_META, "metric", "dim") if name in meta}
+
+
+def _of_index(index: Index, source: Path) -> Embeddings:
+    base, refine = split(index.faiss)
+    stored: Any = base if refine is None else refine
+    ivf = faiss.try_extract_index_ivf(stored)
+    if isinstance(stored, faiss.IndexPreTransform):
+        for number in range(stored.chain.size()):
+            transform = faiss.downcast_VectorTransform(stored.chain.at(number))
+            # FAISS reads a whitening as orthonormal, and would reverse it wrongly.
+            if isinstance(transform, faiss.LinearTransform):
+                transform.set_is_orthonormal()
+
+    def read(rows: range) -> np.ndarray:
+        try:
+            # FAISS finds a row in inverted lists only with a direct map, which takes 8 bytes per vector.
+            if ivf is not None and ivf.direct_map.no():
+                ivf.make_direct_map(True)
+            return stored.reconstruct_batch(np.asarray(rows))
+        except RuntimeError as error:
+            problem = f"an index of kind {index.meta.get('factory', '?')} gives no vectors back"
+            remedy = "embed the documents, and name that folder"
+            raise DualencError(f"{source}: {problem} ({reason(error)}); {remedy}") from None
+
+    vectors = ReadRows(len(index), index.dim, read)
+    return Embeddings(index.ids, vectors, _about(index.meta), index.snippets, index.columns)
+
+
+def _of_collection(index: QdrantIndex) -> Embeddings:
+    """The points of a collection in the order of their ids, as Qdrant has none of its own."""
+    payloads: list[dict[str, Any]] = []
+    offset = None
+    while not payloads or offset is not None:
+        with index.one_line_errors():
+            points, offset = index.client.scroll(
+                index.collection, limit=BATCH_ROWS, offset=offset, with_payload=["id", "text"]
+            )
+        payloads += [point.payload for point in points]
+    payloads.sort(key=lambda payload: str(payload["id"]))
+    ids = [payload["id"] for payload in payloads]
+    if len(ids) != len(index):
+        problem = f"holds {len(ids)} of {len(index)} vectors"
+        raise DualencError(f"{index.location}: {problem}; run the same `dualenc push` again")
+    snippets = [payload.get("text", "") for payload in payloads] if index.has_snippets else None
+
+    def read(rows: range) -> np.ndarray:
+        starts = range(rows.start, rows.stop, BATCH_ROWS)
+        batches = [ids[start : min(start + BATCH_ROWS, rows.stop)] for start in starts]
+        return np.concatenate([index.vectors(batch) for batch in batches])
+
+    return Embeddings(ids, ReadRows(len(ids), index.dim, read), _about(index.meta), snippets)
+
+
+def _of_table(source: Path) -> Embeddings:
+    """The vectors of corpus.parquet in a BEIR folder."""
+    bad_rows = BadRows(source)
+    corpus = read_corpus(source, bad_rows=bad_rows)
+    if corpus.modality != "vector":
+        raise DualencError(
+            f"{source}: its corpus is texts; index them with `dualenc index MODEL {source}`"
+        )
+    bad_rows.report()
+
+    def read(rows: range) -> np.ndarray:
+        return np.stack([corpus.items[row] for row in rows])
+
+    vectors = ReadRows(len(corpus), len(corpus.items[0]), read)
+    return Embeddings(
+        corpus.ids, vectors, {"metric": "cosine", "modality": "vector"}, None, corpus.columns
+    )
+
+
+def _check_lengths(documents: Embeddings, source: Path) -> None:
+    starts = np.linspace(0, max(len(documents) - SAMPLED_ROWS, 0), 16).astype(int).tolist()
+    blocks = [documents.vectors[start : start + SAMPLED_ROWS] for start in starts]
+    lengths = np.linalg.norm(np.concatenate(blocks), axis=1)
+    if lengths.max() > (1 + LENGTH_TOLERANCE) * lengths.min():
+        problem = f"compares by inner product, and lengths are {lengths.min():.3g} to {lengths.max():.3g}"
+        raise DualencError(f"{source}: {problem}; index the vectors with --metric cosine")
+
+
+def _are_unit(documents: Embeddings) -> bool:
+    squares = (np.einsum("nd,nd->n", block, block) for block in documents.blocks())
+    return all((np.abs(block - 1) <= STORED_TOLERANCE).all() for block in squares)
+
+
+def _write_once(documents: Embeddings, path: Path, source: str, *, scale: bool) -> None:
+    """Write the vectors as float16, scaled to length one or as they are, unless they are there already."""
+    note = path.with_name(NOTE)
+    if note.is_file() and path.is_file() and read_json_object(note).get("source") == source:
+        return
+    # Without the note first: after a kill it must not describe other vectors.
+    remove(note)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {"descr": "<f2", "fortran_order": False, "shape": (len(documents), documents.dim)}
+    blocks = Database(documents, "cosine" if scale else "ip").blocks()
+    with (
+        tqdm(total=len(documents), desc="documents", unit=" vectors", delay=2) as bar,
+        atomic_path(path) as part,
+        open(part, "wb") as stream,
+    ):
+        np.lib.format.write_array_header_1_0(stream, header)
+        for block in blocks:
+            stream.write(block.astype(np.float16).tobytes())
+            bar.update(len(block))
+    write_json(note, {"source": source})
