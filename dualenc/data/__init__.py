@@ -1,6 +1,7 @@
 """Reading: training pairs, corpora to embed and image views, from every supported format."""
 
 from dualenc.data.beir import BeirPairs, read_beir
+from dualenc.data.clicks import IndexPairs, split_by_documents
 from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import Pair, PairDataset
@@ -25,6 +26,7 @@ __all__ = [
     "ImageFolderPairs",
     "ImageFolderViews",
     "ImageViews",
+    "IndexPairs",
     "Items",
     "MinedPairs",
     "Mixture",
@@ -42,4 +44,5 @@ __all__ = [
     "open_image",
     "open_pairs",
     "read_beir",
+    "split_by_documents",
 ]

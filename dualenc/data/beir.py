@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,6 +114,16 @@ def read_beir(
             take the place of texts, as for `BeirPairs`, whose arguments the others are.
     """
     folder = Path(folder)
+    bad_rows = BadRows(folder, on_error)
+    check_split(folder, split)
+    corpus = read_corpus(folder, "corpus", titles=titles, bad_rows=bad_rows)
+    queries, qrels = read_judged_queries(folder, split, corpus.ids, bad_rows)
+    corpus.skipped = bad_rows.report()
+    return RetrievalSet(queries, corpus, qrels)
+
+
+def check_split(folder: Path, split: str) -> Path:
+    """The qrels file of a split; a `DualencError` if there is none."""
     if not folder.is_dir():
         raise DualencError(
             f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/"
@@ -122,12 +132,17 @@ def read_beir(
     if split not in splits:
         available = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
         raise DualencError(f"{folder}: no split {split!r}; {available}")
-    file = folder / "qrels" / f"{split}.tsv"
-    bad_rows = BadRows(folder, on_error)
-    corpus = read_corpus(folder, "corpus", titles=titles, bad_rows=bad_rows)
+    return folder / "qrels" / f"{split}.tsv"
+
+
+def read_judged_queries(
+    folder: Path, split: str, document_ids: Iterable[str], bad_rows: BadRows
+) -> tuple[Corpus, dict[str, dict[str, int]]]:
+    """The queries of a BEIR folder that a split judges, and its judgements; no documents are read."""
+    file = check_split(folder, split)
     queries = read_corpus(folder, "queries", bad_rows=bad_rows)
     query_row = {name: row for row, name in enumerate(queries.ids)}
-    documents = set(corpus.ids)
+    documents = set(document_ids)
     qrels: dict[str, dict[str, int]] = {}
     for line, query, document, grade in read_judgements(file, bad_rows):
         if query not in query_row:
@@ -140,10 +155,9 @@ def read_beir(
             bad_rows.add(reason, f"{file}:{line}", f"{document!r} is missing")
         qrels.setdefault(query, {})[document] = grade
     bad_rows.require(len(qrels), "judgement")
-    corpus.skipped = bad_rows.report()
     # In the order of queries.jsonl, so that the result does not depend on the order of the judgements.
     rows = sorted(query_row[query] for query in qrels)
-    return RetrievalSet(queries.take(rows), corpus, qrels)
+    return queries.take(rows), qrels
 
 
 def read_corpus(

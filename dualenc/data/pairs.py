@@ -114,6 +114,7 @@ class PairDataset:
             if self.negative_scores is not None:
                 self.negative_scores = self.negative_scores[first]
         self._positives: dict[Side, Ragged] = {}
+        self._positives_of: PairDataset | None = None
 
     @property
     def num_left(self) -> int:
@@ -193,6 +194,8 @@ class PairDataset:
 
     def positives(self, side: Side, ids: np.ndarray) -> np.ndarray:
         """All opposite-side ids that are positive with each id (n,) of a side: (n, K), ascending, padded by -1."""
+        if self._positives_of is not None:
+            return self._positives_of.positives(side, ids)
         if side not in self._positives:
             partners = self.item_ids("right" if side == "left" else "left")
             self._positives[side] = Ragged.from_pairs(self.item_ids(side), partners, len(self.items(side)))
@@ -207,10 +210,10 @@ class PairDataset:
             raise DualencError(
                 f"{len(items)} left items cannot be split by {share}; give a share between 0 and 1"
             )
-        return self._among(np.flatnonzero(~in_share)), self._among(np.flatnonzero(in_share))
+        return self.take(np.flatnonzero(~in_share)), self.take(np.flatnonzero(in_share))
 
-    def _among(self, rows: np.ndarray) -> PairDataset:
-        """The pairs at these rows (n,)."""
+    def take(self, rows: np.ndarray, positives_of: PairDataset | None = None) -> PairDataset:
+        """The pairs at these rows (n,) over the same items; `positives_of` knows more positives than these pairs."""
         part = copy.copy(self)
         part.left_id = self.left_id[rows]
         part.right_id = self.right_id[rows]
@@ -223,6 +226,7 @@ class PairDataset:
                     self.negatives._replace(values=self.negative_scores).take(rows).values
                 )
         part._positives = {}
+        part._positives_of = positives_of
         return part
 
     def pair_counts(self, side: Side) -> np.ndarray:

@@ -1,0 +1,239 @@
+"""Clicks: queries with the ids of their relevant documents, whose vectors are there, and their split by documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.beir import read_corpus, read_judgements
+from dualenc.data.columns import Column, read_column
+from dualenc.data.corpus import Corpus
+from dualenc.data.detect import detect
+from dualenc.data.item_lists import Picked, VectorItems, number_distinct
+from dualenc.data.line_tables import ColumnKind
+from dualenc.data.pairs import PairDataset
+from dualenc.data.ragged import Ragged
+from dualenc.data.tables import default_column, open_table, peek_columns
+from dualenc.data.vector_shards import Embeddings
+from dualenc.errors import DualencError
+from dualenc.types import Items, Modality, OnError
+
+QUERY_NAMES = ("query", "question", "q", "search", "anchor", "text", "vector", "embedding")
+DOCUMENT_NAMES = (
+    *("document", "document_id", "doc_id", "docid", "doc", "corpus-id", "corpus_id", "passage_id"),
+    *("item_id", "item", "product_id", "positive", "positives", "clicked", "id", "_id"),
+)
+
+
+class Judged(NamedTuple):
+    """Q queries, and P pairs of a query's row and a document's row."""
+
+    queries: Items
+    modality: Modality
+    left_id: np.ndarray
+    right_id: np.ndarray
+
+
+class IndexPairs(PairDataset):
+    """Queries with their relevant documents among vectors that are there: clicks, judgements, questions with answers.
+
+        IndexPairs("clicks.csv", open_documents("index"))
+
+    Left items are the distinct queries, right items the vectors of all N documents, in their order: each of them is a
+    candidate of the loss. Ids that are not among the documents are left out, counted and reported.
+
+    Args:
+        source: table with a query (a text, or a vector) and a document's id, or a list of ids, in each row; several
+            rows of a query are several positives. Or a BEIR folder: queries.jsonl (or vectors) and qrels/SPLIT.tsv.
+        documents: N vectors with ids, see `dualenc.search.open_documents`.
+        query_column: of a table, where it has no usual name.
+        document_column: the same, of the ids.
+        split: of a BEIR folder, a folder of tables or a hub name; of a table a slice such as train[:90%].
+        on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        documents: Embeddings,
+        *,
+        query_column: str | None = None,
+        document_column: str | None = None,
+        split: str = "train",
+        on_error: OnError = "skip",
+    ) -> None:
+        bad_rows = BadRows(source, on_error)
+        if detect(source) == "beir":
+            judged = _read_beir(Path(source), split, documents, bad_rows)
+        else:
+            judged = _read_table(str(source), split, query_column, document_column, documents, bad_rows)
+        # The same pair twice, as of two clicks, is one pair.
+        pairs = np.stack([judged.left_id, judged.right_id], axis=1)
+        _, first = np.unique(pairs, axis=0, return_index=True)
+        pairs = pairs[np.sort(first)]
+        super().__init__(
+            judged.queries,
+            VectorItems(documents.vectors),
+            pairs[:, 0],
+            pairs[:, 1],
+            left_modality=judged.modality,
+            right_modality="vector",
+        )
+        self.documents = documents
+        self.skipped = bad_rows.report()
+
+
+def _read_table(
+    source: str,
+    split: str,
+    query_column: str | None,
+    document_column: str | None,
+    documents: Embeddings,
+    bad_rows: BadRows,
+) -> Judged:
+    """The queries and the documents' rows of a table."""
+    kinds = peek_columns(source, split)
+    query = query_column or default_column(source, kinds, QUERY_NAMES, "query_column")
+    names = document_column or default_column(source, kinds, DOCUMENT_NAMES, "document_column", but=query)
+    is_vector = kinds.get(query) == "vector"
+    to_read: dict[str, ColumnKind] = {query: "vector" if is_vector else "value", names: "list"}
+    table = open_table(source, to_read, bad_rows, split=split)
+    queries = read_column(table, query, "vector" if is_vector else "text")
+    if queries.is_list:
+        raise DualencError(f"{source}: column {query!r} holds lists; name one with a query in each row")
+    queries.skip(~queries.usable())
+    ids = Column(table, names, "text", lists=True)
+    document_rows = _document_rows(ids, documents)
+    if len(document_rows) and not (document_rows >= 0).any():
+        shown = f"{str(ids[0])[:60]!r}, and the documents' are such as {documents.ids[0][:60]!r}"
+        problem = f"no id of column {names!r} is among the documents (the first is {shown})"
+        raise DualencError(f"{source}: {problem}; name the column of ids")
+    rows = ids.rows
+    table.skip_rows(
+        f"no id in column {names!r}",
+        np.setdiff1d(np.arange(len(table)), rows),
+        "fill it in or remove the row",
+    )
+    is_query = queries.usable()[rows]
+    missing = is_query & (document_rows < 0)
+    table.skip_rows("id that is not among the documents", rows[missing], f"correct column {names!r}")
+    is_pair = is_query & (document_rows >= 0)
+    bad_rows.require(int(is_pair.sum()), "pair")
+    used, place = np.unique(rows[is_pair], return_inverse=True)
+    first, number = number_distinct(queries.keys.__getitem__, used)
+    return Judged(Picked(queries.items, first), queries.modality, number[place], document_rows[is_pair])
+
+
+def _document_rows(ids: Column, documents: Embeddings) -> np.ndarray:
+    """The document's row of each id, -1 for an id that is not among the documents."""
+    names = ["" if value is None else str(value) for value in ids.values()]
+    rows = documents.rows_of(names)
+    # Beside missing ids pandas writes id 7 as 7.0.
+    whole = documents.rows_of([name.removesuffix(".0") for name in names])
+    return np.where(rows < 0, whole, rows)
+
+
+def _read_beir(folder: Path, split: str, documents: Embeddings, bad_rows: BadRows) -> Judged:
+    """The queries of a BEIR folder that a split judges, with the rows of their relevant documents."""
+    file = folder / "qrels" / f"{split}.tsv"
+    if not file.is_file():
+        raise DualencError(f"{file}: no such file; name another split")
+    queries: Corpus = read_corpus(folder, "queries", bad_rows=bad_rows)
+    query_row = {name: row for row, name in enumerate(queries.ids)}
+    judgements = [entry for entry in read_judgements(file, bad_rows) if entry.grade >= 1]
+    document_rows = documents.rows_of([entry.document for entry in judgements])
+    query_rows = []
+    right_id = []
+    for entry, row in zip(judgements, document_rows.tolist(), strict=True):
+        position = f"{file}:{entry.line}"
+        if entry.query not in query_row:
+            bad_rows.add("judgement of an unknown query", position, f"{entry.query!r} is not a query")
+        elif row < 0:
+            bad_rows.add("id that is not among the documents", position, f"{entry.document!r} is missing")
+        else:
+            query_rows.append(query_row[entry.query])
+            right_id.append(row)
+    bad_rows.require(len(right_id), "pair")
+    used, left_id = np.unique(query_rows, return_inverse=True)
+    return Judged(queries.take(used).items, queries.modality, left_id, np.array(right_id))
+
+
+class DocumentSplit(NamedTuple):
+    """Pairs to train on, and held-out queries whose documents are in no training pair (new), or in one (known).
+
+    Where there is no query to hold out, the part is None.
+    """
+
+    train: PairDataset
+    new: PairDataset | None
+    known: PairDataset | None
+
+
+def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 0) -> DocumentSplit:
+    """Hold out queries by their documents: what a query model learns of new documents is known from queries alone
+    whose documents no training pair names.
+
+    Queries are drawn until the pairs of their documents, which leave the training with them, are about a `share` of
+    all; a query whose documents have more pairs than that is passed over. Of what is left, as many queries are drawn
+    whose documents have other queries in training.
+
+    Args:
+        pairs: divided.
+        share: of the pairs, in [0, 1).
+        most: queries of either part at most.
+        seed: of the draw.
+    """
+    order = np.random.default_rng(seed).permutation(np.unique(pairs.left_id)).tolist()
+    documents = Ragged.from_pairs(pairs.left_id, pairs.right_id, pairs.num_left)
+    num_pairs = np.bincount(pairs.right_id, minlength=pairs.num_right)
+    new = _draw_new(order, documents, num_pairs, share * len(pairs), most)
+    is_held_out = np.zeros(pairs.num_right, dtype=bool)
+    is_held_out[documents.take(np.array(new, dtype=np.int64)).values] = True
+    is_new = np.isin(pairs.left_id, new)
+    rest = ~is_held_out[pairs.right_id]
+    # A query with documents of both parts trains by those that stay, and is no measure of either.
+    is_whole = np.bincount(pairs.left_id, ~rest, pairs.num_left) == 0
+    remaining = np.bincount(pairs.right_id[rest], minlength=pairs.num_right)
+    candidates = [query for query in order if is_whole[query] and len(documents.row(query))]
+    known = _draw_known(candidates, documents, remaining, len(new))
+    is_known = np.isin(pairs.left_id, known)
+    return DocumentSplit(
+        pairs.take(np.flatnonzero(rest & ~is_known), positives_of=pairs),
+        pairs.take(np.flatnonzero(is_new)) if new else None,
+        pairs.take(np.flatnonzero(is_known)) if known else None,
+    )
+
+
+def _draw_new(
+    order: list[int], documents: Ragged, num_pairs: np.ndarray, budget: float, most: int
+) -> list[int]:
+    """Queries whose documents have at most `budget` pairs together."""
+    drawn: list[int] = []
+    taken: set[int] = set()
+    for query in order:
+        if len(drawn) == most or budget < 1:
+            break
+        added = set(documents.row(query).tolist()) - taken
+        cost = num_pairs[list(added)].sum()
+        if cost <= budget:
+            budget -= cost
+            taken |= added
+            drawn.append(query)
+    return drawn
+
+
+def _draw_known(order: list[int], documents: Ragged, num_pairs: np.ndarray, most: int) -> list[int]:
+    """Queries each of whose documents keeps a pair of another query."""
+    remaining = num_pairs.copy()
+    drawn: list[int] = []
+    for query in order:
+        own = documents.row(query)
+        if len(drawn) == most:
+            break
+        if (remaining[own] > 1).all():
+            remaining[own] -= 1
+            drawn.append(query)
+    return drawn
