@@ -69,7 +69,13 @@ def read_json_object(source: StrPath, kinds: Mapping[str, Any] | None = None) ->
     value = read_json(source)
     if not isinstance(value, dict):
         raise DualencError(f"{source}: holds {_KINDS[type(value)]} instead of an object; write it again")
-    for name, required in (kinds or {}).items():
+    check_fields(value, kinds or {}, source)
+    return value
+
+
+def check_fields(value: Mapping[str, Any], kinds: Mapping[str, Any], source: StrPath) -> None:
+    """Refuse an object of JSON that lacks a name, or has a value of another type; `kinds` as of `read_json_object`."""
+    for name, required in kinds.items():
         if name not in value:
             raise DualencError(f"{source}: lacks {name!r}; write it again")
         allowed = required if isinstance(required, tuple) else (required,)
@@ -77,5 +83,5 @@ def read_json_object(source: StrPath, kinds: Mapping[str, Any] | None = None) ->
         kind = type(value[name])
         if kind not in allowed:
             expected = " or ".join(_KINDS[each] for each in allowed)
-            raise DualencError(f"{source}: {name!r} is {_KINDS[kind]}, not {expected}; write it again")
-    return value
+            actual = _KINDS.get(kind, kind.__name__)
+            raise DualencError(f"{source}: {name!r} is {actual}, not {expected}; write it again")

@@ -41,6 +41,7 @@ _COMMAND_OF = {
     "image-text": "`dualenc evaluate image-text` or `zero-shot`",
     "image": "`dualenc evaluate probe` or `corrupted`",
     "vector": "`dualenc evaluate retrieval`",
+    "query-index": "`dualenc evaluate retrieval`",
 }
 
 RESULT = "metrics.json"

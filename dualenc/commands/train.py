@@ -17,6 +17,7 @@ STAND_IN = "DATA"  # where the recipe names no data that a following command cou
 _EVALUATIONS = {
     "query-document": "retrieval",
     "vector": "retrieval",
+    "query-index": "retrieval",
     "image-text": "image-text",
     "image": "probe",
 }

@@ -3,6 +3,7 @@
 # transformers, open_clip, timm and peft take seconds to import, so the functions that use them import them.
 from dualenc.encoders.batchnorm import BatchStatistics
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
+from dualenc.encoders.frozen import FrozenTower, IndexEncoder, interpolate, with_map
 from dualenc.encoders.image import ImageEncoder
 from dualenc.encoders.image_text import ImageTextEncoder
 from dualenc.encoders.load import load_model
@@ -14,14 +15,18 @@ from dualenc.encoders.vision_text import VisionTextEncoder
 __all__ = [
     "BatchStatistics",
     "DualEncoder",
+    "FrozenTower",
     "ImageEncoder",
     "ImageTextEncoder",
+    "IndexEncoder",
     "Prepare",
     "TextEncoder",
     "Tower",
     "VectorEncoder",
     "VisionTextEncoder",
+    "interpolate",
     "load_model",
     "load_tokenizer",
     "train_tokenizer",
+    "with_map",
 ]

@@ -20,6 +20,7 @@ LIBRARIES = {
     "vision-text": ("transformers", "zero-shot-image-classification", ("clip",)),
     "image": ("timm", "image-feature-extraction", ("image-feature-extraction",)),
     "vector": ("dualenc", "feature-extraction", ()),
+    "query-index": ("sentence-transformers", "sentence-similarity", ("feature-extraction",)),
 }
 """Library, pipeline of the hub and further tags of each format of model folders."""
 
@@ -35,7 +36,7 @@ def render_card(
     *,
     model_format: str,
     usage: str,
-    items: str,
+    example: str,
     on_hub: bool = False,
 ) -> str:
     """The text of a model folder's README.md; of absolute paths only the last part is shown.
@@ -60,7 +61,7 @@ def render_card(
         facts={"Kind": facts["Kind"], "Format": library, **facts},
         sections=_sections(card),
         usage=usage,
-        items=items,
+        example=example,
         on_hub=on_hub,
         # Jinja's own escaping is for HTML, which leaves Markdown's links, tables and code as they are.
         inline=_inline,

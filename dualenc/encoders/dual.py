@@ -25,7 +25,7 @@ from dualenc.types import Inputs, Modality, Side
 
 SIDES: tuple[Side, Side] = ("left", "right")
 
-Kind = Literal["image-text", "query-document", "image", "vector"]
+Kind = Literal["image-text", "query-document", "image", "vector", "query-index"]
 
 DUALENC_FILE = "dualenc.json"
 """What a model folder says beyond its ecosystem's own files; absent where there is nothing to add."""
@@ -107,6 +107,7 @@ class DualEncoder(nn.Module):
     left: Tower
     right: Tower
     ecosystem: str | None = None  # the folder's format, one of `card.LIBRARIES`; None: as the kind
+    example_side: Side = "right"  # of the model card's example
     usage: str | None = None  # the example of the model card's template; None: as the format
     base: Mapping[str, str] = MappingProxyType(
         {}
@@ -245,6 +246,7 @@ class DualEncoder(nn.Module):
 
     def model_card(self, name: str, card: Mapping[str, Any], on_hub: bool = False) -> str:
         """The text of the model folder's README.md; the arguments are those of `render_card`."""
+        side = self.example_side
         items = {"text": '["a text"]', "image": "images", "vector": "rows_of_an_array"}
         return render_card(
             name,
@@ -256,7 +258,7 @@ class DualEncoder(nn.Module):
             {**self.base, **card},
             model_format=self.ecosystem or self.kind,
             usage=self.usage or self.ecosystem or self.kind,
-            items=items[self.right.modality],
+            example=f'{items[self.tower(side).modality]}, "{side}"',
             on_hub=on_hub,
         )
 

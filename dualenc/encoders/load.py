@@ -10,6 +10,7 @@ import torch
 
 from dualenc.encoders import image, image_text
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Kind
+from dualenc.encoders.frozen import IndexEncoder
 from dualenc.encoders.hub import looks_like_path, model_folder
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import VectorEncoder
@@ -56,6 +57,8 @@ def _load_folder(folder: Path) -> DualEncoder:
         return image.ImageEncoder.from_folder(folder)
     if kind == "vector":
         return VectorEncoder.from_folder(folder)
+    if kind == "query-index":
+        return IndexEncoder.from_folder(folder)
     if kind == "query-document":
         return TextEncoder(str(folder))
     if (folder / "open_clip_config.json").is_file():

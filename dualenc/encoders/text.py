@@ -30,6 +30,7 @@ from dualenc.encoders.sentence_folder import (
 from dualenc.encoders.tokenizer import TokenCache, Tokens, load_tokenizer, lower_casing, save_tokenizer
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
+from dualenc.reading import read_json_object
 from dualenc.types import Inputs, Pooling
 
 if TYPE_CHECKING:
@@ -119,6 +120,13 @@ class TextEncoder(DualEncoder):
             for role, tower, prompt in zip(ROLES, (self.left, self.right), pair):
                 self.prompts[f"{name}_{role}"] = tower.prepare.prompt + prompt
 
+    def with_towers(self, left: TextTower, right: TextTower) -> TextEncoder:
+        """A model of two other towers, with the prompts and the card's facts of this one."""
+        model = copy.copy(self)
+        DualEncoder.__init__(model, left, right, kind=self.kind)
+        model.usage = None if model.shares_weights else f"{self.kind}, separate"
+        return model
+
     def write(self, folder: Path) -> None:
         """Write one sentence-transformers folder if the weights are shared, else one below for each side."""
         towers = dict(zip(ROLES, (self.left, self.right)))
@@ -129,8 +137,11 @@ class TextEncoder(DualEncoder):
         write_json(folder / DUALENC_FILE, {"kind": self.kind, "towers": list(ROLES)})
         for role, tower in towers.items():
             (folder / role).mkdir()
-            further = {name: prompt for name, prompt in self.prompts.items() if name.endswith(f"_{role}")}
-            tower.write({**further, role: prompts[role]}, role, folder / role)
+            tower.write({**self.prompts_of(role), role: prompts[role]}, role, folder / role)
+
+    def prompts_of(self, role: str) -> dict[str, str]:
+        """The named prompts of one side, `NAME_query` or `NAME_document`."""
+        return {name: prompt for name, prompt in self.prompts.items() if name.endswith(f"_{role}")}
 
 
 class TextPrepare(Prepare):
@@ -310,11 +321,17 @@ def _open_sources(
             "both name and config are given: leave one out, config is for starting from scratch"
         )
     folder = model_folder(name)
-    if not (folder / DUALENC_FILE).is_file():
+    if not _has_separate_towers(folder):
         return [_read_source(folder, tokenizer) for _ in range(count)]
     if shared:
         raise DualencError(f"{folder}: its towers are separate, so shared cannot be true; leave it out")
     return [_read_source(folder / role, tokenizer) for role in ROLES]
+
+
+def _has_separate_towers(folder: Path) -> bool:
+    """Whether each side has a folder of its own; an encoder of queries over an index has one tower."""
+    path = folder / DUALENC_FILE
+    return path.is_file() and read_json_object(path).get("kind") != "query-index"
 
 
 def _read_source(folder: Path, tokenizer: str | PreTrainedTokenizerBase | None) -> _Source:

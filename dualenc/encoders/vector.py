@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dualenc.encoders.dense import Dense, Normalize
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.hub import load_weights, save_weights
 from dualenc.errors import DualencError, explain
@@ -23,7 +24,7 @@ WEIGHTS_FILE = "model.safetensors"
 MAX_DIM = 1 << 20
 """Larger sizes of layers are mistakes."""
 
-TowerKind = Literal["linear", "mlp", "identity"]
+TowerKind = Literal["linear", "mlp", "identity", "dense"]
 
 
 class VectorEncoder(DualEncoder):
@@ -35,7 +36,8 @@ class VectorEncoder(DualEncoder):
     Args:
         input_dim: size of the left vectors; recipes fill it in.
         tower: "linear": a matrix and a bias; "mlp": the same vectors plus a perceptron of one hidden layer on them
-            (a matrix instead where the sizes differ); "identity": the vectors as they are.
+            (a matrix instead where the sizes differ); "dense": likewise, without a LayerNorm before the perceptron, so
+            that sentence-transformers has modules for it; "identity": the vectors as they are.
         dim: D, size of the embeddings; by default that of the right vectors.
         hidden: width of the perceptron; by default twice the size of the larger input.
         right_tower: kind of the right tower; by default as the left one. With "identity" only queries are adapted, and
@@ -110,13 +112,13 @@ class VectorEncoder(DualEncoder):
 
 
 class VectorTower(Tower):
-    """Vectors (B, input_dim) of any length to (B, D) unit-norm float32; `hidden` is the width of an "mlp"."""
+    """Vectors (B, input_dim) of any length to (B, D) unit-norm float32; `hidden` is the width of "mlp" and "dense"."""
 
     modality = "vector"
 
     def __init__(self, kind: TowerKind, input_dim: int, dim: int, hidden: int | None) -> None:
         super().__init__()
-        hidden = hidden if kind == "mlp" else None
+        hidden = hidden if kind in ("mlp", "dense") else None
         for name, size in (("input_dim", input_dim), ("dim", dim), ("hidden", hidden)):
             if size is not None and (not isinstance(size, int) or not 1 <= size <= MAX_DIM):
                 raise DualencError(f"{name} is {size!r}; give a whole number from 1 to {MAX_DIM:,}")
@@ -133,7 +135,7 @@ class VectorTower(Tower):
         if kind == "linear":
             self.map = _near_identity(input_dim, dim, bias=True)
         elif hidden is not None:
-            self.map = Residual(input_dim, hidden, dim)
+            self.map = Residual(input_dim, hidden, dim, normed=kind == "mlp")
         # An identity has no weight that would tell which device to work on.
         self.register_buffer("place", torch.empty(0), persistent=False)
 
@@ -141,15 +143,30 @@ class VectorTower(Tower):
         """Map B vectors to (B, D) unit-norm float32."""
         return unit_norm(self.map(unit_norm(inputs["vector"])))
 
+    def as_modules(self) -> list[nn.Module]:
+        """The map as modules that sentence-transformers has: vectors (B, input_dim) to unit vectors (B, D).
+
+        The weights are copies. Raises `DualencError` for "mlp", whose LayerNorm has no place among them.
+        """
+        layers: list[nn.Module] = []
+        if isinstance(self.map, nn.Linear):
+            layers = [_dense(self.map.weight, self.map.bias, nn.Identity())]
+        elif isinstance(self.map, Residual):
+            layers = self.map.as_dense()
+        return [Normalize(), *layers, Normalize()]
+
 
 class Residual(nn.Module):
-    """x ↦ √d·Sx + W₂ gelu(W₁ norm(x)); S is the identity, or a matrix where the sizes differ; W₂ begins at zero."""
+    """x ↦ √d·Sx + W₂ gelu(W₁ norm(x)); S is the identity, or a matrix where the sizes differ; W₂ begins at zero.
 
-    def __init__(self, input_dim: int, hidden: int, dim: int) -> None:
+    norm is a LayerNorm if `normed`, otherwise √d·x.
+    """
+
+    def __init__(self, input_dim: int, hidden: int, dim: int, normed: bool) -> None:
         super().__init__()
         self.skip = nn.Identity() if input_dim == dim else _near_identity(input_dim, dim, bias=False)
         self.scale = math.sqrt(input_dim)
-        self.norm = nn.LayerNorm(input_dim)
+        self.norm = nn.LayerNorm(input_dim) if normed else None
         self.up = nn.Linear(input_dim, hidden)
         self.down = nn.Linear(hidden, dim)
         nn.init.zeros_(self.down.weight)
@@ -157,8 +174,34 @@ class Residual(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Map vectors (B, input_dim) to (B, D)."""
-        change: Tensor = self.down(nn.functional.gelu(self.up(self.norm(vectors))))
+        inputs = self.scale * vectors if self.norm is None else self.norm(vectors)
+        change: Tensor = self.down(nn.functional.gelu(self.up(inputs)))
         return self.scale * self.skip(vectors) + change
+
+    def as_dense(self) -> list[nn.Module]:
+        """Two Dense modules: gelu(z) − gelu(−z) = z, so the skip connection is 2·D more hidden units."""
+        if self.norm is not None:
+            raise DualencError(
+                "a tower of kind mlp cannot be written as sentence-transformers modules; train one of kind dense"
+            )
+        device = self.down.weight.device
+        identity = torch.eye(self.down.out_features, device=device)
+        skip = self.skip.weight if isinstance(self.skip, nn.Linear) else identity
+        zeros = torch.zeros(2 * self.down.out_features, device=device)
+        up = self.scale * torch.cat([self.up.weight, skip, -skip])
+        down = torch.cat([self.down.weight, identity, -identity], dim=1)
+        return [
+            _dense(up, torch.cat([self.up.bias, zeros]), nn.GELU()),
+            _dense(down, self.down.bias, nn.Identity()),
+        ]
+
+
+def _dense(weight: Tensor, bias: Tensor, activation: nn.Module) -> Dense:
+    """A Dense module with copies of a weight (D, input_dim) and a bias (D,)."""
+    dim, input_dim = weight.shape
+    dense = Dense(input_dim, dim, True, activation).to(weight.device)
+    dense.linear.load_state_dict({"weight": weight, "bias": bias})
+    return dense
 
 
 def _near_identity(input_dim: int, dim: int, bias: bool) -> nn.Linear:

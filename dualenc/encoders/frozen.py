@@ -1,0 +1,251 @@
+"""Encoders of queries over an index: documents are vectors already, and are never encoded again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder
+from dualenc.encoders.lora import merged_state
+from dualenc.encoders.text import TextEncoder, TextTower
+from dualenc.encoders.vector import VectorEncoder, VectorTower
+from dualenc.errors import DualencError
+from dualenc.files import write_json
+from dualenc.reading import check_fields, read_json_object
+from dualenc.types import Side
+
+TRAINED_FILE = "trained_documents.json"
+"""The ids of the documents that were relevant in training."""
+VECTOR_FOLDER = "queries"
+"""The adapter of query vectors, inside the folder of its model."""
+
+DOCUMENT_FACTS = {
+    "model": (str, NoneType),
+    "model_checksum": (str, NoneType),
+    "side": str,
+    "dim": int,
+    "metric": str,
+}
+"""The facts that a model knows of its documents, with the types of their values."""
+
+
+class FrozenTower(VectorTower):
+    """The tower of documents that are vectors already: scales (B, dim) to length one; no weights."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__("identity", dim, dim, None)
+
+
+class IndexEncoder(DualEncoder):
+    """A query tower over the document vectors of an index, which training leaves as they are.
+
+        index_facts = {"model": "me/base", "model_checksum": None, "side": "right", "dim": 384, "metric": "cosine"}
+        IndexEncoder(TextEncoder("me/base"), index_facts)
+
+    Args:
+        queries: a text or vector encoder; its left tower is trained, its right one is not used. Where the index holds
+            only the first components of a text model's vectors, the tower is cut to them (`truncate_dim`).
+        documents: facts about the document vectors: "model" and "model_checksum" of the encoder that made them (or
+            None), "side" ("left" or "right"), "dim", and "metric" ("cosine" or "ip").
+
+    Attributes:
+        documents: the facts.
+        trained_ids: ids of the documents that were relevant in training; saved with the model.
+
+    Raises:
+        DualencError: queries are neither texts nor vectors, or have another size than the documents.
+    """
+
+    left: TextTower | VectorTower
+    right: FrozenTower
+    example_side = "left"
+
+    def __init__(self, queries: DualEncoder, documents: Mapping[str, Any]) -> None:
+        check_fields(documents, DOCUMENT_FACTS, "documents")
+        for name, allowed in (("side", ("left", "right")), ("metric", ("cosine", "ip"))):
+            if documents[name] not in allowed:
+                raise DualencError(
+                    f"documents: {name} is {documents[name][:40]!r}; give {' or '.join(allowed)}"
+                )
+        dim = documents["dim"]
+        left = queries.left
+        if not isinstance(left, TextTower | VectorTower):
+            raise DualencError(f"queries are {left.modality}s; give an encoder of texts or vectors")
+        right = FrozenTower(dim)
+        if isinstance(left, TextTower) and dim < left.dim:
+            left = _rebuilt(left, list(left.head), truncate_dim=dim)
+        if left.dim != dim:
+            raise DualencError(
+                f"the index holds vectors of {dim} numbers, but the query model gives {left.dim}; see with_map"
+            )
+        super().__init__(left, right, kind="query-index")
+        self.documents: dict[str, Any] = dict(documents)
+        self.trained_ids: list[str] = []
+        self.base = queries.base
+        self.prompts = queries.prompts_of("query") if isinstance(queries, TextEncoder) else {}
+        if isinstance(left, VectorTower):
+            self.ecosystem = "vector"
+            self.usage = "query-index, vectors"
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> IndexEncoder:
+        """Load a folder that `save` wrote."""
+        path = folder / DUALENC_FILE
+        config = read_json_object(path, {"queries": str, "documents": dict})
+        trained_ids = read_json_object(folder / TRAINED_FILE, {"ids": list})["ids"]
+        if not all(isinstance(document_id, str) for document_id in trained_ids):
+            raise DualencError(f"{folder / TRAINED_FILE}: ids must be texts; save the model again")
+        queries: DualEncoder
+        if config["queries"] == "vector":
+            queries = VectorEncoder.from_folder(folder / VECTOR_FOLDER)
+        else:
+            queries = TextEncoder(str(folder))
+        try:
+            model = cls(queries, config["documents"])
+        except DualencError as error:
+            raise DualencError(f"{path}: {error}") from None
+        model.trained_ids = trained_ids
+        return model
+
+    def write(self, folder: Path) -> None:
+        """Write the query tower, of texts as a sentence-transformers folder, and the facts about the documents."""
+        config = {"kind": self.kind, "queries": self.left.modality, "documents": self.documents}
+        write_json(folder / DUALENC_FILE, config)
+        write_json(folder / TRAINED_FILE, {"ids": self.trained_ids})
+        if isinstance(self.left, TextTower):
+            prompt = self.left.prepare.prompt
+            default = "query" if prompt else None
+            self.left.write({**self.prompts, "query": prompt}, default, folder)
+        else:
+            (folder / VECTOR_FOLDER).mkdir()
+            _query_adapter(self.left).write(folder / VECTOR_FOLDER)
+
+    def encode(self, items: Sequence[Any], side: Side = "left", **options: Any) -> np.ndarray:
+        """Encode N queries, or scale N document vectors (D,) to length one; options as of `DualEncoder.encode`."""
+        if side == "right" and isinstance(items, Sequence) and items and isinstance(items[0], str):
+            model = self.documents["model"] or "the model of the index"
+            raise DualencError(f"documents are the vectors of the index; embed new ones with {model}")
+        return super().encode(items, side, **options)
+
+    def model_card(self, name: str, card: Mapping[str, Any], on_hub: bool = False) -> str:
+        """The text of the model folder's README.md, with a section about the documents."""
+        facts = self.documents
+        model = facts["model"] or "a model that is not known"
+        text = (
+            f"The documents are the vectors of an index: {facts['dim']} numbers each, compared by {facts['metric']}, "
+            f"made by {model}. Only queries were trained, so the index stays valid as it is; new documents are still "
+            f"embedded with that model. {len(self.trained_ids):,} documents were relevant in training."
+        )
+        return super().model_card(name, {"documents": text, **card}, on_hub)
+
+
+def with_map(text: TextEncoder, tower: VectorTower) -> TextEncoder:
+    """Append a trained map of query vectors to the query tower of a text model.
+
+    The result shares the transformer's weights with `text`; the map's are copies. Documents are encoded as before,
+    unless the map changes the size of vectors: then they take it too.
+
+    Args:
+        text: the model that made the vectors on which the map was trained.
+        tower: of kind "dense", "linear" or "identity".
+
+    Raises:
+        DualencError: the sizes do not fit, the text model has a truncate_dim, or the tower is of kind "mlp".
+    """
+    if text.left.truncate_dim is not None:
+        raise DualencError(
+            f"the text model cuts its vectors to {text.left.truncate_dim} numbers, which a map would come before; "
+            "give one without truncate_dim"
+        )
+    if tower.prepare.input_dim != text.dim:
+        raise DualencError(
+            f"the map takes vectors of {tower.prepare.input_dim} numbers, but the text model gives {text.dim}; give "
+            "the model that made the vectors"
+        )
+    # The tower itself ends in a Normalize.
+    modules = nn.Sequential(*tower.as_modules()[:-1]).to(next(text.parameters()).device)
+    left = _rebuilt(text.left, [*text.left.head, *modules])
+    right = text.right
+    if tower.dim != text.dim:
+        right = _rebuilt(right, [*right.head, *modules])
+    return text.with_towers(left, right)
+
+
+def interpolate(original: nn.Module, adapted: nn.Module, keep: float) -> dict[str, Tensor]:
+    """The state dict keep·original + (1 − keep)·adapted, in float32: fine-tuning with less forgetting.
+
+    WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903, equation 1). Adapters of LoRA are merged into the weights first;
+    integer buffers are those of `adapted`.
+
+        model = load_model("runs/adapted/model")
+        model.left.load_state_dict(interpolate(load_model("me/base").left, model.left, keep=0.5))
+
+    Args:
+        original: the model before training.
+        adapted: the model after it, of the same structure.
+        keep: share of the original, 0 to 1.
+
+    Raises:
+        DualencError: names or shapes of the weights differ, or keep is no share.
+    """
+    if not 0 <= keep <= 1:
+        raise DualencError(f"keep is {keep}; give a share of the original model from 0 to 1")
+    before = _merged(original)
+    after = _merged(adapted)
+    shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (before, after)]
+    differing = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
+    if differing:
+        raise DualencError(
+            f"the two models differ in {differing[0]}; give the model that the adapted one was trained from"
+        )
+    state = {}
+    for name, weight in after.items():
+        if weight.is_floating_point():
+            weight = keep * before[name].float().to(weight.device) + (1 - keep) * weight.float()
+        state[name] = weight
+    return state
+
+
+@torch.no_grad()
+def _merged(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a module, with adapters of peft and our own merged into the weights, in float32."""
+    if any(hasattr(part, "merge_and_unload") for part in module.modules()):
+        module = _merge_adapters(copy.deepcopy(module).float())
+    return merged_state(module)
+
+
+def _merge_adapters(module: Any) -> nn.Module:
+    """Merge the adapters of peft anywhere in a module, in place."""
+    if hasattr(module, "merge_and_unload"):
+        merged: nn.Module = module.merge_and_unload()
+        return merged
+    for name, child in module.named_children():
+        setattr(module, name, _merge_adapters(child))
+    return module
+
+
+def _rebuilt(tower: TextTower, head: Sequence[nn.Module], truncate_dim: int | None = None) -> TextTower:
+    """The tower over the same transformer with another head."""
+    return TextTower(tower.backbone, tower.prepare, tower.pooling, list(head), truncate_dim)
+
+
+def _query_adapter(tower: VectorTower) -> VectorEncoder:
+    """An adapter of query vectors with a tower's weights, whose documents stay as they are."""
+    config: dict[str, Any] = tower.config
+    model = VectorEncoder(
+        config["input_dim"],
+        tower=config["tower"],
+        dim=tower.dim,
+        hidden=config["hidden"],
+        right_tower="identity",
+        right_input_dim=tower.dim,
+    )
+    model.left.load_state_dict(tower.state_dict())
+    return model
