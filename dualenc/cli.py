@@ -37,6 +37,7 @@ COMMANDS: Commands = {
     "report": Command("report", "report", "an HTML page about a training run, or several side by side"),
     "embed": Command("embed", "embed", "embed a corpus with a model"),
     "index": Command("index", "index", "build a FAISS index from a model or from embeddings"),
+    "migrate": Command("migrate", "migrate", "change the model of an index, served meanwhile"),
     "push": Command("push", "push", "send embeddings to Qdrant, a vector search engine"),
     "mine": Command("mine", "mine", "mine hard negatives for training with a model"),
     "search": Command("search", "search", "search an index or an engine with a text or an image"),

@@ -88,6 +88,8 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
 
 def _read(index: Index, folder: str | os.PathLike[str]) -> Any:
     """The FAISS index in memory: a mapped index cannot change."""
+    if index.meta.get("mapped"):
+        raise DualencError(f"{folder}: its model is being changed; finish `dualenc migrate` first")
     if lists_on_disk(index.faiss) is not None:
         raise DualencError(f"{folder}: its lists are on disk, and do not change; build the index again")
     return faiss.read_index(str(Path(folder) / "index.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR)

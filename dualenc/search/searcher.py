@@ -100,7 +100,7 @@ class Searcher:
             index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
         recorded = index.meta.get("model_checksum")
         side = index.meta.get("side", "right")
-        encoder = load_model(model or _recorded_model(index, folder), device=device)
+        encoder = load_model(model or recorded_model(index, folder), device=device)
         if recorded is not None and tower_checksum(encoder.tower(side)) != recorded:
             raise DualencError(
                 f"{folder}: was built with other weights than the model has now; build the index again"
@@ -255,7 +255,7 @@ def _open_files(
     return index, lexical, texts
 
 
-def _recorded_model(index: Index | QdrantIndex, folder: Path) -> str:
+def recorded_model(index: Index | QdrantIndex, folder: Path) -> str:
     """The recorded path or name of the model, or its path beside the index if both were moved together."""
     recorded = index.meta.get("model")
     if not recorded:

@@ -1,0 +1,59 @@
+"""`dualenc migrate`: options and checks; `migrate_index.py` does the work."""
+
+from __future__ import annotations
+
+import os
+
+from dualenc.commands.checks import MAX_ITEMS, check_options
+from dualenc.errors import DualencError
+from dualenc.terminal import printable
+
+
+def migrate(
+    index: str,
+    new_model: str | None = None,
+    *,
+    data: str | None = None,
+    queries: str | None = None,
+    report_only: bool = False,
+    rollback: bool = False,
+    batch_size: int = 32,
+    device: str | None = None,
+) -> None:
+    """Change the model of an index: measure what is to be expected, then embed its documents again, most found first.
+
+    A sample is embedded with the new model, and maps between the two spaces are learned from it. The report compares
+    the old model, mapped vectors and the new model. Then the index answers with the new model over mapped vectors,
+    which give way to new ones as documents are embedded; where the report shows that mapped vectors find significantly
+    less, it stays the old one until enough are. The same command resumes an interrupted migration. The work folder is
+    INDEX.migration, the report INDEX.migration.html.
+
+    Args:
+        index: an index of texts.
+        new_model: model folder or name, of kind query-document.
+        data: the documents, unless `dualenc index INDEX --texts` has kept them; by default what the index was made of.
+            With a BEIR folder that has test judgements the report measures nDCG@10.
+        queries: table of past queries, which decide the order; by default those of the BEIR folder, else the sample.
+        report_only: stop after the report; the same command without it goes on.
+        rollback: put the old index back and end the migration.
+        batch_size: texts per forward pass.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """
+    check_options(1, MAX_ITEMS, batch_size=batch_size)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise DualencError("dualenc migrate runs in one process; start it without accelerate")
+    if new_model is None and not rollback:
+        raise DualencError("dualenc migrate needs a model; name it: dualenc migrate INDEX NEW_MODEL")
+    from dualenc.commands.migrate_index import check_index, migrate_index
+    from dualenc.files import locked
+    from dualenc.search.migrate import roll_back, work_folder
+
+    check_index(index)
+    with locked(work_folder(index), wait=False, option="INDEX"):
+        if new_model is None or rollback:
+            roll_back(index)
+            return print(printable(f"the old index is back → {index}"))
+        texts = (data, queries)
+        return migrate_index(
+            index, new_model, texts, report_only=report_only, batch_size=batch_size, device=device
+        )

@@ -1,0 +1,286 @@
+"""State of a migration on disk: an index whose vectors give way to those of another model, share by share.
+
+Beside the index, in `INDEX.migration`, until all documents are embedded with the new model:
+
+    plan.json           the new model, the items and their texts; a folder without it is debris
+    old/                the index as it was, by hard links: for its vectors, and for a rollback
+    documents.npy       its vectors (`dualenc.search.documents`)
+    sample/             embeddings of a sample of the documents with the new model
+    maps.safetensors    maps between the two spaces (`dualenc.search.maps`)
+    order.npy           rows in the order in which they are embedded
+    report.json         the measurements; once it is there, so is everything above
+    embeddings-50/ …    embeddings with the new model, a folder for each share, by the number of rows so far
+    next/               the next index, before it is swapped in
+
+INDEX is only ever replaced whole. Its meta.json names the model of its vectors, and `mapped` counts those that are
+mapped from the old space. Every file is written atomically and is a function of the plan: the same command resumes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dualenc.data.items import ITEMS, ORDER
+from dualenc.data.vector_shards import Embeddings
+from dualenc.errors import DualencError
+from dualenc.files import atomic_folder, atomic_path, recover_inside, remove, save_array, write_json
+from dualenc.reading import read_json_object
+from dualenc.search.index import Index, is_index
+from dualenc.search.lexical import FOLDER as BM25_FOLDER
+from dualenc.search.maps import NEIGHBOURS, Map, load_maps
+from dualenc.search.parts import LISTS
+from dualenc.search.texts import FOLDER as TEXTS_FOLDER
+
+FORMAT = "dualenc migration"
+FORMAT_VERSION = 1
+SHARES = (0.0, 0.05, 0.2, 0.5, 1.0)
+"""Shares of documents with new vectors at which the index is replaced."""
+SAMPLED_SHARE = 0.02
+MIN_SAMPLE = 2000
+
+
+class Stage(NamedTuple):
+    """What is embedded until a share of the documents, the first `stop` of the order, has new vectors."""
+
+    share: float
+    stop: int
+    rows: np.ndarray
+
+
+class Migration:
+    """A migration that is started or resumed; whoever does holds the lock of its work folder.
+
+    Args:
+        folder: the index.
+        plan: what must be equal to resume: the new model's `model_checksum`, checksums of `texts` and `queries`.
+        about: entries of meta.json on the new model: `model`, `model_checksum`, `side`, `kind`.
+
+    Raises:
+        DualencError: the work folder is of another plan, or the index has other items than it had.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], plan: Mapping[str, Any], about: Mapping[str, Any]
+    ) -> None:
+        self.folder = Path(os.path.realpath(folder))
+        self.work = work_folder(folder)
+        self.about = dict(about)
+        head = {"format": FORMAT, "version": FORMAT_VERSION}
+        self.plan = {**head, "items": Index.open(folder).items_checksum, **plan}
+        if is_started(folder):
+            self._check_plan()
+        else:
+            remove(self.work)
+            self.work.mkdir()
+            write_json(self.work / "plan.json", self.plan)
+        recover_inside(self.work)
+        if not is_index(self.work / "old"):
+            with atomic_folder(self.work / "old", is_index, "index") as part:
+                _link_tree(self.folder, part)
+        self.old = Index.open(self.work / "old")
+
+    def _check_plan(self) -> None:
+        present = read_json_object(self.work / "plan.json")
+        for name, value in self.plan.items():
+            if present.get(name) != value:
+                what = "another model" if name == "model_checksum" else f"other {name}"
+                remedy = f"resume it with them, or end it: dualenc migrate {self.folder} --rollback"
+                raise DualencError(f"{self.work}: a migration with {what} is under way; {remedy}")
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The measurements of report.json; None before they are there."""
+        path = self.work / "report.json"
+        return read_json_object(path) if path.is_file() else None
+
+    def save_order(self, order: np.ndarray) -> None:
+        """Write the order of embedding, rows (N,)."""
+        with atomic_path(self.work / "order.npy") as part:
+            save_array(part, order)
+
+    def stages(self, sampled: np.ndarray) -> list[Stage]:
+        """A stage for each of `SHARES`; rows of the sample (n,) have vectors, and are not embedded again."""
+        order = np.load(self.work / "order.npy", allow_pickle=False)
+        stages = []
+        start = 0
+        for share in SHARES:
+            stop = embedded_at(share, len(order))
+            rows = order[start:stop]
+            stages.append(Stage(share, stop, rows[~np.isin(rows, sampled)]))
+            start = stop
+        return stages
+
+    def is_ahead(self, stop: int) -> bool:
+        """Whether INDEX has fewer new vectors than `stop`, or is still the old one."""
+        meta = Index.open(self.folder).meta
+        mapped = meta.get("mapped", 0)
+        return meta.get("model_checksum") != self.about["model_checksum"] or len(self.old) - stop < mapped
+
+    def swap(self, old: Embeddings, new: Sequence[Embeddings], stop: int) -> None:
+        """Replace INDEX by an index of its kind in the new space: new vectors for the first `stop` rows of the order.
+
+        The others are mapped. Ids and their order, snippets, columns, BM25 and whole texts stay.
+
+        Args:
+            old: the N vectors of the old index.
+            new: embeddings with the new model, of those rows and perhaps of others.
+            stop: how many vectors are new.
+        """
+        order = np.load(self.work / "order.npy", allow_pickle=False)
+        to_new = load_maps(self.work / "maps.safetensors")["documents"]
+        location = np.full((len(order), 2), -1)
+        for number, embeddings in enumerate(new):
+            rows = self.old.ids.rows(embeddings.ids)  # type: ignore[attr-defined]
+            location[rows] = np.stack([np.full(len(rows), number), np.arange(len(rows))], axis=1)
+        location[order[stop:]] = -1
+        vectors = MixedVectors(old.vectors, to_new, [part.vectors for part in new], location)
+        settings = self.old.meta
+        # "files" tells the parts of an interrupted build (`dualenc.search.parts`) from those of another share.
+        meta: dict[str, Any] = {**settings, **self.about, "normalized": True, "files": stop}
+        embeddings = Embeddings(self.old.ids, vectors, meta, self.old.snippets, self.old.columns)
+        options = _build_options(settings, self.work / "old")
+        target = self.work / "next"
+        factory = settings["factory"]
+        Index.build(embeddings, None, factory, metric=settings["metric"], folder=target, **options)
+        meta = {**read_json_object(target / "meta.json"), "mapped": len(order) - stop}
+        meta["requested_factory"] = settings.get("requested_factory", factory)
+        self._replace(target, meta)
+        remove(target)
+
+    def restore(self) -> None:
+        """Replace INDEX by the old index."""
+        self._replace(self.work / "old", self.old.meta)
+
+    def _replace(self, source: Path, meta: dict[str, Any]) -> None:
+        """Replace INDEX by the index of `source`, with the old one's items, and INDEX's own texts and BM25."""
+        with atomic_folder(self.folder, is_index, "index") as part:
+            _link_tree(source, part)
+            # Not written again: texts and BM25 know their index by the checksum of the items' file.
+            for name in (ITEMS, ORDER):
+                remove(part / name)
+                _link(self.work / "old" / name, part / name)
+                for entry in ("files", "sizes"):
+                    meta[entry][name] = self.old.meta[entry][name]
+            for name in (TEXTS_FOLDER, BM25_FOLDER):
+                if (self.folder / name).is_dir():
+                    remove(part / name)
+                    _link_tree(self.folder / name, part / name)
+            write_json(part / "meta.json", meta)
+
+
+class MixedVectors:
+    """(N, D) vectors in the space of a new model, computed when they are read: new ones, or else mapped old ones.
+
+    Args:
+        old: (N, E) vectors of the old model.
+        to_new: map from E to D.
+        new: matrices (n, D) of the new model.
+        location: (N, 2) number of the matrix and row in it; -1 for a document without a new vector.
+    """
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, old: Any, to_new: Map, new: Sequence[Any], location: np.ndarray) -> None:
+        self.old = old
+        self.to_new = to_new
+        self.new = new
+        self.location = location
+        self.shape = (len(old), len(to_new.tensors["bias"]))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
+        numbers = np.arange(len(self))[rows]
+        matrices, positions = self.location[numbers].T
+        vectors = np.empty((len(numbers), self.shape[1]), np.float32)
+        is_mapped = matrices < 0
+        if is_mapped.any():
+            vectors[is_mapped] = self.to_new(self.old[numbers[is_mapped]])
+        for matrix in np.unique(matrices[~is_mapped]):
+            is_own = matrices == matrix
+            vectors[is_own] = self.new[matrix][positions[is_own]]
+        return vectors
+
+
+def work_folder(folder: str | os.PathLike[str]) -> Path:
+    """The work folder beside an index, INDEX.migration."""
+    target = Path(os.path.realpath(folder))
+    return target.with_name(f"{target.name}.migration")
+
+
+def is_started(folder: str | os.PathLike[str]) -> bool:
+    """Whether a migration of an index is under way."""
+    return (work_folder(folder) / "plan.json").is_file()
+
+
+def remove_work(folder: str | os.PathLike[str]) -> None:
+    """Remove the work folder of an index; the plan goes first, so that nothing resumes what is half removed."""
+    remove(work_folder(folder) / "plan.json")
+    remove(work_folder(folder))
+
+
+def roll_back(folder: str | os.PathLike[str]) -> None:
+    """Put the old index back, and remove the work folder; an error if no migration is under way."""
+    if not is_started(folder):
+        remedy = "a finished one has no old index; build it again"
+        raise DualencError(f"{folder}: no migration is under way; {remedy}")
+    # Before the first swap INDEX is the old one.
+    if "mapped" in Index.open(folder).meta:
+        plan = read_json_object(work_folder(folder) / "plan.json")
+        Migration(folder, plan, {}).restore()
+    remove_work(folder)
+
+
+def embedded_at(share: float, count: int) -> int:
+    """How many of N documents are a share of them, rounded up."""
+    return int(np.ceil(round(share * count, 6)))
+
+
+def sample_rows(count: int, judged: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Rows of the sample, ascending: 2 % of N documents, at least 2,000 if there are, and the judged ones (n,)."""
+    size = min(count, max(MIN_SAMPLE, embedded_at(SAMPLED_SHARE, count)))
+    drawn = np.random.default_rng(seed).choice(count, size, replace=False)
+    return np.union1d(drawn, judged).astype(np.int64)
+
+
+def order_by_hits(index: Index, queries: np.ndarray) -> np.ndarray:
+    """Rows (N,) by how often they are among the 10 results of queries (Q, D), most found first, ties by row."""
+    rows = index.search_rows(queries, min(NEIGHBOURS, len(index)))[1]
+    counts = np.bincount(rows[rows >= 0], minlength=len(index))
+    return np.argsort(-counts, kind="stable")
+
+
+def _build_options(settings: Mapping[str, Any], old: Path) -> dict[str, Any]:
+    """Options to build an index like the old one: tuned and measured if it was, lists on disk if they were."""
+    measured = settings.get("when_built", settings)
+    options: dict[str, Any] = {}
+    if "recall_at_10" not in measured:
+        options["recall_queries"] = 0
+    if "target_recall" in measured:
+        options["target_recall"] = measured["target_recall"]
+    else:
+        for name, option in (("nprobe", "nprobe"), ("efSearch", "ef_search")):
+            options[option] = settings["search_parameters"].get(name)
+    if (old / LISTS).exists():
+        options["memory"] = (old / LISTS).stat().st_size
+    return options
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    """A folder with the same files, which nothing changes in place."""
+    shutil.copytree(source, target, copy_function=_link)
+
+
+def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """A hard link, or a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
