@@ -22,18 +22,11 @@ from dualenc.reading import check_fields, read_json_object
 from dualenc.types import Side
 
 TRAINED_FILE = "trained_documents.json"
-"""The ids of the documents that were relevant in training."""
-VECTOR_FOLDER = "queries"
-"""The adapter of query vectors, inside the folder of its model."""
+VECTOR_FOLDER = "queries"  # the adapter of query vectors, inside the folder of its model
 
-DOCUMENT_FACTS = {
-    "model": (str, NoneType),
-    "model_checksum": (str, NoneType),
-    "side": str,
-    "dim": int,
-    "metric": str,
-}
-"""The facts that a model knows of its documents, with the types of their values."""
+TEXT_OR_NULL = (str, NoneType)
+FACTS = {"model": TEXT_OR_NULL, "model_checksum": TEXT_OR_NULL, "side": str, "dim": int, "metric": str}
+"""The facts about documents, with the types of their values."""
 
 
 class FrozenTower(VectorTower):
@@ -59,8 +52,7 @@ class IndexEncoder(DualEncoder):
         documents: the facts.
         trained_ids: ids of the documents that were relevant in training; saved with the model.
 
-    Raises:
-        DualencError: queries are neither texts nor vectors, or have another size than the documents.
+    Raises `DualencError` if queries are neither texts nor vectors, or of another size than the documents.
     """
 
     left: TextTower | VectorTower
@@ -68,7 +60,7 @@ class IndexEncoder(DualEncoder):
     example_side = "left"
 
     def __init__(self, queries: DualEncoder, documents: Mapping[str, Any]) -> None:
-        check_fields(documents, DOCUMENT_FACTS, "documents")
+        check_fields(documents, FACTS, "documents")
         for name, allowed in (("side", ("left", "right")), ("metric", ("cosine", "ip"))):
             if documents[name] not in allowed:
                 raise DualencError(
@@ -89,7 +81,8 @@ class IndexEncoder(DualEncoder):
         self.documents: dict[str, Any] = dict(documents)
         self.trained_ids: list[str] = []
         self.base = queries.base
-        self.prompts = queries.prompts_of("query") if isinstance(queries, TextEncoder) else {}
+        prompts = getattr(queries, "prompts", {})
+        self.prompts = {name: prompt for name, prompt in prompts.items() if name.endswith("_query")}
         if isinstance(left, VectorTower):
             self.ecosystem = "vector"
             self.usage = "query-index, vectors"
@@ -130,18 +123,17 @@ class IndexEncoder(DualEncoder):
     def encode(self, items: Sequence[Any], side: Side = "left", **options: Any) -> np.ndarray:
         """Encode N queries, or scale N document vectors (D,) to length one; options as of `DualEncoder.encode`."""
         if side == "right" and isinstance(items, Sequence) and items and isinstance(items[0], str):
-            model = self.documents["model"] or "the model of the index"
+            model = " ".join((self.documents["model"] or "the model of the index").split())
             raise DualencError(f"documents are the vectors of the index; embed new ones with {model}")
         return super().encode(items, side, **options)
 
     def model_card(self, name: str, card: Mapping[str, Any], on_hub: bool = False) -> str:
         """The text of the model folder's README.md, with a section about the documents."""
-        facts = self.documents
-        model = facts["model"] or "a model that is not known"
+        made_by = self.documents["model"] or "a model that is not known"
         text = (
-            f"The documents are the vectors of an index: {facts['dim']} numbers each, compared by {facts['metric']}, "
-            f"made by {model}. Only queries were trained, so the index stays valid as it is; new documents are still "
-            f"embedded with that model. {len(self.trained_ids):,} documents were relevant in training."
+            f"The documents are the vectors of an index ({self.documents['metric']}), made by {made_by}. Training "
+            "changed queries alone: the index stays as it is, and new documents are embedded with the same model as "
+            f"before. {len(self.trained_ids):,} documents were relevant in training."
         )
         return super().model_card(name, {"documents": text, **card}, on_hub)
 
@@ -152,12 +144,13 @@ def with_map(text: TextEncoder, tower: VectorTower) -> TextEncoder:
     The result shares the transformer's weights with `text`; the map's are copies. Documents are encoded as before,
     unless the map changes the size of vectors: then they take it too.
 
+        with_map(TextEncoder("me/base"), load_model("runs/adapted/model").left)
+
     Args:
-        text: the model that made the vectors on which the map was trained.
+        text: the model that made the vectors (B, input_dim) on which the map was trained.
         tower: of kind "dense", "linear" or "identity".
 
-    Raises:
-        DualencError: the sizes do not fit, the text model has a truncate_dim, or the tower is of kind "mlp".
+    Raises `DualencError` if the sizes do not fit, or for a text model with truncate_dim, or a tower of kind "mlp".
     """
     if text.left.truncate_dim is not None:
         raise DualencError(
@@ -192,8 +185,7 @@ def interpolate(original: nn.Module, adapted: nn.Module, keep: float) -> dict[st
         adapted: the model after it, of the same structure.
         keep: share of the original, 0 to 1.
 
-    Raises:
-        DualencError: names or shapes of the weights differ, or keep is no share.
+    Raises `DualencError` if names or shapes of the weights differ, or keep is no share.
     """
     if not 0 <= keep <= 1:
         raise DualencError(f"keep is {keep}; give a share of the original model from 0 to 1")
@@ -231,9 +223,9 @@ def _merge_adapters(module: Any) -> nn.Module:
     return module
 
 
-def _rebuilt(tower: TextTower, head: Sequence[nn.Module], truncate_dim: int | None = None) -> TextTower:
+def _rebuilt(tower: TextTower, head: list[nn.Module], truncate_dim: int | None = None) -> TextTower:
     """The tower over the same transformer with another head."""
-    return TextTower(tower.backbone, tower.prepare, tower.pooling, list(head), truncate_dim)
+    return TextTower(tower.backbone, tower.prepare, tower.pooling, head, truncate_dim)
 
 
 def _query_adapter(tower: VectorTower) -> VectorEncoder:

@@ -137,11 +137,8 @@ class TextEncoder(DualEncoder):
         write_json(folder / DUALENC_FILE, {"kind": self.kind, "towers": list(ROLES)})
         for role, tower in towers.items():
             (folder / role).mkdir()
-            tower.write({**self.prompts_of(role), role: prompts[role]}, role, folder / role)
-
-    def prompts_of(self, role: str) -> dict[str, str]:
-        """The named prompts of one side, `NAME_query` or `NAME_document`."""
-        return {name: prompt for name, prompt in self.prompts.items() if name.endswith(f"_{role}")}
+            further = {name: prompt for name, prompt in self.prompts.items() if name.endswith(f"_{role}")}
+            tower.write({**further, role: prompts[role]}, role, folder / role)
 
 
 class TextPrepare(Prepare):
