@@ -111,7 +111,7 @@ class Objective(nn.Module):
                 check_range(argument, value, "[1, inf)")
         check_range("temperature", temperature, f"[{MIN_TEMPERATURE}, inf)")
         if positive_in_softmax and not self.estimates_partition:
-            able = "SogCLR, ISogCLR, GlobalCache, NegativeCache or ExactGlobal"
+            able = "SogCLR, ISogCLR, GlobalCache, NegativeCache, ExactGlobal or FrozenCorpus"
             fail("positive_in_softmax", f"does not apply; leave it out, or take {able}")
         self.num_left = num_left
         self.num_right = num_left if num_right is None or views else num_right

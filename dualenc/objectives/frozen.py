@@ -7,17 +7,20 @@ dimension of the documents, d that of the queries (a shorter length of `Matryosh
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize, pad
 
 from dualenc import distributed
-from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.base import Estimate, Objective
 from dualenc.objectives.batch import EncodedBatch, two_towers
-from dualenc.objectives.checks import fail, names_class, read_extremes
+from dualenc.objectives.checks import check_range, fail, names_class, read_extremes
+from dualenc.objectives.draws import SharedRandom
 
 BLOCK_BYTES = 2**23  # of the documents that are in memory in full precision at a time
 
@@ -37,6 +40,12 @@ class FrozenCorpus(Objective):
     Args:
         documents: (N, D) float vectors by right id, taken as unit vectors: an array, a memory map, `ShardedVectors` or
             a tensor. Read in blocks, never written, in no checkpoint.
+        max_exact: above so many documents the sum is estimated: over the documents that `search` gives for the queries
+            of the batch, and over a uniform sample of the others, weighed so that the estimate of Z is unbiased.
+        nearest: documents that are searched for each query.
+        sampled: documents that are drawn in a step, for all queries.
+        search: `search(queries (A, D) float32, nearest) -> rows (A, nearest)`, -1 where there are fewer, such as
+            `lambda queries, nearest: faiss_index.search(queries, nearest)[1]`; needed above `max_exact`.
         **common: see `Objective`; not views.
     """
 
@@ -45,7 +54,16 @@ class FrozenCorpus(Objective):
     anchors_per_pair = 1
 
     @names_class
-    def __init__(self, documents: Any, **common: Any) -> None:
+    def __init__(
+        self,
+        documents: Any,
+        *,
+        max_exact: int = 2_000_000,
+        nearest: int = 256,
+        sampled: int = 8192,
+        search: Callable[[np.ndarray, int], Any] | None = None,
+        **common: Any,
+    ) -> None:
         shape = tuple(getattr(documents, "shape", ()))
         if len(shape) != 2 or not shape[0] or "float" not in str(documents.dtype):
             fail("documents", "must be a float array (N, D) with N ≥ 1, such as the vectors of an index")
@@ -54,7 +72,17 @@ class FrozenCorpus(Objective):
         if common.get("num_right") not in (None, shape[0]):
             fail("num_right", f"is {common['num_right']}, but documents hold {shape[0]} rows")
         super().__init__(**common | {"num_right": shape[0]})
+        for argument, value in (("max_exact", max_exact), ("nearest", nearest), ("sampled", sampled)):
+            check_range(argument, value, "[1, inf)")
+        if search is None and shape[0] > max_exact:
+            advice = "pass search, such as a FAISS index's, or a higher max_exact: a step takes time with all of them"
+            fail("documents", f"hold {shape[0]} rows, more than max_exact ({max_exact}); {advice}")
         self.documents = FrozenDocuments(documents)
+        self.max_exact = max_exact
+        self.nearest = nearest
+        self.sampled = sampled
+        self.search = search
+        self.draws = SharedRandom(self.seed)
         self.corpus.counts_pairs = False
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
@@ -72,24 +100,25 @@ class FrozenCorpus(Objective):
     @torch.no_grad()
     def _softmax(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
         """(1, A) log Z and (1, A, d) the mean document under the softmax; zeros for an anchor without negatives."""
-        queries = anchors.gather(anchors.embeddings)[0]  # (G, d)
+        queries = anchors.gather(anchors.embeddings)[0] / anchors.temperature  # (G, d)
         positives = anchors.gather_lists(anchors.positive_ids)[0]  # (G, K)
         highest = queries.new_full((len(queries), 1), -torch.inf)
         total = torch.zeros_like(highest)  # Σ exp(s/τ − highest)
         mean = torch.zeros_like(queries)  # Σ exp(s/τ − highest)·z
-        own = distributed.rank_slice(self.documents.num_rows)
-        for start in range(own.start, own.stop, self.documents.block_rows):
-            block = self.documents.read(start, min(start + self.documents.block_rows, own.stop), queries)
-            scores = (queries @ block.T).div_(anchors.temperature)  # (G, n)
-            anchor, column = ((positives >= start) & (positives < start + len(block))).nonzero(
-                as_tuple=True
-            )
-            scores[anchor, positives[anchor, column] - start] = -torch.inf
+        for rows, log_weights, block in self._blocks(anchors):
+            inverse_norms = (
+                block.norm(dim=1).clamp_(min=1e-12).reciprocal_()
+            )  # scaling scores is less than scaling blocks
+            scores = queries @ block.T  # (G, n) s/τ
+            scores.mul_(inverse_norms)
+            if log_weights is not None:
+                scores.add_(log_weights)
+            hide(scores, rows, positives)
             peak = torch.maximum(highest, scores.amax(dim=1, keepdim=True))
             rescale = exp_difference(highest, peak)
             weights = exp_difference(scores, peak)
             total = total * rescale + weights.sum(dim=1, keepdim=True)
-            mean = torch.addmm(mean * rescale, weights, block)
+            mean = torch.addmm(mean * rescale, weights.mul_(inverse_norms), block)
             highest = peak
         peak = distributed.all_reduce(highest, "max")
         rescale = exp_difference(highest, peak)
@@ -99,11 +128,50 @@ class FrozenCorpus(Objective):
         log_partition = (peak + total.log())[:, 0]
         return log_partition[None, anchors.batch_rows], mean[None, anchors.batch_rows]
 
+    def _blocks(self, anchors: Anchors) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+        """This rank's share of the documents, block by block: rows (n,) ascending, log weights (n,) or None for 1, and
+        the first d components (n, d)."""
+        queries = anchors.embeddings[0]
+        size = max(1, BLOCK_BYTES // (4 * self.documents.dim))
+        if self.documents.num_rows <= self.max_exact:
+            own = distributed.rank_slice(self.documents.num_rows)
+            for start in range(own.start, own.stop, size):
+                rows = torch.arange(start, min(start + size, own.stop), device=queries.device)
+                yield rows, None, self.documents.read(slice(start, start + len(rows)), queries)
+            return
+        sample, log_weights = self._sample(anchors)
+        own = distributed.rank_slice(len(sample))
+        for rows, weights in zip(sample[own].split(size), log_weights[own].split(size), strict=True):
+            yield rows, weights, self.documents.read(rows, queries)
+
+    def _sample(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
+        """(R,) rows, ascending: the nearest documents of all queries, and a uniform sample of the rest; (R,) the log of
+        how many documents each stands for: 1, or the number of the rest over the number sampled of it."""
+        assert self.search is not None
+        queries = anchors.embeddings[0]
+        whole = pad(queries, (0, self.documents.dim - queries.shape[1])).float()
+        found = torch.as_tensor(self.search(whole.cpu().numpy(), self.nearest), device=queries.device)
+        for low, high in read_extremes({"search": found}).values():
+            if low < PADDING or high >= self.documents.num_rows:
+                fail(
+                    "search",
+                    f"gave rows in [{low:.0f}, {high:.0f}]; they must be rows of documents, or -1",
+                )
+        nearest = anchors.gather_lists(found[None].long()).unique()
+        nearest = nearest[nearest != PADDING]
+        drawn = self.draws.integers(self.documents.num_rows, self.sampled, device=queries.device)
+        drawn = drawn[~torch.isin(drawn, nearest)]
+        rest, copies = drawn.unique(return_counts=True)
+        stands_for = copies * ((self.documents.num_rows - len(nearest)) / max(len(drawn), 1))
+        log_weights = torch.cat([torch.zeros(len(nearest), device=queries.device), stands_for.log()])
+        rows, order = torch.cat([nearest, rest]).sort()
+        return rows, log_weights.to(queries)[order]
+
     def _check_partners(self, anchors: Anchors) -> None:
         """Refuse positives that are not the documents' own vectors: rows in another order, or a tower that moves."""
         rows = anchors.candidate_ids[0][anchors.positive_column[0]]
         partners = anchors.partners[0].detach()
-        cosines = (self.documents.rows(rows, partners) * partners).sum(dim=1)
+        cosines = (normalize(self.documents.read(rows, partners), dim=1) * partners).sum(dim=1)
         for low, _ in read_extremes({"cosine": cosines}).values():
             if low < 0.99:
                 advice = "right ids must be rows of documents, and the right tower must leave vectors as they are"
@@ -118,36 +186,33 @@ class FrozenCorpus(Objective):
 
 
 class FrozenDocuments:
-    """Vectors (N, D) that do not change, read as unit vectors; copies of an objective share them."""
+    """Vectors (N, D) that do not change; copies of an objective share them."""
 
     def __init__(self, vectors: Any) -> None:
         self.vectors = vectors
-        self.num_rows, dim = vectors.shape
-        self.block_rows = max(1, BLOCK_BYTES // (4 * dim))
+        self.num_rows, self.dim = vectors.shape
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenDocuments:
         return self
 
-    def read(self, start: int, stop: int, like: Tensor) -> Tensor:
-        """(n, d) documents in [start, stop), in the precision, dimension and on the device of queries (G, d)."""
-        return unit(self.vectors[start:stop], like)
-
-    def rows(self, numbers: Tensor, like: Tensor) -> Tensor:
-        """(n, d) documents by row (n,), likewise."""
+    def read(self, rows: slice | Tensor, like: Tensor) -> Tensor:
+        """(n, d) the first d components of rows, in the precision and on the device of queries (G, d)."""
         if isinstance(self.vectors, Tensor):
-            return unit(self.vectors[numbers.to(self.vectors.device)], like)
-        return unit(self.vectors[numbers.cpu().numpy()], like)
+            block = self.vectors[rows if isinstance(rows, slice) else rows.to(self.vectors.device)]
+        else:
+            array = np.asarray(self.vectors[rows if isinstance(rows, slice) else rows.cpu().numpy()])
+            with warnings.catch_warnings():
+                # Of a read-only map, to which nothing writes. numpy converts halves thirty times slower.
+                warnings.filterwarnings("ignore", message=".*not writable.*")
+                block = torch.from_numpy(array)
+        return block[:, : like.shape[1]].to(like)
 
 
-def unit(vectors: Any, like: Tensor) -> Tensor:
-    """(n, d) the first d components of vectors (n, D), scaled to length one; zero stays zero."""
-    if not isinstance(vectors, Tensor):
-        with warnings.catch_warnings():
-            # A read-only map; nothing writes to it, and numpy converts halves thirty times slower.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            vectors = torch.from_numpy(np.asarray(vectors))
-    block = vectors[:, : like.shape[1]].to(like)
-    return torch.nn.functional.normalize(block, dim=1)
+def hide(scores: Tensor, rows: Tensor, positives: Tensor) -> None:
+    """Set the scores (G, n) of the documents in rows (n,), ascending, that are an anchor's positives (G, K) to -inf."""
+    column = torch.searchsorted(rows, positives).clamp_(max=len(rows) - 1)  # (G, K)
+    anchor, number = (rows[column] == positives).nonzero(as_tuple=True)
+    scores[anchor, column[anchor, number]] = -torch.inf
 
 
 def exp_difference(scores: Tensor, peak: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def test_sources_in_half_precision(documents, small_blocks, tmp_path, kind):
     log_tau = torch.tensor(0.005, dtype=torch.float64).log()
     expected = slow(double, unit(halves.double()), log_tau, False)
     torch.testing.assert_close(out.per_anchor.double(), expected.detach(), rtol=2e-5, atol=2e-5)
-    assert not any(len(value) for value in criterion.state_dict().values() if value.dim())
+    assert sum(value.numel() for value in criterion.state_dict().values()) < 4
     assert copy.deepcopy(criterion).documents.vectors is source
 
 
@@ -180,6 +180,7 @@ def test_query_without_negatives(positive_in_softmax):
         ({"documents": np.zeros(3)}, "documents must be a float array"),
         ({"documents": np.zeros((3, 2), int)}, "documents must be a float array"),
         ({"views": True}, "views is True"),
+        ({"max_exact": 300}, "documents hold 301 rows, more than max_exact .300.; pass search"),
         ({"num_right": 5}, "num_right is 5, but documents hold 301 rows"),
     ],
 )
@@ -194,21 +195,70 @@ def test_documents_in_another_order(documents):
         FrozenCorpus(documents.flip(0)).double()(**batch(documents))
 
 
+def brute_force(documents: Tensor) -> Any:
+    """A search that gives the nearest documents, and -1 in the last column."""
+
+    def search(queries: np.ndarray, nearest: int) -> np.ndarray:
+        rows = (-queries @ documents.float().numpy().T).argsort(axis=1)[:, :nearest]
+        rows[:, -1] = -1
+        return rows
+
+    return search
+
+
+def sampled(documents: Tensor, **options: Any) -> FrozenCorpus:
+    return FrozenCorpus(documents, temperature=0.1, max_exact=100, search=brute_force(documents), **options).double()
+
+
+def test_nearest_and_sampled_estimate_the_sum_without_bias(documents, small_blocks):
+    """Over draws, the mean of Z of each query is the exact sum, and the mean gradient is near the exact one."""
+    given = batch(documents, noise=1.0)
+    exact = FrozenCorpus(documents, temperature=0.1).double()
+    expected = exact(**given).per_anchor
+    gradient = torch.autograd.grad(exact(**given).loss, given["left"])[0]
+    criterion = sampled(documents, nearest=4, sampled=40)
+    ratios, found = [], torch.zeros_like(gradient)
+    for _ in range(400):
+        out = criterion(**given)
+        ratios.append((out.per_anchor - expected).exp())  # Z over the exact Z
+        found += torch.autograd.grad(out.loss, given["left"])[0] / 400
+    spread, mean = torch.std_mean(torch.stack(ratios), dim=0)
+    assert float(spread.max()) > 0.01
+    assert bool(((mean - 1).abs() < 4 * spread / 400**0.5).all())
+    assert float((found - gradient).norm() / gradient.norm()) < 0.05
+
+
+def test_all_documents_among_the_nearest_is_exact(documents, small_blocks):
+    given = batch(documents)
+    found = sampled(documents, nearest=NUM_DOCUMENTS, sampled=5)(**given).per_anchor
+    torch.testing.assert_close(found, FrozenCorpus(documents, temperature=0.1).double()(**given).per_anchor)
+
+
+def test_draws_are_in_the_state(documents):
+    """A criterion that continues from a state draws what the first one would have drawn."""
+    given = batch(documents)
+    first, second = (sampled(documents, nearest=2, sampled=9) for _ in range(2))
+    first(**given)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first(**given).per_anchor, second(**given).per_anchor)
+    assert not torch.equal(first(**given).per_anchor, first(**given).per_anchor)
+
+
 def on_a_rank(rank: int, world_size: int, folder: Path, documents: Tensor) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
-    torch.save(own_part(documents), folder / f"{rank}.pt")
+    torch.save(both_parts(documents), folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def own_part(documents: Tensor) -> tuple[Tensor, Tensor]:
+def own_part(documents: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The averaged gradient of a query map (D, D) and log τ by this rank's part of the batch, and the loss."""
     given = batch(documents)
     rows = distributed.rank_slice(NUM_QUERIES - 1)  # uneven
     own = {name: value.detach()[rows] for name, value in given.items()}
     weight = torch.eye(DIM, dtype=torch.float64).requires_grad_()
-    criterion = FrozenCorpus(documents, temperature=0.1, learnable_temperature=True).double()
+    criterion = FrozenCorpus(documents, temperature=0.1, learnable_temperature=True, **options).double()
     out = criterion(**own | {"left": unit(own["left"] @ weight)})
     out.loss.backward()
     distributed.average_gradients([weight, criterion.log_temperature])
@@ -216,9 +266,15 @@ def own_part(documents: Tensor) -> tuple[Tensor, Tensor]:
     return found, distributed.all_reduce(out.loss, "mean")
 
 
+def both_parts(documents: Tensor) -> tuple[Tensor, ...]:
+    """What `own_part` gives of the exact sum, then of the estimated one."""
+    options = {"max_exact": 100, "nearest": 5, "sampled": 20, "search": brute_force(documents)}
+    return (*own_part(documents), *own_part(documents, **options))
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_gradient_of_one(documents, small_blocks, tmp_path):
-    expected = own_part(documents)
+    expected = both_parts(documents)
     mp.start_processes(on_a_rank, (2, tmp_path, documents), nprocs=2, start_method="fork")
     for rank in range(2):
         for found, value in zip(torch.load(tmp_path / f"{rank}.pt"), expected, strict=True):

@@ -80,4 +80,4 @@ def test_other_objectives_name_those_that_can() -> None:
     with pytest.raises(DualencError, match="InfoNCE: positive_in_softmax does not apply") as caught:
         InfoNCE(positive_in_softmax=True)
     assert all(name in str(caught.value) for name in able)
-    assert able == {"SogCLR", "ISogCLR", "GlobalCache", "NegativeCache", "ExactGlobal"}
+    assert able == {"SogCLR", "ISogCLR", "GlobalCache", "NegativeCache", "ExactGlobal", "FrozenCorpus"}
