@@ -26,6 +26,10 @@ class RetrievalOptions:
         titles: put a document's title in front of its text.
         keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed as its copy.
         batch_size: texts encoded at once.
+        documents: an index, embeddings or what `push` wrote, whose vectors are the documents of a BEIR folder, by their
+            ids; none is embedded, and the folder needs no corpus.jsonl but for --bm25, --hybrid and --rerank.
+        qdrant_path: the folder of Qdrant's embedded mode, if the documents were pushed there; its files can run code,
+            so name only one that you trust.
     """
 
     split: str | None = None
@@ -34,6 +38,8 @@ class RetrievalOptions:
     titles: bool = True
     keep_self_matches: bool = False
     batch_size: int = 32
+    documents: str | None = None
+    qdrant_path: str | None = None
 
 
 def retrieval(
@@ -46,6 +52,9 @@ def retrieval(
     output: OutputOptions,
 ) -> None:
     """Evaluate a query-document model, or an adapter of vectors, on BEIR folders or pairs of texts.
+
+    A model that was adapted to an index needs --documents INDEX, and is scored on all queries, on those with a relevant
+    document that was in training, and on the others.
 
     Of pairs, left texts are the queries and all right texts the corpus; equal texts count once. Writes metrics.json,
     report.html and, for each data set, run.trec, per_query.ndjson and the embeddings, which the next evaluation of the

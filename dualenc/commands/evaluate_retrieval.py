@@ -6,15 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.commands.output import Evaluation, embed_into, open_model, short_name
-from dualenc.data.beir import read_beir
-from dualenc.data.corpus import held_out
+from dualenc.commands.output import RESULT, Evaluation, embed_into, open_model, short_name
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.beir import read_beir, read_corpus, read_judged_queries
+from dualenc.data.corpus import Corpus, RetrievalSet, held_out
 from dualenc.data.detect import default_split, detect
+from dualenc.data.item_lists import VectorItems
+from dualenc.data.items import rows_of
 from dualenc.data.sources import open_pairs
 from dualenc.data.urls import display_name, is_url
+from dualenc.encoders.frozen import IndexEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import CUTOFFS, Run
 from dualenc.evaluation.query_scores import best_and_worst_rows, snippet
@@ -27,16 +32,23 @@ from dualenc.evaluation.retrieval import (
     metrics_document,
     report_self_matches,
     retrieve,
+    split_by_training,
     summary_rows,
 )
 from dualenc.evaluation.runs import check_trec_names, ranked
+from dualenc.files import removed_if_refused
+from dualenc.search.documents import open_documents
 from dualenc.search.fusion import Fusion, fuse
 from dualenc.search.rerank import Rescore, open_cross_encoder, rerank
+from dualenc.search.searcher import check_encoder
 
 if TYPE_CHECKING:
+    import torch
+
     from dualenc.commands.evaluate import RetrievalOptions
     from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
-    from dualenc.data import Corpus, RetrievalSet
+    from dualenc.data.vector_shards import Embeddings
+    from dualenc.encoders import DualEncoder
 
 BM25 = "BM25"
 HYBRID = "hybrid"
@@ -63,10 +75,14 @@ def evaluate_retrieval(
     needs_texts = "--rerank" if ranking.rerank is not None else ""
     if options.bm25 or ranking.hybrid is not None:
         needs_texts = "--bm25"
-    collections = _open_collections(data, options, columns, needs_texts)
     split = options.split or default_split(data[0], "test")
-    encoder = open_model(model, ("query-document", "vector"), evaluation.device)
-    evaluation.check_weights(encoder.left, encoder.right)
+    with removed_if_refused(evaluation.folder, RESULT):
+        indexed = None
+        if options.documents is not None:
+            indexed = open_documents(options.documents, evaluation.folder, qdrant_path=options.qdrant_path)
+        collections = _open_collections(data, options, columns, needs_texts, indexed)
+        encoder = _open_encoder(model, options, indexed, evaluation.device)
+        evaluation.check_weights(encoder.left, encoder.right)
     rescore = None
     if ranking.rerank is not None:
         device = str(evaluation.device)
@@ -81,9 +97,13 @@ def evaluate_retrieval(
         queries = embed_into(
             folder / f"queries-{split}", encoder.left, collection.queries, side="left", **settings
         )
-        documents = embed_into(
-            folder / "documents", encoder.right, collection.corpus, side="right", **settings
-        )
+        if indexed is None:
+            documents = embed_into(
+                folder / "documents", encoder.right, collection.corpus, side="right", **settings
+            )
+        else:
+            documents = indexed
+            queries = queries.first(documents.dim)
         dense = retrieve(
             queries.ids,
             queries.vectors,
@@ -103,16 +123,35 @@ def evaluate_retrieval(
 
     if distributed.is_main():
         facts = _facts(model, split, options, ranking)
-        _write_results(evaluation, facts, collections, results, folders)
+        trained_ids = encoder.trained_ids if isinstance(encoder, IndexEncoder) else []
+        _write_results(evaluation, facts, collections, results, folders, trained_ids)
     distributed.barrier()
 
 
+def _open_encoder(
+    model: str, options: RetrievalOptions, indexed: Embeddings | None, device: torch.device
+) -> DualEncoder:
+    """The model, which must have made the vectors of the documents or be adapted for them, if they are not embedded."""
+    encoder = open_model(model, ("query-document", "vector", "query-index"), device)
+    if indexed is not None:
+        check_encoder(encoder, indexed.meta, indexed.dim, str(options.documents))
+    elif isinstance(encoder, IndexEncoder):
+        raise DualencError(
+            f"{model}: encodes queries for the vectors of an index; name it by --documents INDEX"
+        )
+    return encoder
+
+
 def _open_collections(
-    data: Sequence[str], options: RetrievalOptions, columns: ColumnOptions, needs_texts: str
+    data: Sequence[str],
+    options: RetrievalOptions,
+    columns: ColumnOptions,
+    needs_texts: str,
+    indexed: Embeddings | None,
 ) -> dict[str, RetrievalSet]:
     collections: dict[str, RetrievalSet] = {}
     for source in data:
-        name, collection = _open_collection(source, options, columns, needs_texts)
+        name, collection = _open_collection(source, options, columns, needs_texts, indexed)
         if name in collections:
             raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
         report_self_matches(name, collection, options.keep_self_matches)
@@ -125,6 +164,8 @@ def _facts(
 ) -> dict[str, object]:
     facts: dict[str, object] = {"model": model, "split": split, "depth": options.depth}
     facts["keep_self_matches"] = options.keep_self_matches
+    if options.documents is not None:
+        facts["documents"] = options.documents
     if ranking.hybrid is not None:
         facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
     if ranking.rerank is not None:
@@ -194,10 +235,15 @@ def _write_results(
     collections: Mapping[str, RetrievalSet],
     results: Sequence[Result],
     folders: Mapping[str, Path],
+    trained_ids: Sequence[str],
 ) -> None:
     """Write the run files of each collection and system, the metrics and the report."""
     queries: list[Table] = []
+    reported: list[Result] = []
     for result in results:
+        reported.append(result)
+        if trained_ids and result.system == results[0].system:
+            reported += split_by_training(result, trained_ids)
         if result.system == results[0].system:
             rows = _query_rows(result, collections[result.dataset])
             queries.append(Table(f"Best and worst queries of {result.system} on {result.dataset}", rows))
@@ -205,21 +251,34 @@ def _write_results(
     evaluation.conclude(
         f"Retrieval: {short_name(evaluation.model)} on {', '.join(collections)}",
         facts,
-        {"systems": metrics_document(results)},
-        [Table("Retrieval", summary_rows(results)), Table("All metrics", cutoff_rows(results)), *queries],
+        {"systems": metrics_document(reported)},
+        [
+            Table("Retrieval", summary_rows(reported)),
+            Table("All metrics", cutoff_rows(reported)),
+            *queries,
+        ],
         printed=1,
         files="metrics, run files and report.html",
     )
 
 
 def _open_collection(
-    source: str, options: RetrievalOptions, columns: ColumnOptions, needs_texts: str
+    source: str,
+    options: RetrievalOptions,
+    columns: ColumnOptions,
+    needs_texts: str,
+    indexed: Embeddings | None,
 ) -> tuple[str, RetrievalSet]:
     """A collection, and the name of its folder or file."""
     split = options.split or default_split(source, "test")
     if detect(source) == "beir":
         name = Path(source).resolve().name
-        collection = read_beir(source, split, titles=options.titles)
+        if indexed is None:
+            collection = read_beir(source, split, titles=options.titles)
+        else:
+            collection = _over_index(indexed, source, split, options, needs_texts)
+    elif indexed is not None:
+        raise DualencError(f"{source}: names no documents of the index; --documents needs a BEIR folder")
     else:
         name = Path(display_name(source)).stem
         collection = _open_pairs(source, split, columns)
@@ -228,6 +287,35 @@ def _open_collection(
     check_trec_names(collection.queries.ids, f"{source}: query id")
     check_trec_names(collection.corpus.ids, f"{source}: document id")
     return name, collection
+
+
+def _over_index(
+    indexed: Embeddings, source: str, split: str, options: RetrievalOptions, needs_texts: str
+) -> RetrievalSet:
+    """The judged queries of a BEIR folder, and the documents of an index in its order.
+
+    The documents' texts are read from the folder where they are needed; else they are what the index shows.
+    """
+    bad_rows = BadRows(source)
+    queries, qrels = read_judged_queries(Path(source), split, indexed.ids, bad_rows)
+    judged = {name for grades in qrels.values() for name in grades}
+    if (rows_of(indexed.ids, judged) < 0).all():
+        problem = f"{options.documents} holds none of its {len(judged):,} judged documents"
+        raise DualencError(f"{source}: {problem}; name an index of these documents with their ids")
+    if needs_texts:
+        texts = read_corpus(source, titles=options.titles, bad_rows=bad_rows)
+        rows = rows_of(texts.ids, indexed.ids)
+        if (rows < 0).any():
+            missing = indexed.ids[int(np.argmin(rows))][:80]
+            problem = f"its corpus lacks {missing!r}, which is in {options.documents}"
+            raise DualencError(f"{source}: {problem}; leave {needs_texts} out")
+        corpus = texts.take(rows)
+    elif indexed.snippets is not None:
+        corpus = Corpus(indexed.ids, indexed.snippets)
+    else:
+        corpus = Corpus(indexed.ids, VectorItems(indexed.vectors), "vector")
+    bad_rows.report()
+    return RetrievalSet(queries, corpus, qrels)
 
 
 def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet:

@@ -47,6 +47,7 @@ _COMMAND_OF = {
 RESULT = "metrics.json"
 PAGE = "report.html"
 EMBEDDINGS = [f"{folder}/*/meta.json" for folder in ("embeddings", "*/embeddings", "features")]
+EMBEDDINGS += ["documents.json"]
 """Files by which an evaluation without results is known: it was interrupted."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,6 +142,27 @@ class Result:
         """Write the TREC run file and the log of per-query scores."""
         write_trec(folder / "run.trec", self.run, tag="-".join(self.system.split()) or "dualenc")
         write_per_query(folder / "per_query.ndjson", self.per_query, self.dataset)
+
+
+def split_by_training(result: Result, trained_ids: Iterable[str]) -> list[Result]:
+    """Divide a result into queries with a relevant document that was in training, and queries with none.
+
+    A part without queries is left out.
+    """
+    trained = set(trained_ids)
+    seen: dict[str, Any] = {}
+    unseen: dict[str, Any] = {}
+    for query, grades in result.qrels.items():
+        relevant = {name for name, grade in grades.items() if grade > 0}
+        part = unseen if relevant.isdisjoint(trained) else seen
+        part[query] = grades
+    parts = []
+    for name, qrels in (("documents seen in training", seen), ("documents not seen", unseen)):
+        if qrels:
+            run = {query: result.run[query] for query in qrels if query in result.run}
+            about = (f"{result.system}: {name}", result.dataset, run, qrels, result.num_documents)
+            parts.append(Result(*about, keep_self_matches=True))
+    return parts
 
 
 def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:

@@ -156,8 +156,9 @@ def _of_index(index: Index, source: Path) -> Embeddings:
     stored: Any = base if refine is None else refine
     ivf = faiss.try_extract_index_ivf(stored)
     if isinstance(stored, faiss.IndexPreTransform):
-        for number in range(stored.chain.size()):
-            transform = faiss.downcast_VectorTransform(stored.chain.at(number))
+        chain: Any = stored.chain
+        for number in range(chain.size()):
+            transform = faiss.downcast_VectorTransform(chain.at(number))
             # FAISS reads a whitening as orthonormal, and would reverse it wrongly.
             if isinstance(transform, faiss.LinearTransform):
                 transform.set_is_orthonormal()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dualenc.encoders.dual import DualEncoder, unit_norm
+from dualenc.encoders.frozen import IndexEncoder
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError, Unsupported
 from dualenc.files import consistent_read
@@ -84,7 +85,8 @@ class Searcher:
 
         Args:
             folder: written by `dualenc index` or `dualenc push`.
-            model: its model folder or name; by default the recorded one, or one of that name beside the index.
+            model: its model folder or name; by default the recorded one, or one of that name beside the index. Or an
+                `IndexEncoder` that was adapted for an index of the same vectors.
             device: for the model.
             hybrid: open the BM25 index, too; None opens it if it exists.
             cross_encoder: (`open_cross_encoder`) for `Query.rerank`; its texts are opened, too.
@@ -98,13 +100,8 @@ class Searcher:
         # A parameter that does not apply is refused now, not at every query.
         if any(value is not None for value in settings.values()):
             index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
-        recorded = index.meta.get("model_checksum")
-        side = index.meta.get("side", "right")
         encoder = load_model(model or recorded_model(index, folder), device=device)
-        if recorded is not None and tower_checksum(encoder.tower(side)) != recorded:
-            raise DualencError(
-                f"{folder}: was built with other weights than the model has now; build the index again"
-            )
+        check_encoder(encoder, index.meta, index.dim, folder)
         return cls(folder, index, encoder, lexical, cross_encoder, texts, settings)
 
     def __len__(self) -> int:
@@ -113,13 +110,18 @@ class Searcher:
     @property
     def takes(self) -> tuple[Modality, ...]:
         """The modalities of queries: "text", "image", "vector"."""
-        if self.encoder.kind in ("query-document", "vector"):
-            return (self.encoder.tower(self._other_side).modality,)
+        if self._only_side is not None:
+            return (self.encoder.tower(self._only_side).modality,)
         return tuple(sorted({self.encoder.left.modality, self.encoder.right.modality}))
 
     @property
-    def _other_side(self) -> Side:
-        return "left" if self.side == "right" else "right"
+    def _only_side(self) -> Side | None:
+        """The side that encodes all queries; None for a model whose queries may be images or texts."""
+        if self.encoder.kind == "query-index":
+            return "left"
+        if self.encoder.kind in ("query-document", "vector"):
+            return "left" if self.side == "right" else "right"
+        return None
 
     def query_side(self, modality: Modality) -> Side:
         """The side that encodes a query: not the index's side, or, for images and texts, that of the modality."""
@@ -128,8 +130,8 @@ class Searcher:
             accepted = " or ".join(names[name] for name in self.takes)
             problem = f"the query is {modality}, and the model of this index takes {accepted}"
             raise DualencError(f"{problem}; search with that")
-        if self.encoder.kind in ("query-document", "vector"):
-            return self._other_side
+        if self._only_side is not None:
+            return self._only_side
         return "left" if self.encoder.left.modality == modality else "right"
 
     def conditions(self, words: Sequence[str]) -> tuple[Condition, ...]:
@@ -227,6 +229,26 @@ class Searcher:
         rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, lexical_hits)]
         fused = fuse(rankings, query.hybrid or "rrf", weights=[query.weight, 1 - query.weight])
         return [hit_of[name]._replace(score=score) for name, score in fused]
+
+
+def check_encoder(encoder: DualEncoder, meta: Mapping[str, Any], dim: int, source: str | Path) -> None:
+    """Refuse a model that neither made the vectors of an index nor was adapted for them, by their checksum.
+
+    Args:
+        encoder: the model.
+        meta: what is recorded with the vectors: `model_checksum` and `side`, where known.
+        dim: D, the size of the vectors.
+        source: the index, for the error.
+    """
+    recorded = meta.get("model_checksum")
+    if isinstance(encoder, IndexEncoder):
+        if (encoder.documents["model_checksum"], encoder.documents["dim"]) != (recorded, dim):
+            remedy = "name that index, or adapt a model to this one"
+            raise DualencError(f"{source}: the model was adapted for an index of other vectors; {remedy}")
+    elif recorded is not None and tower_checksum(encoder.tower(meta.get("side", "right"))) != recorded:
+        raise DualencError(
+            f"{source}: was built with other weights than the model has now; build the index again"
+        )
 
 
 def _open_files(

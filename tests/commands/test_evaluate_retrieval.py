@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytrec_eval
+import torch
 from sentence_transformers import CrossEncoder
 
 from dualenc.data.beir import read_beir, read_qrels
+from dualenc.encoders import load_model
+from dualenc.encoders.frozen import IndexEncoder
 from dualenc.evaluation.runs import read_per_query, read_trec
+from dualenc.search import Index
+from dualenc.search.documents import fingerprint
 from dualenc.search.fusion import fuse
-from tests.commands.in_process import evaluated, failure
-from tests.commands.toy import ANIMALS, WORDS, cross_encoder, write_beir
+from tests.commands.in_process import evaluated, failure, run
+from tests.commands.toy import ANIMALS, WORDS, cross_encoder, text_model, write_beir
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_beir(tmp_path_factory.mktemp("data") / "toy")
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory, toy_text: Path, data: Path) -> Path:
+    """An index of the documents of `data`, with the texts to show."""
+    folder = tmp_path_factory.mktemp("indexes") / "index"
+    run("index", toy_text, data, "--out", folder)
+    return folder
+
+
+def adapted(folder: Path, toy_text: Path, index: Path, trained_ids: Sequence[str]) -> Path:
+    """The query tower of a model with other weights, for an index."""
+    model = load_model(toy_text)
+    meta = Index.open(index).meta
+    encoder = IndexEncoder(model, {name: meta[name] for name in ("model", "model_checksum", "side", "dim", "metric")})
+    with torch.no_grad():
+        for weight in encoder.left.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
+    encoder.trained_ids = list(trained_ids)
+    encoder.save(folder)
+    return folder
 
 
 def trec_ndcg(qrels: dict[str, dict[str, int]], file: Path) -> float:
@@ -127,3 +155,83 @@ def test_queries_and_documents_may_be_numbered_alike(
     assert caplog.text.count(f"n: 10 of 10 queries have the id of a document: {counts}") == 1
     retrieved = read_trec(tmp_path / "out" / "run.trec")
     assert sum(query in documents for query, documents in retrieved.items()) == judged
+
+
+@pytest.mark.slow
+def test_documents_of_an_index_are_ranked_as_if_they_were_embedded(
+    toy_text: Path, data: Path, index: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = fingerprint(index)
+    own = evaluated("retrieval", tmp_path / "own", toy_text, data, "--bm25")["systems"]
+    again = evaluated("retrieval", tmp_path / "again", toy_text, data, "--bm25", "--documents", index)["systems"]
+    for system in ("toy-text", "BM25"):
+        assert again[system]["datasets"]["toy"] == own[system]["datasets"]["toy"]
+    bare = tmp_path / "toy"
+    shutil.copytree(data, bare)
+    (bare / "corpus.jsonl").unlink()
+    with open(bare / "qrels" / "test.tsv", "a") as file:
+        file.write("d1\tunknown\t1\n")
+    scores = evaluated("retrieval", tmp_path / "bare", toy_text, bare, "--documents", index)["systems"]["toy-text"]
+    assert "1 judged document that is not in the corpus (kept as never found)" in caplog.text
+    assert (scores["datasets"]["toy"]["queries"], scores["datasets"]["toy"]["documents"]) == (8, 40)
+    expected = trec_ndcg(read_qrels(bare / "qrels" / "test.tsv"), tmp_path / "bare" / "run.trec")
+    assert scores["mean"]["ndcg@10"] == pytest.approx(expected)
+    # In half precision.
+    embedded = read_trec(tmp_path / "own" / "run.trec")
+    for query, ranking in read_trec(tmp_path / "bare" / "run.trec").items():
+        assert ranking == pytest.approx(embedded[query], abs=1e-3)
+    assert fingerprint(index) == before
+
+
+@pytest.mark.slow
+def test_an_adapted_model_is_scored_by_what_it_has_seen(
+    toy_text: Path, data: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    qrels = read_qrels(data / "qrels" / "test.tsv")
+    seen = sorted(qrels)[:3]
+    trained = [name for query in seen for name in qrels[query]]
+    model = adapted(tmp_path / "adapted", toy_text, index, [*trained, "no judged document"])
+    systems = evaluated("retrieval", tmp_path / "out", model, data, "--documents", index)["systems"]
+    run_file = tmp_path / "out" / "run.trec"
+    ranking = read_trec(run_file)
+    queries = load_model(model).encode_query(list(read_beir(data).queries.items))
+    documents = Index.open(index)
+    for query, vector in zip(read_beir(data).queries.ids, queries):
+        scores = {hit.id: hit.score for hit in documents.search(vector, 40)[0] if hit.id != query}
+        assert ranking[query] == pytest.approx(scores, abs=2e-3)
+    parts = {"adapted: documents seen in training": seen, "adapted: documents not seen": sorted(qrels)[3:]}
+    assert list(systems) == ["adapted", *parts]
+    for system, part in parts.items():
+        scores = systems[system]["datasets"]["toy"]
+        assert scores["queries"] == len(part)
+        expected = trec_ndcg({query: qrels[query] for query in part}, run_file)
+        assert scores["metrics"]["ndcg@10"] == pytest.approx(expected)
+    assert systems["adapted"]["mean"]["ndcg@10"] == pytest.approx(trec_ndcg(qrels, run_file))
+    shown = capsys.readouterr().out
+    assert all(system in shown for system in parts)
+
+
+def test_documents_that_do_not_fit(
+    toy_text: Path, data: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = text_model(tmp_path / "other", seed=1)
+    run("index", other, data, "--out", tmp_path / "theirs")
+    model = adapted(tmp_path / "adapted", toy_text, index, [])
+    write_beir(tmp_path / "renamed")
+    (tmp_path / "renamed" / "qrels" / "test.tsv").write_text("d0\tx1\t1\nd1\tx2\t1\n")
+    write_beir(tmp_path / "fewer", documents=30)
+    (tmp_path / "pairs.csv").write_text("query,document\na,b\n")
+    documents = ("--documents", index)
+    cases = {
+        (model, data): "adapted: encodes queries for the vectors of an index; name it by --documents INDEX",
+        (model, data, "--documents", tmp_path / "theirs"): "the model was adapted for an index of other vectors",
+        (other, data, *documents): "was built with other weights than the model has now",
+        (toy_text, tmp_path / "renamed", *documents): "holds none of its 2 judged documents",
+        (toy_text, tmp_path / "fewer", *documents, "--bm25"): "its corpus lacks 'd30', which is in",
+        (toy_text, tmp_path / "pairs.csv", *documents): "--documents needs a BEIR folder",
+        (toy_text, data, "--documents", data): "its corpus is texts; index them",
+    }
+    for words, message in cases.items():
+        told = failure(capsys, "evaluate", "retrieval", *words, "--out", tmp_path / "out")
+        assert message in told
+        assert not (tmp_path / "out").exists()

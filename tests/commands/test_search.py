@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders import load_model
+from dualenc.encoders.frozen import IndexEncoder
 from dualenc.search import Index
 from tests.commands import toy
 from tests.commands.in_process import failure, found, run
@@ -190,6 +192,29 @@ def test_a_model_that_changed_since(
         next(model.parameters()).add_(0.01)
     model.save(tmp_path / "model")
     assert "other weights than the model has now" in failure(capsys, "search", tmp_path / "index", "fox")
+
+
+@pytest.mark.slow
+def test_an_adapted_query_tower_searches_the_index_it_was_made_for(
+    tmp_path: Path, toy_text: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meta = Index.open(index).meta
+    facts = {name: meta[name] for name in ("model", "model_checksum", "side", "dim", "metric")}
+    model = IndexEncoder(load_model(toy_text), facts)
+    with torch.no_grad():
+        next(model.left.parameters()).add_(0.5 * torch.randn(32, generator=torch.Generator().manual_seed(0)))
+    model.save(tmp_path / "adapted")
+    results = found(capsys, index, "fox dog", "-k", 60, "--model", tmp_path / "adapted")
+    query = SentenceTransformer(str(tmp_path / "adapted")).encode(["fox dog"])
+    scores = (query @ encoded(toy_text, "right", toy.texts(60)).T)[0]
+    assert [result["id"] for result in results] == [f"d{i}" for i in np.argsort(-scores)]
+    np.testing.assert_allclose([result["score"] for result in results], -np.sort(-scores), atol=1e-5)
+    assert results != found(capsys, index, "fox dog", "-k", 60)
+    run("index", toy.text_model(tmp_path / "other", seed=1), documents, "--out", tmp_path / "theirs")
+    run("index", toy_text, documents, "--dim", 12, "--out", tmp_path / "short")
+    for name in ("theirs", "short"):
+        message = failure(capsys, "search", tmp_path / name, "fox", "--model", tmp_path / "adapted")
+        assert message.startswith(f"{tmp_path / name}: the model was adapted for an index of other vectors; name that")
 
 
 def test_ids_and_snippets_do_not_command_the_terminal(
