@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder
 from dualenc.encoders.lora import merged_state
 from dualenc.encoders.text import TextEncoder, TextTower
-from dualenc.encoders.vector import VectorEncoder, VectorTower
+from dualenc.encoders.vector import VectorEncoder, VectorTower, write_adapters
 from dualenc.errors import DualencError
 from dualenc.files import write_json
 from dualenc.reading import check_fields, read_json_object
@@ -114,11 +114,10 @@ class IndexEncoder(DualEncoder):
         write_json(folder / TRAINED_FILE, {"ids": self.trained_ids})
         if isinstance(self.left, TextTower):
             prompt = self.left.prepare.prompt
-            default = "query" if prompt else None
-            self.left.write({**self.prompts, "query": prompt}, default, folder)
+            self.left.write({**self.prompts, "query": prompt}, "query" if prompt else None, folder)
         else:
             (folder / VECTOR_FOLDER).mkdir()
-            _query_adapter(self.left).write(folder / VECTOR_FOLDER)
+            write_adapters(self.left, self.right, self.state_dict(), folder / VECTOR_FOLDER)
 
     def encode(self, items: Sequence[Any], side: Side = "left", **options: Any) -> np.ndarray:
         """Encode N queries, or scale N document vectors (D,) to length one; options as of `DualEncoder.encode`."""
@@ -129,11 +128,11 @@ class IndexEncoder(DualEncoder):
 
     def model_card(self, name: str, card: Mapping[str, Any], on_hub: bool = False) -> str:
         """The text of the model folder's README.md, with a section about the documents."""
-        made_by = self.documents["model"] or "a model that is not known"
+        made_by = f"the model {self.documents['model']}" if self.documents["model"] else "an unknown model"
         text = (
             f"The documents are the vectors of an index ({self.documents['metric']}), made by {made_by}. Training "
-            "changed queries alone: the index stays as it is, and new documents are embedded with the same model as "
-            f"before. {len(self.trained_ids):,} documents were relevant in training."
+            "changed queries alone: the index stays as it is, and new documents are embedded with its model. "
+            f"{TRAINED_FILE} lists the documents that were relevant in training."
         )
         return super().model_card(name, {"documents": text, **card}, on_hub)
 
@@ -226,18 +225,3 @@ def _merge_adapters(module: Any) -> nn.Module:
 def _rebuilt(tower: TextTower, head: list[nn.Module], truncate_dim: int | None = None) -> TextTower:
     """The tower over the same transformer with another head."""
     return TextTower(tower.backbone, tower.prepare, tower.pooling, head, truncate_dim)
-
-
-def _query_adapter(tower: VectorTower) -> VectorEncoder:
-    """An adapter of query vectors with a tower's weights, whose documents stay as they are."""
-    config: dict[str, Any] = tower.config
-    model = VectorEncoder(
-        config["input_dim"],
-        tower=config["tower"],
-        dim=tower.dim,
-        hidden=config["hidden"],
-        right_tower="identity",
-        right_input_dim=tower.dim,
-    )
-    model.left.load_state_dict(tower.state_dict())
-    return model

@@ -105,10 +105,18 @@ class VectorEncoder(DualEncoder):
 
     def write(self, folder: Path) -> None:
         """Write dualenc.json and the weights of both towers."""
-        right = None if self.shares_weights else self.right.config
-        config = {"kind": self.kind, "dim": self.dim, "left": self.left.config, "right": right}
-        write_json(folder / DUALENC_FILE, config)
-        save_weights(self.state_dict(), folder / WEIGHTS_FILE)
+        right = None if self.shares_weights else self.right
+        write_adapters(self.left, right, self.state_dict(), folder)
+
+
+def write_adapters(
+    left: VectorTower, right: VectorTower | None, weights: dict[str, Tensor], folder: Path
+) -> None:
+    """Write a folder for `VectorEncoder.from_folder`; a right tower of None is the left one."""
+    right_config = None if right is None else right.config
+    config = {"kind": "vector", "dim": left.dim, "left": left.config, "right": right_config}
+    write_json(folder / DUALENC_FILE, config)
+    save_weights(weights, folder / WEIGHTS_FILE)
 
 
 class VectorTower(Tower):
