@@ -39,6 +39,7 @@ COMMANDS: Commands = {
     "index": Command("index", "index", "build a FAISS index from a model or from embeddings"),
     "migrate": Command("migrate", "migrate", "change the model of an index, served meanwhile"),
     "push": Command("push", "push", "send embeddings to Qdrant, a vector search engine"),
+    "adapt": Command("adapt", "adapt", "train queries for an index that stays as it is"),
     "mine": Command("mine", "mine", "mine hard negatives for training with a model"),
     "search": Command("search", "search", "search an index or an engine with a text or an image"),
     "serve": Command("serve", "serve", "serve an index over HTTP, with a page to search on"),

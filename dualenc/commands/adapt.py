@@ -1,0 +1,92 @@
+"""`dualenc adapt`: train queries against the documents of an index, which stays as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_options
+
+
+@dataclass(frozen=True)
+class AdaptOptions:
+    """What is trained, on which pairs, and how long.
+
+    Args:
+        train: a perceptron or a linear map of the query vectors (seconds), adapters of the text model (lora) or all of
+            it (minutes).
+        epochs: passes over the pairs at most; training ends earlier where held-out queries of new documents gain
+            nothing. By default 30 of a map, 3 of a text model.
+        batch_size: queries in a step.
+        learning_rate: by default 1e-3 of a map, 2e-4 of adapters, 2e-5 of the whole model.
+        temperature: τ of the softmax over all documents.
+        held_out: share of the pairs to hold out, by their documents; 0 trains on all, without a measure of the result.
+        keep: share of the original weights in the result, from 0 to 1; by default the best one for held-out queries.
+        seed: of everything random.
+    """
+
+    train: Literal["perceptron", "linear", "lora", "all"] = "perceptron"
+    epochs: int | None = None
+    batch_size: int = 32
+    learning_rate: float | None = None
+    temperature: float = 0.05
+    held_out: float = 0.1
+    keep: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ClickOptions:
+    """Where the queries are.
+
+    Args:
+        query_column: of a table, with texts or vectors, where it has no usual name.
+        document_column: of a table, with ids of documents, where it has no usual name.
+        split: of a BEIR folder, a folder of tables or a hub name.
+        model: the model of the index, if it has moved.
+        qdrant_path: the folder of Qdrant's embedded mode, if INDEX was pushed there; its files can run code, so name
+            only one that you trust.
+        test: BEIR folder whose test queries are measured, too; its documents are those of the index.
+        second: BEIR folder of another task, whose test queries are measured, too: what does the model forget?
+    """
+
+    query_column: str | None = None
+    document_column: str | None = None
+    split: str = "train"
+    model: str | None = None
+    qdrant_path: str | None = None
+    test: str | None = None
+    second: str | None = None
+
+
+def adapt(
+    index: str,
+    clicks: str,
+    *,
+    out: str,
+    columns: ClickOptions,
+    options: AdaptOptions,
+    resume: bool = False,
+    device: str | None = None,
+) -> None:
+    """Train queries by the exact softmax over all documents of an index, whose vectors are read and never written.
+
+    OUT/model is a query model for the same index: `dualenc search INDEX --model OUT/model "…"`. The report has nDCG@10
+    of held-out queries whose documents no training pair names, and of others, beside the model as it was.
+
+    Args:
+        index: FAISS index, folder of embeddings, BEIR folder of vectors, or what `dualenc push` wrote.
+        clicks: table with a query and the id of a relevant document in each row, or a BEIR folder.
+        out: folder to write: model, training, metrics.json, report.html.
+        resume: continue an interrupted training from its latest checkpoint.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """
+    check_options(1, MAX_ITEMS, epochs=options.epochs, batch_size=options.batch_size)
+    check_options(1e-3, 10, temperature=options.temperature)
+    check_options(0, 0.9, held_out=options.held_out)
+    check_options(0, 1, keep=options.keep)
+    check_options(0, MAX_SEED, seed=options.seed)
+    from dualenc.commands.adapt_index import adapt_index
+
+    adapt_index(index, clicks, Path(out), columns, options, resume, device)

@@ -1,0 +1,276 @@
+"""Adaptation of queries to an index: queries are read and divided, a model is trained, measured, saved and reported."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualenc import distributed
+from dualenc.commands.output import RESULT, start_processes, writing
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.beir import read_judged_queries
+from dualenc.data.clicks import DocumentSplit, IndexPairs, split_by_documents
+from dualenc.data.corpus import used_items
+from dualenc.data.sources import open_corpus
+from dualenc.data.vector_shards import Embeddings
+from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.frozen import interpolate
+from dualenc.encoders.load import load_model
+from dualenc.evaluation.metrics import paired_bootstrap
+from dualenc.evaluation.plots import lines
+from dualenc.evaluation.report import Figure, Table, print_table, write_report
+from dualenc.files import check_folder_target, check_writable, remove, write_json
+from dualenc.objectives import FrozenCorpus
+from dualenc.reading import read_json_object
+from dualenc.search.documents import fingerprint, open_documents
+from dualenc.search.embed import embed
+from dualenc.seeds import seed_everything
+from dualenc.terminal import printable
+from dualenc.training.adapting import (
+    SHARES,
+    TOWERS,
+    IndexEvaluator,
+    Interpolated,
+    QuerySide,
+    along_the_way,
+    best_share,
+    harmless_share,
+)
+from dualenc.training.trainer import Trainer, TrainingResult
+
+if TYPE_CHECKING:
+    from dualenc.commands.adapt import AdaptOptions, ClickOptions
+
+TASK = "adapt"
+MAX_HELD_OUT = 1000  # queries of either kind
+NEW = "new documents"
+KNOWN = "documents in training"
+SECOND = "second task"
+PATIENCE = 3
+EPOCHS = {"perceptron": 30, "linear": 30, "lora": 3, "all": 3}
+LEARNING_RATES = {"perceptron": 1e-3, "linear": 1e-3, "lora": 2e-4, "all": 2e-5}
+
+
+def adapt_index(
+    index: str,
+    clicks: str,
+    folder: Path,
+    columns: ClickOptions,
+    options: AdaptOptions,
+    resume: bool,
+    device: str | None,
+) -> None:
+    """Adapt queries to an index, and write the model and the report to a folder."""
+    check_writable(folder)
+    check_folder_target(folder, _is_own_folder, "adaptation")
+    place = start_processes(device)
+    with writing(folder):
+        work = folder / "work"
+        checksum = fingerprint(index, qdrant_path=columns.qdrant_path)
+        documents = open_documents(index, work, qdrant_path=columns.qdrant_path)
+        clicked = IndexPairs(
+            clicks,
+            documents,
+            query_column=columns.query_column,
+            document_column=columns.document_column,
+            split=columns.split,
+        )
+        side = QuerySide(
+            documents, clicked.left_modality, options.train, model=columns.model, work=work, device=place
+        )
+        pairs = side.pairs(clicked)
+        parts = split_by_documents(pairs, options.held_out, MAX_HELD_OUT, options.seed)
+        trained_ids = [documents.ids[row] for row in sorted(set(parts.train.right_id.tolist()))]
+        tasks = held_out_tasks(parts, documents)
+        tasks |= _beir_tasks(columns, side, set(trained_ids))
+
+        seed_everything(options.seed)
+        original = side.new_model(pairs.left_dim)
+        trained = _train(
+            copy.deepcopy(original), parts, documents, tasks.get(NEW), folder / "training", options, resume
+        )
+        adapted = load_model(trained.model_folder, place)
+        chosen = () if options.keep is None else (options.keep,)
+        points = along_the_way(original, adapted, tasks, sorted({*SHARES, *chosen}))
+        keep = options.keep
+        if keep is None:
+            keep = best_share(points, NEW) if NEW in tasks else 0.0
+        adapted.load_state_dict(interpolate(original, adapted, keep))
+        if distributed.is_main():
+            side.finished(adapted, trained_ids).save(folder / "model")
+            facts: dict[str, object] = {
+                "index": index,
+                "documents": len(documents),
+                "queries from": clicks,
+            }
+            facts |= _training_facts(parts, trained, options)
+            facts |= {"original weights kept": keep, "model": str(folder / "model")}
+            after = fingerprint(index, qdrant_path=columns.qdrant_path)
+            same = "the same" if after == checksum else "CHANGED"
+            facts["checksum of the index"] = f"{checksum[:16]}, {same} after as before"
+            _report(folder, facts, points, keep)
+            remove(work)
+        distributed.barrier()
+
+
+def _is_own_folder(folder: Path) -> bool:
+    if (folder / RESULT).is_file():
+        return read_json_object(folder / RESULT).get("task") == TASK
+    return (folder / "work").is_dir() or (folder / "training").is_dir()
+
+
+def held_out_tasks(parts: DocumentSplit, documents: Embeddings) -> dict[str, IndexEvaluator]:
+    """The held-out queries by name."""
+    tasks = {}
+    for name, part in ((NEW, parts.new), (KNOWN, parts.known)):
+        if part is not None:
+            queries, rows = used_items(part, "left")
+            qrels: dict[str, dict[str, int]] = {query: {} for query in queries.ids}
+            for row, document in zip(rows.tolist(), part.right_id.tolist(), strict=True):
+                qrels[queries.ids[row]][documents.ids[document]] = 1
+            tasks[name] = IndexEvaluator(queries, qrels, documents)
+    return tasks
+
+
+def _beir_tasks(
+    columns: ClickOptions, side: QuerySide, trained_ids: set[str]
+) -> dict[str, IndexEvaluator]:
+    """The test queries of --test, by whether a relevant document is in training, and those of --second."""
+    tasks = {}
+    if columns.test is not None:
+        test = _beir_task(columns.test, "test", side, side.documents)
+        is_known = {}
+        for query, grades in test.qrels.items():
+            relevant = {document for document, grade in grades.items() if grade >= 1}
+            is_known[query] = not relevant.isdisjoint(trained_ids)
+        for part, wanted in ((NEW, False), (KNOWN, True)):
+            queries = [query for query, known in is_known.items() if known == wanted]
+            if queries:
+                tasks[f"{Path(columns.test).name}: {part}"] = test.among(queries)
+    if columns.second is not None:
+        documents = _second_documents(columns.second, side)
+        tasks[f"{SECOND}: {Path(columns.second).name}"] = _beir_task(
+            columns.second, "second", side, documents
+        )
+    return tasks
+
+
+def _beir_task(folder: str, name: str, side: QuerySide, documents: Embeddings) -> IndexEvaluator:
+    """The test queries of a BEIR folder over documents."""
+    bad_rows = BadRows(folder)
+    queries, qrels = read_judged_queries(Path(folder), "test", documents.ids, bad_rows)
+    bad_rows.report()
+    return IndexEvaluator(side.inputs(queries, f"{name}-queries"), qrels, documents)
+
+
+def _second_documents(folder: str, side: QuerySide) -> Embeddings:
+    """The documents of the second task: those of the index, its own vectors, or its texts embedded by the model."""
+    path = Path(folder)
+    _, qrels = read_judged_queries(path, "test", side.documents.ids, BadRows(folder))
+    judged = {document for grades in qrels.values() for document in grades}
+    if not judged.isdisjoint(side.documents.ids):
+        return side.documents
+    has_texts = any((path / f"corpus.jsonl{suffix}").is_file() for suffix in ("", ".gz"))
+    if side.text is None or not has_texts:
+        return open_documents(folder, side.work / "second")
+    corpus = open_corpus(folder, part="corpus")
+    return embed(side.text.right, corpus, side.work / "second-documents", dtype="float16")
+
+
+def _train(
+    model: DualEncoder,
+    parts: DocumentSplit,
+    documents: Embeddings,
+    evaluator: IndexEvaluator | None,
+    output: Path,
+    options: AdaptOptions,
+    resume: bool,
+) -> TrainingResult:
+    """Train until held-out queries of new documents gain nothing; the model folder has the best weights."""
+    pairs = parts.train
+    batch_size = min(options.batch_size, len(pairs))
+    objective = FrozenCorpus(
+        documents.vectors,
+        num_left=pairs.num_left,
+        num_right=pairs.num_right,
+        temperature=options.temperature,
+    )
+    is_map = options.train in TOWERS
+    trainer = Trainer(
+        output=output,
+        batch_size=batch_size,
+        epochs=options.epochs or EPOCHS[options.train],
+        learning_rate=options.learning_rate or LEARNING_RATES[options.train],
+        mixed_precision="no" if is_map else "auto",
+        evaluate_every=None if evaluator is None else max(1, len(pairs) // batch_size),
+        patience=None if evaluator is None else PATIENCE,
+        seed=options.seed,
+    )
+    return trainer.fit(model, pairs, objective, evaluator=evaluator, resume=resume)
+
+
+def _training_facts(
+    parts: DocumentSplit, trained: TrainingResult, options: AdaptOptions
+) -> dict[str, object]:
+    train = parts.train
+    return {
+        "pairs in training": len(train),
+        "documents in training": len(set(train.right_id.tolist())),
+        "trained": options.train,
+        "objective": f"FrozenCorpus, temperature {options.temperature:g}, batches of {options.batch_size}",
+        "steps": trained.steps,
+        "seconds": round(trained.seconds, 1),
+        "seed": options.seed,
+    }
+
+
+def _report(
+    folder: Path, facts: Mapping[str, object], points: Sequence[Interpolated], keep: float
+) -> None:
+    """Print and write how well the original and the adapted model find documents, and the models between them."""
+    original = next(point for point in points if point.keep == 1)
+    result = next(point for point in points if point.keep == keep)
+    rows = []
+    for task, before in original.scores.items():
+        compared = paired_bootstrap(before, result.scores[task])
+        row: dict[str, Any] = {"queries of": task, "queries": compared.queries}
+        row |= {"original": compared.mean_a, "adapted": compared.mean_b}
+        rows.append(row | {"difference": compared.difference, "from": compared.low, "to": compared.high})
+    quality = Table("nDCG@10 over all documents, and 95 % intervals of the difference", rows)
+    curves = {
+        task: (
+            [1 - point.keep for point in points],
+            [float(point.scores[task].mean()) for point in points],
+        )
+        for task in original.scores
+    }
+    by_share = []
+    for point in points:
+        means = {task: float(scores.mean()) for task, scores in point.scores.items()}
+        by_share.append({"original weights kept": f"{point.keep:g}", **means})
+    tables = [quality, Table("nDCG@10 by the share of the original weights that is kept", by_share)]
+    advice = [_advice(task, points, keep) for task in original.scores if task.startswith(SECOND)]
+    print_table(quality)
+    for line in advice:
+        print(printable(line))
+    plot = lines(curves, xlabel="share of the adapted weights", ylabel="nDCG@10")
+    figure = Figure("Between the original model (0) and the adapted one (1)", plot)
+    if advice:
+        facts = {**facts, "forgetting": " ".join(advice)}
+    write_report(
+        folder / "report.html", "Queries adapted to an index", facts=facts, figures=[figure], tables=tables
+    )
+    write_json(folder / RESULT, {"task": TASK, **facts, "quality": rows, "by share": by_share})
+    print(printable(f"checksum of the index: {facts['checksum of the index']}"))
+    print(printable(f"model, metrics and report.html are in {folder}"))
+    print(printable(f'next:  dualenc search {facts["index"]} --model {facts["model"]} "…"'))
+
+
+def _advice(task: str, points: Sequence[Interpolated], keep: float) -> str:
+    """What a second task loses, and how much of the original weights prevents it."""
+    share = harmless_share(points, task)
+    if share <= keep:
+        return f"{task}: nothing is lost within the interval (from --keep {share:g} on)"
+    return f"{task}: loses; from --keep {share:g} on nothing is lost within the interval"
