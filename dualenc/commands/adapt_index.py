@@ -26,6 +26,8 @@ from dualenc.objectives import FrozenCorpus
 from dualenc.reading import read_json_object
 from dualenc.search.documents import fingerprint, open_documents
 from dualenc.search.embed import embed
+from dualenc.search.index import is_index
+from dualenc.search.qdrant import is_pushed
 from dualenc.seeds import seed_everything
 from dualenc.terminal import printable
 from dualenc.training.adapting import (
@@ -265,7 +267,10 @@ def _report(
     write_json(folder / RESULT, {"task": TASK, **facts, "quality": rows, "by share": by_share})
     print(printable(f"checksum of the index: {facts['checksum of the index']}"))
     print(printable(f"model, metrics and report.html are in {folder}"))
-    print(printable(f'next:  dualenc search {facts["index"]} --model {facts["model"]} "…"'))
+    following = f"evaluate retrieval {facts['model']} BEIR-FOLDER --documents {facts['index']}"
+    if is_index(str(facts["index"])) or is_pushed(str(facts["index"])):
+        following = f'search {facts["index"]} --model {facts["model"]} "…"'
+    print(printable(f"next:  dualenc {following}"))
 
 
 def _advice(task: str, points: Sequence[Interpolated], keep: float) -> str:

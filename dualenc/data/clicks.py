@@ -176,9 +176,9 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
     """Hold out queries by their documents: what a query model learns of new documents is known from queries alone
     whose documents no training pair names.
 
-    Queries are drawn until the pairs of their documents, which leave the training with them, are about a `share` of
-    all; a query whose documents have more pairs than that is passed over. Of what is left, as many queries are drawn
-    whose documents have other queries in training.
+    Queries are drawn until their documents have about a `share` of the pairs, which leave the training; a query whose
+    documents have more than that is passed over. Of what is left, as many queries are drawn whose documents have other
+    queries in training.
 
     Args:
         pairs: divided.
@@ -189,16 +189,17 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
     order = np.random.default_rng(seed).permutation(np.unique(pairs.left_id)).tolist()
     documents = Ragged.from_pairs(pairs.left_id, pairs.right_id, pairs.num_left)
     num_pairs = np.bincount(pairs.right_id, minlength=pairs.num_right)
-    new = _draw_new(order, documents, num_pairs, share * len(pairs), most)
     is_held_out = np.zeros(pairs.num_right, dtype=bool)
-    is_held_out[documents.take(np.array(new, dtype=np.int64)).values] = True
-    is_new = np.isin(pairs.left_id, new)
+    is_held_out[_draw_documents(order, documents, num_pairs, share * len(pairs), most)] = True
     rest = ~is_held_out[pairs.right_id]
-    # A query with documents of both parts trains by those that stay, and is no measure of either.
-    is_whole = np.bincount(pairs.left_id, ~rest, pairs.num_left) == 0
-    remaining = np.bincount(pairs.right_id[rest], minlength=pairs.num_right)
-    candidates = [query for query in order if is_whole[query] and len(documents.row(query))]
-    known = _draw_known(candidates, documents, remaining, len(new))
+    num_trained = np.bincount(pairs.left_id, rest, pairs.num_left)
+    # A query with documents of both parts trains by those that stay, and measures neither.
+    new = [query for query in order if num_trained[query] == 0][:most]
+    whole = [query for query in order if num_trained[query] == documents.lengths[query]]
+    known = _draw_known(
+        whole, documents, np.bincount(pairs.right_id[rest], minlength=len(num_pairs)), len(new)
+    )
+    is_new = np.isin(pairs.left_id, new)
     is_known = np.isin(pairs.left_id, known)
     return DocumentSplit(
         pairs.take(np.flatnonzero(rest & ~is_known), positives_of=pairs),
@@ -207,22 +208,22 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
     )
 
 
-def _draw_new(
+def _draw_documents(
     order: list[int], documents: Ragged, num_pairs: np.ndarray, budget: float, most: int
 ) -> list[int]:
-    """Queries whose documents have at most `budget` pairs together."""
-    drawn: list[int] = []
-    taken: set[int] = set()
+    """The documents of queries that are drawn until these documents have about `budget` pairs."""
+    drawn: set[int] = set()
+    num_queries = 0
     for query in order:
-        if len(drawn) == most or budget < 1:
+        if num_queries == most or budget < 1:
             break
-        added = set(documents.row(query).tolist()) - taken
+        added = set(documents.row(query).tolist()) - drawn
         cost = num_pairs[list(added)].sum()
         if cost <= budget:
             budget -= cost
-            taken |= added
-            drawn.append(query)
-    return drawn
+            drawn |= added
+            num_queries += 1
+    return sorted(drawn)
 
 
 def _draw_known(order: list[int], documents: Ragged, num_pairs: np.ndarray, most: int) -> list[int]:

@@ -1,0 +1,220 @@
+"""`dualenc adapt`: queries learn to find the documents of an index, whose files stay as they are."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+
+from dualenc.data.vector_shards import Embeddings
+from dualenc.encoders import IndexEncoder, load_model
+from dualenc.search import Index
+from tests.commands import toy
+from tests.commands.in_process import failure, found, run
+from tests.commands.processes import run_on_two
+from tests.commands.test_vectors import write_vectors
+
+pytestmark = pytest.mark.slow
+D = 16
+N = 300
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def metrics(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of random vectors, and clicks of queries that are their documents turned."""
+    folder = tmp_path_factory.mktemp("turned")
+    random = np.random.default_rng(0)
+    documents = random.normal(size=(N, D)).astype(np.float32)
+    turn = np.linalg.qr(random.normal(size=(D, D)))[0]
+    queries = (documents @ turn + 0.1 * random.normal(size=(N, D))).astype(np.float32)
+    Index.build(documents, [f"d{row}" for row in range(N)]).save(folder / "index")
+    (folder / "test" / "qrels").mkdir(parents=True)
+    write_vectors(folder / "test" / "queries.parquet", "q", queries)
+    judgements = "".join(f"q{row}\td{row}\t1\n" for row in range(200, N))
+    (folder / "test" / "qrels" / "test.tsv").write_text(judgements)
+    clicks = {"query": list(queries[:240]), "document": [f"d{row}" for row in range(240)]}
+    pq.write_table(pa.table(clicks), folder / "clicks.parquet")
+    return folder
+
+
+def test_a_linear_map_turns_queries_back(turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Documents of no training pair are found, too; the index stays byte for byte, and is searched with the model."""
+    before = checksums(turned / "index")
+    words = ["adapt", turned / "index", turned / "clicks.parquet", "--out", tmp_path / "run", "--train", "linear"]
+    run(*words, "--learning-rate", 0.02, "--test", turned / "test", "--second", turned / "test", "--keep", 0)
+    report = metrics(tmp_path / "run")
+    assert checksums(turned / "index") == before
+    assert report["checksum of the index"].endswith("the same after as before")
+    quality = {row["queries of"]: row for row in report["quality"]}
+    assert quality["new documents"]["original"] < 0.3
+    assert quality["new documents"]["adapted"] > 0.9
+    # 24 of 240 pairs are held out; the test queries 200 to 239 whose documents were not have trained ones.
+    model = load_model(tmp_path / "run" / "model")
+    assert isinstance(model, IndexEncoder)
+    assert len(model.trained_ids) == 216
+    trained = {int(name[1:]) for name in model.trained_ids}
+    assert quality["test: documents in training"]["queries"] == len(trained & set(range(200, N)))
+    assert quality["test: new documents"]["queries"] == N - 200 - len(trained & set(range(200, N)))
+    assert quality["test: new documents"]["adapted"] > 0.9
+    assert quality["second task: test"]["queries"] == N - 200
+    # The documents' file is gone with the other intermediate ones.
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        *("metrics.json", "model", "report.html", "training"),
+    ]
+    query = pq.read_table(turned / "test" / "queries.parquet").column("vector")[299].as_py()
+    np.save(tmp_path / "query.npy", np.array(query, np.float32))
+    hits = found(capsys, turned / "index", tmp_path / "query.npy", "--model", tmp_path / "run" / "model")
+    assert hits[0]["id"] == "d299"
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, toy_text: Path) -> Path:
+    """An index of texts, and clicks of queries that are parts of them, two for each document."""
+    folder = tmp_path_factory.mktemp("shop")
+    texts = toy.save_documents(folder / "documents.jsonl", 200)
+    run("index", toy_text, folder / "documents.jsonl", "--out", folder / "index", "--factory", "HNSW16")
+    with open(folder / "clicks.csv", "w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["query", "doc_id"])
+        for row, text in enumerate(texts):
+            writer.writerow([" ".join(text.split()[:4]), f"d{row}"])
+            writer.writerow([" ".join(text.split()[-4:]), f"d{row}"])
+    return folder
+
+
+def original_and_adapted(shop: Path, out: Path, toy_text: Path, *options: Any) -> tuple[np.ndarray, ...]:
+    """Vectors of queries by the index's model, by the adapted one, and by the same in sentence-transformers."""
+    run("adapt", shop / "index", shop / "clicks.csv", "--out", out, "--epochs", 2, *options)
+    queries = ["ant bee cat", "fox gnu", "hen"]
+    adapted = load_model(out / "model")
+    outside = SentenceTransformer(str(out / "model"), device="cpu")
+    return load_model(toy_text).encode_query(queries), adapted.encode_query(queries), outside.encode(queries)
+
+
+@pytest.mark.parametrize("trained", ["perceptron", "linear", "lora", "all"])
+def test_each_kind_of_training(shop: Path, tmp_path: Path, toy_text: Path, trained: str) -> None:
+    """The adapted queries differ from the original ones, and are the same in sentence-transformers."""
+    options = ["--train", trained, "--keep", 0, "--learning-rate", 3e-3]
+    original, adapted, outside = original_and_adapted(shop, tmp_path / "run", toy_text, *options)
+    assert np.abs(original - adapted).max() > 1e-3
+    np.testing.assert_allclose(adapted, outside, atol=1e-5)
+    names = [row["queries of"] for row in metrics(tmp_path / "run")["quality"]]
+    assert names == ["new documents", "documents in training"]
+
+
+def test_all_of_the_original_weights(shop: Path, tmp_path: Path, toy_text: Path) -> None:
+    """--keep 1 is the model of the index."""
+    original, adapted, _ = original_and_adapted(shop, tmp_path / "run", toy_text, "--keep", 1)
+    np.testing.assert_allclose(adapted, original, atol=1e-6)
+    for row in metrics(tmp_path / "run")["quality"]:
+        assert row["original"] == row["adapted"]
+
+
+def test_numbers_are_those_of_an_evaluation(shop: Path, tmp_path: Path, toy_text: Path) -> None:
+    """The report's nDCG@10 of held-out queries, against ranks by a matrix product."""
+    run("adapt", shop / "index", shop / "clicks.csv", "--out", tmp_path / "run", "--epochs", 1, "--held-out", 0.3)
+    report = metrics(tmp_path / "run")
+    model = load_model(tmp_path / "run" / "model")
+    assert isinstance(model, IndexEncoder)
+    documents = [row["text"] for row in map(json.loads, (shop / "documents.jsonl").read_text().splitlines())]
+    vectors = load_model(toy_text).encode_document(documents)
+    relevant: dict[str, set[int]] = {}
+    with open(shop / "clicks.csv", newline="") as stream:
+        for row in csv.DictReader(stream):
+            relevant.setdefault(row["query"], set()).add(int(row["doc_id"][1:]))
+    trained = {int(name[1:]) for name in model.trained_ids}
+    gains = []
+    for query, scores in zip(relevant, model.encode_query(list(relevant)) @ vectors.T):
+        if not relevant[query] & trained:
+            top = np.argsort(-scores)[:10]
+            gain = sum(1 / np.log2(place + 2) for place, row in enumerate(top) if row in relevant[query])
+            gains.append(gain / sum(1 / np.log2(place + 2) for place in range(min(10, len(relevant[query])))))
+    new = report["quality"][0]
+    assert new["queries"] == len(gains)
+    assert new["adapted"] == pytest.approx(np.mean(gains), abs=2e-3)  # half precision decides near ties
+
+
+def test_an_interrupted_training_goes_on(shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is stopped in its training and resumed gives the weights of an uninterrupted one."""
+    words = ["adapt", shop / "index", shop / "clicks.csv", "--train", "all", "--epochs", 2, "--held-out", 0.2]
+    run(*words, "--out", tmp_path / "whole")
+    from dualenc.training.loop import Loop
+
+    after_step = Loop._after_step
+
+    def interrupted(self: Loop) -> None:
+        after_step(self)
+        if self.steps == 12:
+            self.checkpoints.save(self.steps, self.state_dict())
+            raise RuntimeError("the power is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "_after_step", interrupted)
+        with pytest.raises(RuntimeError, match="power"):
+            run(*words, "--out", tmp_path / "cut", "--debug")
+    run(*words, "--out", tmp_path / "cut", "--resume")
+    whole = load_model(tmp_path / "whole" / "model").state_dict()
+    for name, weight in load_model(tmp_path / "cut" / "model").state_dict().items():
+        assert torch.equal(weight, whole[name]), name
+
+
+def test_embeddings_and_their_texts_are_as_good_as_an_index(shop: Path, tmp_path: Path, toy_text: Path) -> None:
+    """A folder of embeddings gives the model that its index gives."""
+    run("embed", toy_text, shop / "documents.jsonl", "--out", tmp_path / "emb")
+    assert len(Embeddings.open(tmp_path / "emb")) == 200
+    rows = []
+    for source in (shop / "index", tmp_path / "emb"):
+        run("adapt", source, shop / "clicks.csv", "--out", tmp_path / f"run-{source.name}", "--epochs", 2)
+        rows.append([row["adapted"] for row in metrics(tmp_path / f"run-{source.name}")["quality"]])
+    np.testing.assert_allclose(rows[0], rows[1], atol=0.02)
+
+
+@pytest.mark.nightly
+def test_two_processes_give_the_model_of_one(shop: Path, tmp_path: Path) -> None:
+    words = ["adapt", shop / "index", shop / "clicks.csv", "--epochs", 2, "--device", "cpu", "--seed", 1]
+    run(*words, "--out", tmp_path / "one")
+    run_on_two(tmp_path, [*map(str, words), "--out", str(tmp_path / "two")])
+    one = load_model(tmp_path / "one" / "model").state_dict()
+    for name, weight in load_model(tmp_path / "two" / "model").state_dict().items():
+        torch.testing.assert_close(weight, one[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--train", "lora"], "vectors"),
+        (["--keep", 2], "keep"),
+        (["--held-out", 1], "held-out"),
+        (["--document-column", "missing"], "missing"),
+    ],
+)
+def test_refusals(
+    turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[Any], named: str
+) -> None:
+    line = failure(capsys, "adapt", turned / "index", turned / "clicks.parquet", "--out", tmp_path / "run", *options)
+    assert named in line
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_another_folder_is_not_overwritten(turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    assert "mine" not in failure(capsys, "adapt", turned / "index", turned / "clicks.parquet", "--out", tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
