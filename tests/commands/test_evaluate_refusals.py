@@ -61,7 +61,7 @@ REFUSALS = [
     ("retrieval {text} {spaced}", "'a b' is empty, holds white space or is not UTF-8"),
     ("retrieval {text} {beir} {beir}", "two folders are named beir"),
     ("retrieval {text} {beir} --depth 10", "depth=10"),
-    ("retrieval {clip} {beir}", "needs kind query-document or vector or query-index; use `dualenc evaluate image-text`"),
+    ("retrieval {clip} {beir}", "or vector or query-index; use `dualenc evaluate image-text`"),
     ("retrieval {text} {captioned}", "holds images; use `dualenc evaluate image-text`"),
     ("image-text {clip} {beir}", "pairs of text and text, not of image and text"),
     ("image-text {text} {captioned}", "needs kind image-text; use `dualenc evaluate retrieval`"),
