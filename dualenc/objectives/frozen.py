@@ -22,7 +22,7 @@ from dualenc.objectives.batch import EncodedBatch, two_towers
 from dualenc.objectives.checks import check_range, fail, names_class, read_extremes
 from dualenc.objectives.draws import SharedRandom
 
-BLOCK_BYTES = 2**23  # of the documents that are in memory in full precision at a time
+BLOCK_BYTES = 2**22  # of the documents that are in full precision at a time; larger ones leave the caches
 
 
 class FrozenCorpus(Objective):
