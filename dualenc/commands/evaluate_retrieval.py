@@ -80,8 +80,9 @@ def evaluate_retrieval(
         indexed = None
         if options.documents is not None:
             indexed = open_documents(options.documents, evaluation.folder, qdrant_path=options.qdrant_path)
-        collections = _open_collections(data, options, columns, needs_texts, indexed)
+        # Before the data, which an adapted model without --documents may lack.
         encoder = _open_encoder(model, options, indexed, evaluation.device)
+        collections = _open_collections(data, options, columns, needs_texts, indexed)
         evaluation.check_weights(encoder.left, encoder.right)
     rescore = None
     if ranking.rerank is not None:

@@ -125,12 +125,12 @@ def _open(source: Path, qdrant_path: str | None, stack: ExitStack) -> tuple[Embe
     if is_pushed(source):
         index = QdrantIndex.open(source, qdrant_path)
         stack.callback(index.close)
-        return _of_collection(index), _compares_unit_vectors(index.meta)
+        return _collection_documents(index), _compares_unit_vectors(index.meta)
     if qdrant_path is not None:
         raise DualencError(f"{source}: remembers no engine; leave --qdrant-path out")
     if not source.is_dir() or is_index(source):
         opened = Index.open(source)
-        return _of_index(opened, source), _compares_unit_vectors(opened.meta)
+        return _index_documents(opened, source), _compares_unit_vectors(opened.meta)
     if is_embeddings(source):
         embeddings = Embeddings.open(source)
         embeddings.meta["metric"] = "cosine"
@@ -140,7 +140,7 @@ def _open(source: Path, qdrant_path: str | None, stack: ExitStack) -> tuple[Embe
         raise DualencError(f"{source}: {problem}; make an index with `dualenc index MODEL DATA`")
     if (source / "corpus").is_dir():
         return _open(source / "corpus", None, stack)
-    return _of_table(source), False
+    return _table_documents(source), False
 
 
 def _compares_unit_vectors(meta: dict[str, Any]) -> bool:
@@ -151,7 +151,7 @@ def _about(meta: dict[str, Any]) -> dict[str, Any]:
     return {name: meta[name] for name in (*EMBEDDINGS_META, "metric", "dim") if name in meta}
 
 
-def _of_index(index: Index, source: Path) -> Embeddings:
+def _index_documents(index: Index, source: Path) -> Embeddings:
     base, refine = split(index.faiss)
     stored: Any = base if refine is None else refine
     ivf = faiss.try_extract_index_ivf(stored)
@@ -178,7 +178,7 @@ def _of_index(index: Index, source: Path) -> Embeddings:
     return Embeddings(index.ids, vectors, _about(index.meta), index.snippets, index.columns)
 
 
-def _of_collection(index: QdrantIndex) -> Embeddings:
+def _collection_documents(index: QdrantIndex) -> Embeddings:
     """The points of a collection in the order of their ids, as Qdrant has none of its own."""
     payloads: list[dict[str, Any]] = []
     offset = None
@@ -203,7 +203,7 @@ def _of_collection(index: QdrantIndex) -> Embeddings:
     return Embeddings(ids, ReadRows(len(ids), index.dim, read), _about(index.meta), snippets)
 
 
-def _of_table(source: Path) -> Embeddings:
+def _table_documents(source: Path) -> Embeddings:
     """The vectors of corpus.parquet in a BEIR folder."""
     bad_rows = BadRows(source)
     corpus = read_corpus(source, bad_rows=bad_rows)

@@ -217,13 +217,15 @@ def test_documents_that_do_not_fit(
     other = text_model(tmp_path / "other", seed=1)
     run("index", other, data, "--out", tmp_path / "theirs")
     model = adapted(tmp_path / "adapted", toy_text, index, [])
+    bare = write_beir(tmp_path / "bare")
+    (bare / "corpus.jsonl").unlink()
     write_beir(tmp_path / "renamed")
     (tmp_path / "renamed" / "qrels" / "test.tsv").write_text("d0\tx1\t1\nd1\tx2\t1\n")
     write_beir(tmp_path / "fewer", documents=30)
     (tmp_path / "pairs.csv").write_text("query,document\na,b\n")
     documents = ("--documents", index)
     cases = {
-        (model, data): "adapted: encodes queries for the vectors of an index; name it by --documents INDEX",
+        (model, bare): "adapted: encodes queries for the vectors of an index; name it by --documents INDEX",
         (model, data, "--documents", tmp_path / "theirs"): "the model was adapted for an index of other vectors",
         (other, data, *documents): "was built with other weights than the model has now",
         (toy_text, tmp_path / "renamed", *documents): "holds none of its 2 judged documents",
