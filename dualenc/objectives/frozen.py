@@ -22,7 +22,11 @@ from dualenc.objectives.batch import EncodedBatch, two_towers
 from dualenc.objectives.checks import check_range, fail, names_class, read_extremes
 from dualenc.objectives.draws import SharedRandom
 
-BLOCK_BYTES = 2**22  # of the documents that are in full precision at a time; larger ones leave the caches
+Search = Callable[[np.ndarray, int], Any]
+"""`search(queries (A, D) float32, nearest) -> rows (A, nearest)` of the nearest documents, -1 where there are fewer."""
+BLOCK_BYTES = (
+    2**22
+)  # of the documents that are in float32, and of their scores, at a time: what caches hold
 
 
 class FrozenCorpus(Objective):
@@ -44,8 +48,8 @@ class FrozenCorpus(Objective):
             of the batch, and over a uniform sample of the others, weighed so that the estimate of Z is unbiased.
         nearest: documents that are searched for each query.
         sampled: documents that are drawn in a step, for all queries.
-        search: `search(queries (A, D) float32, nearest) -> rows (A, nearest)`, -1 where there are fewer, such as
-            `lambda queries, nearest: faiss_index.search(queries, nearest)[1]`; needed above `max_exact`.
+        search: see `Search`, such as `lambda queries, nearest: faiss_index.search(queries, nearest)[1]`; needed above
+            `max_exact`.
         **common: see `Objective`; not views.
     """
 
@@ -61,7 +65,7 @@ class FrozenCorpus(Objective):
         max_exact: int = 2_000_000,
         nearest: int = 256,
         sampled: int = 8192,
-        search: Callable[[np.ndarray, int], Any] | None = None,
+        search: Search | None = None,
         **common: Any,
     ) -> None:
         shape = tuple(getattr(documents, "shape", ()))
@@ -77,11 +81,10 @@ class FrozenCorpus(Objective):
         if search is None and shape[0] > max_exact:
             advice = "pass search, such as a FAISS index's, or a higher max_exact: a step takes time with all of them"
             fail("documents", f"hold {shape[0]} rows, more than max_exact ({max_exact}); {advice}")
-        self.documents = FrozenDocuments(documents)
+        self.documents = FrozenDocuments(documents, search)
         self.max_exact = max_exact
         self.nearest = nearest
         self.sampled = sampled
-        self.search = search
         self.draws = SharedRandom(self.seed)
         self.corpus.counts_pairs = False
 
@@ -106,11 +109,9 @@ class FrozenCorpus(Objective):
         total = torch.zeros_like(highest)  # Σ exp(s/τ − highest)
         mean = torch.zeros_like(queries)  # Σ exp(s/τ − highest)·z
         for rows, log_weights, block in self._blocks(anchors):
-            inverse_norms = (
-                block.norm(dim=1).clamp_(min=1e-12).reciprocal_()
-            )  # scaling scores is less than scaling blocks
-            scores = queries @ block.T  # (G, n) s/τ
-            scores.mul_(inverse_norms)
+            # Scaling scores by the documents' lengths costs less than scaling the documents.
+            inverse_norms = block.norm(dim=1).clamp_(min=1e-12).reciprocal_()  # (n,)
+            scores = (queries @ block.T).mul_(inverse_norms)  # (G, n) s/τ
             if log_weights is not None:
                 scores.add_(log_weights)
             hide(scores, rows, positives)
@@ -132,32 +133,24 @@ class FrozenCorpus(Objective):
         """This rank's share of the documents, block by block: rows (n,) ascending, log weights (n,) or None for 1, and
         the first d components (n, d)."""
         queries = anchors.embeddings[0]
-        size = max(1, BLOCK_BYTES // (4 * self.documents.dim))
-        if self.documents.num_rows <= self.max_exact:
-            own = distributed.rank_slice(self.documents.num_rows)
-            for start in range(own.start, own.stop, size):
-                rows = torch.arange(start, min(start + size, own.stop), device=queries.device)
-                yield rows, None, self.documents.read(slice(start, start + len(rows)), queries)
-            return
-        sample, log_weights = self._sample(anchors)
-        own = distributed.rank_slice(len(sample))
-        for rows, weights in zip(sample[own].split(size), log_weights[own].split(size), strict=True):
-            yield rows, weights, self.documents.read(rows, queries)
+        is_exact = self.documents.num_rows <= self.max_exact
+        sample, log_weights = (None, None) if is_exact else self._sample(anchors)
+        own = distributed.rank_slice(self.documents.num_rows if sample is None else len(sample))
+        size = max(1, BLOCK_BYTES // (4 * max(self.documents.dim, anchors.num_batch)))
+        for start in range(own.start, own.stop, size):
+            part = slice(start, min(start + size, own.stop))
+            if sample is None or log_weights is None:
+                rows = torch.arange(part.start, part.stop, device=queries.device)
+                yield rows, None, self.documents.read(part, queries)
+            else:
+                yield sample[part], log_weights[part], self.documents.read(sample[part], queries)
 
     def _sample(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
         """(R,) rows, ascending: the nearest documents of all queries, and a uniform sample of the rest; (R,) the log of
         how many documents each stands for: 1, or the number of the rest over the number sampled of it."""
-        assert self.search is not None
         queries = anchors.embeddings[0]
-        whole = pad(queries, (0, self.documents.dim - queries.shape[1])).float()
-        found = torch.as_tensor(self.search(whole.cpu().numpy(), self.nearest), device=queries.device)
-        for low, high in read_extremes({"search": found}).values():
-            if low < PADDING or high >= self.documents.num_rows:
-                fail(
-                    "search",
-                    f"gave rows in [{low:.0f}, {high:.0f}]; they must be rows of documents, or -1",
-                )
-        nearest = anchors.gather_lists(found[None].long()).unique()
+        own_nearest = self.documents.find(queries, self.nearest)
+        nearest = anchors.gather_lists(own_nearest[None]).unique()
         nearest = nearest[nearest != PADDING]
         drawn = self.draws.integers(self.documents.num_rows, self.sampled, device=queries.device)
         drawn = drawn[~torch.isin(drawn, nearest)]
@@ -186,10 +179,11 @@ class FrozenCorpus(Objective):
 
 
 class FrozenDocuments:
-    """Vectors (N, D) that do not change; copies of an objective share them."""
+    """Vectors (N, D) that do not change, and a search among them; copies of an objective share both."""
 
-    def __init__(self, vectors: Any) -> None:
+    def __init__(self, vectors: Any, search: Search | None) -> None:
         self.vectors = vectors
+        self.search = search
         self.num_rows, self.dim = vectors.shape
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenDocuments:
@@ -206,6 +200,25 @@ class FrozenDocuments:
                 warnings.filterwarnings("ignore", message=".*not writable.*")
                 block = torch.from_numpy(array)
         return block[:, : like.shape[1]].to(like)
+
+    def find(self, queries: Tensor, nearest: int) -> Tensor:
+        """(A, nearest) rows of the documents nearest to queries (A, d) by the search, padded with -1."""
+        assert self.search is not None
+        whole = pad(queries, (0, self.dim - queries.shape[1])).float()
+        results = self.search(whole.cpu().numpy(), nearest)
+        shape = np.shape(results)
+        if len(shape) != 2 or shape[0] != len(queries):
+            fail(
+                "search", f"gave shape {shape} for {len(queries)} queries; it must give rows (A, nearest)"
+            )
+        rows = torch.as_tensor(results, device=queries.device).long()
+        for low, high in read_extremes({"rows": rows}).values():
+            if low < PADDING or high >= self.num_rows:
+                fail(
+                    "search",
+                    f"gave rows in [{low:.0f}, {high:.0f}]; they must be in [0, {self.num_rows}) or -1",
+                )
+        return rows
 
 
 def hide(scores: Tensor, rows: Tensor, positives: Tensor) -> None:

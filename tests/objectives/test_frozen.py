@@ -147,10 +147,14 @@ def test_sources_in_half_precision(documents, small_blocks, tmp_path, kind):
     assert copy.deepcopy(criterion).documents.vectors is source
 
 
-def test_several_lengths(documents, small_blocks):
+@pytest.mark.parametrize("searched", [False, True])
+def test_several_lengths(documents, small_blocks, searched):
     """Matryoshka compares the first components of queries and documents, each scaled to length one."""
     given = batch(documents)
-    criterion = Matryoshka(FrozenCorpus(documents, temperature=0.1), dims=[4, DIM]).double()
+    objective = FrozenCorpus(documents, temperature=0.1)
+    if searched:
+        objective = sampled(documents, nearest=NUM_DOCUMENTS, sampled=1)
+    criterion = Matryoshka(objective, dims=[4, DIM]).double()
     out = criterion(**given)
     log_tau = torch.tensor(0.1).double().log()
     short = slow(given | {"left": unit(given["left"][:, :4])}, unit(documents[:, :4]), log_tau, False)
@@ -187,6 +191,19 @@ def test_query_without_negatives(positive_in_softmax):
 def test_refused_arguments(documents, arguments, message):
     with pytest.raises(DualencError, match=f"FrozenCorpus: {message}"):
         FrozenCorpus(**{"documents": documents} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ((np.zeros((12, 3)), np.zeros((12, 3))), "gave shape .2, 12, 3."),
+        (np.full((12, 3), 301), "gave rows in .301, 301."),
+    ],
+)
+def test_a_search_that_gives_no_rows(documents, results, message):
+    criterion = FrozenCorpus(documents, max_exact=9, search=lambda queries, nearest: results).double()
+    with pytest.raises(DualencError, match=f"FrozenCorpus: search {message}"):
+        criterion(**batch(documents))
 
 
 def test_documents_in_another_order(documents):
