@@ -12,7 +12,6 @@ from dualenc.commands.output import RESULT, start_processes, writing
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_judged_queries
 from dualenc.data.clicks import DocumentSplit, IndexPairs, split_by_documents
-from dualenc.data.corpus import used_items
 from dualenc.data.sources import open_corpus
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
@@ -85,7 +84,12 @@ def adapt_index(
         pairs = side.pairs(clicked)
         parts = split_by_documents(pairs, options.held_out, MAX_HELD_OUT, options.seed)
         trained_ids = [documents.ids[row] for row in sorted(set(parts.train.right_id.tolist()))]
-        tasks = held_out_tasks(parts, documents)
+        held_out = {NEW: parts.new, KNOWN: parts.known}
+        tasks = {
+            name: IndexEvaluator.of_pairs(part, documents)
+            for name, part in held_out.items()
+            if part is not None
+        }
         tasks |= _beir_tasks(columns, side, set(trained_ids))
 
         seed_everything(options.seed)
@@ -121,19 +125,6 @@ def _is_own_folder(folder: Path) -> bool:
     if (folder / RESULT).is_file():
         return read_json_object(folder / RESULT).get("task") == TASK
     return (folder / "work").is_dir() or (folder / "training").is_dir()
-
-
-def held_out_tasks(parts: DocumentSplit, documents: Embeddings) -> dict[str, IndexEvaluator]:
-    """The held-out queries by name."""
-    tasks = {}
-    for name, part in ((NEW, parts.new), (KNOWN, parts.known)):
-        if part is not None:
-            queries, rows = used_items(part, "left")
-            qrels: dict[str, dict[str, int]] = {query: {} for query in queries.ids}
-            for row, document in zip(rows.tolist(), part.right_id.tolist(), strict=True):
-                qrels[queries.ids[row]][documents.ids[document]] = 1
-            tasks[name] = IndexEvaluator(queries, qrels, documents)
-    return tasks
 
 
 def _beir_tasks(

@@ -48,7 +48,7 @@ class IndexPairs(PairDataset):
     Args:
         source: table with a query (a text, or a vector) and a document's id, or a list of ids, in each row; several
             rows of a query are several positives. Or a BEIR folder: queries.jsonl (or vectors) and qrels/SPLIT.tsv.
-        documents: N vectors with ids, see `dualenc.search.open_documents`.
+        documents: N vectors with ids, see `dualenc.search.documents.open_documents`.
         query_column: of a table, where it has no usual name.
         document_column: the same, of the ids.
         split: of a BEIR folder, a folder of tables or a hub name; of a table a slice such as train[:90%].

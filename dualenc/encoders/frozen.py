@@ -27,6 +27,7 @@ VECTOR_FOLDER = "queries"  # the adapter of query vectors, inside the folder of 
 TEXT_OR_NULL = (str, NoneType)
 FACTS = {"model": TEXT_OR_NULL, "model_checksum": TEXT_OR_NULL, "side": str, "dim": int, "metric": str}
 """The facts about documents, with the types of their values."""
+DEFAULT_FACTS = {"model": None, "model_checksum": None, "side": "right", "metric": "cosine"}
 
 
 class FrozenTower(VectorTower):
@@ -39,14 +40,13 @@ class FrozenTower(VectorTower):
 class IndexEncoder(DualEncoder):
     """A query tower over the document vectors of an index, which training leaves as they are.
 
-        index_facts = {"model": "me/base", "model_checksum": None, "side": "right", "dim": 384, "metric": "cosine"}
-        IndexEncoder(TextEncoder("me/base"), index_facts)
+        IndexEncoder(TextEncoder("me/base"), open_documents("index").meta)
 
     Args:
         queries: a text or vector encoder; its left tower is trained, its right one is not used. Where the index holds
             only the first components of a text model's vectors, the tower is cut to them (`truncate_dim`).
-        documents: facts about the document vectors: "model" and "model_checksum" of the encoder that made them (or
-            None), "side" ("left" or "right"), "dim", and "metric" ("cosine" or "ip").
+        documents: facts about the document vectors: "dim", and, by default unknown, "model" and "model_checksum" of the
+            encoder that made them, with its "side" ("left" or "right") and their "metric" ("cosine" or "ip").
 
     Attributes:
         documents: the facts.
@@ -60,13 +60,14 @@ class IndexEncoder(DualEncoder):
     example_side = "left"
 
     def __init__(self, queries: DualEncoder, documents: Mapping[str, Any]) -> None:
-        check_fields(documents, FACTS, "documents")
+        facts = DEFAULT_FACTS | {name: value for name, value in documents.items() if name in FACTS}
+        check_fields(facts, FACTS, "documents")
         for name, allowed in (("side", ("left", "right")), ("metric", ("cosine", "ip"))):
-            if documents[name] not in allowed:
+            if facts[name] not in allowed:
                 raise DualencError(
-                    f"documents: {name} is {documents[name][:40]!r}; give {' or '.join(allowed)}"
+                    f"documents: {name} is {facts[name][:40]!r}; give {' or '.join(allowed)}"
                 )
-        dim = documents["dim"]
+        dim = facts["dim"]
         left = queries.left
         if not isinstance(left, TextTower | VectorTower):
             raise DualencError(f"queries are {left.modality}s; give an encoder of texts or vectors")
@@ -78,7 +79,7 @@ class IndexEncoder(DualEncoder):
                 f"the index holds vectors of {dim} numbers, but the query model gives {left.dim}; see with_map"
             )
         super().__init__(left, right, kind="query-index")
-        self.documents: dict[str, Any] = dict(documents)
+        self.documents: dict[str, Any] = facts
         self.trained_ids: list[str] = []
         self.base = queries.base
         prompts = getattr(queries, "prompts", {})

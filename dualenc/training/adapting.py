@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from dualenc.data.corpus import Corpus
+from dualenc.data.corpus import Corpus, used_items
 from dualenc.data.item_lists import VectorItems
 from dualenc.data.pairs import PairDataset
 from dualenc.data.vector_shards import Embeddings
@@ -41,7 +41,7 @@ class QuerySide:
     A map is trained on query vectors, which the text model, or another one, made once; the text model itself on texts.
 
     Args:
-        documents: of the index, see `dualenc.search.open_documents`.
+        documents: of the index, see `dualenc.search.documents.open_documents`.
         modality: of the queries, "text" or "vector".
         trained: what is trained.
         model: the index's model; by default the one that it records.
@@ -89,18 +89,6 @@ class QuerySide:
             )
         return model
 
-    @property
-    def facts(self) -> dict[str, object]:
-        """The facts of the documents that an `IndexEncoder` has."""
-        meta = self.documents.meta
-        return {
-            "model": meta.get("model"),
-            "model_checksum": meta.get("model_checksum"),
-            "side": meta.get("side", "right"),
-            "dim": self.documents.dim,
-            "metric": meta.get("metric", "cosine"),
-        }
-
     def inputs(self, queries: Corpus, name: str) -> Corpus:
         """Queries as the trained model takes them: texts, or for a map the text model's vectors, embedded once."""
         if self.text is None or self.trained not in TOWERS:
@@ -139,7 +127,7 @@ class QuerySide:
         text = self.text
         if self.trained == "lora":
             text = TextEncoder(self.name, lora_rank=LORA_RANK)
-        return IndexEncoder(copy.deepcopy(text), self.facts).to(self.device)
+        return IndexEncoder(copy.deepcopy(text), self.documents.meta).to(self.device)
 
     def finished(self, trained: DualEncoder, ids: Sequence[str]) -> IndexEncoder:
         """The trained model as one of queries over the index, with the ids of the documents of its pairs."""
@@ -147,7 +135,7 @@ class QuerySide:
         if self.text is not None and isinstance(trained, VectorEncoder):
             model = with_map(self.text, trained.left)
         if not isinstance(model, IndexEncoder):
-            model = IndexEncoder(model, self.facts)
+            model = IndexEncoder(model, self.documents.meta)
         model.trained_ids = list(ids)
         return model
 
@@ -181,6 +169,15 @@ class IndexEvaluator(Evaluator):
         self.batch_size = batch_size
         self.primary = primary
         self.modalities = {"left": queries.modality}
+
+    @classmethod
+    def of_pairs(cls, pairs: PairDataset, documents: Embeddings, **options: Any) -> IndexEvaluator:
+        """The evaluator of held-out pairs whose right ids are rows of the documents."""
+        queries, rows = used_items(pairs, "left")
+        qrels: dict[str, dict[str, int]] = {query: {} for query in queries.ids}
+        for row, document in zip(rows.tolist(), pairs.right_id.tolist(), strict=True):
+            qrels[queries.ids[row]][documents.ids[document]] = 1
+        return cls(queries, qrels, documents, **options)
 
     def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
         means = mean_scores(self.per_query(model, progress))

@@ -1,0 +1,53 @@
+"""The page "Your index stays valid": its commands and its Python, in their order, on a small index."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dualenc.cli import main
+from tests.commands import toy
+from tests.test_docs import code
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "index-stays-valid.md"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the page names: index, clicks.csv, my_beir, other_beir, more.jsonl, MODEL and NEW_MODEL."""
+    monkeypatch.chdir(tmp_path)
+    toy.text_model(tmp_path / "MODEL")
+    toy.text_model(tmp_path / "NEW_MODEL", seed=1)
+    toy.write_beir(tmp_path / "my_beir", documents=300, queries=60)
+    toy.write_beir(tmp_path / "other_beir", documents=50, queries=8, seed=1)
+    assert main(["index", "MODEL", "my_beir", "--out", "index", "--texts"]) == 0
+    documents = [json.loads(line) for line in (tmp_path / "my_beir" / "corpus.jsonl").read_text().splitlines()]
+    with open(tmp_path / "clicks.csv", "w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["query", "document_id"])
+        writer.writerows([" ".join(document["text"].split()[:3]), document["_id"]] for document in documents)
+    (tmp_path / "more.jsonl").write_text('{"_id": "new", "text": "wing flow"}\n')
+    return tmp_path
+
+
+def commands() -> list[list[str]]:
+    """The page's commands, as lists of words."""
+    lines = [line.partition(" #")[0] for block in code(PAGE, "bash") for line in block.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("dualenc ")]
+
+
+def test_every_command_and_the_python_run(shop: Path) -> None:
+    """In their order, as a reader types them; the index answers in between and holds the new document at the end."""
+    assert len(commands()) >= 8
+    (python,) = code(PAGE, "python")
+    for words in commands():
+        assert main(words) == 0, words
+        assert main(["search", "index", "wing"]) == 0
+    exec(compile(python, str(PAGE), "exec"), {})
+    assert (shop / "runs" / "mine" / "model" / "trained_documents.json").is_file()
+    assert main(["search", "index", "wing flow", "--k", "301"]) == 0
