@@ -1,0 +1,101 @@
+"""What would training the text model itself be worth, with all documents embedded again or with their vectors frozen?
+
+    python eval/adapting_text.py DATA VECTORS scifact MODEL                      # and --way queries, --way lora
+
+Beside `adapting.py`, whose folders, groups of queries and results these are.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from adapting_table import RESULTS
+from adapting_task import Task
+from comparison_table import Runs, Settings
+
+from dualenc.data import PairDataset
+from dualenc.data.beir import read_beir
+from dualenc.encoders import IndexEncoder, TextEncoder
+from dualenc.objectives import FrozenCorpus, SogCLR
+from dualenc.training import Trainer
+from dualenc.training.evaluators import embed_side
+
+
+def main(
+    data: Path,
+    vectors: Path,
+    task: str,
+    model: str,
+    way: Literal["whole", "queries", "lora"] = "whole",
+    epochs: int = 3,
+    temperature: float = 0.05,
+    rate: float = 8e-5,
+    tokens: int = 256,
+    seed: int = 0,
+    results: Path = RESULTS,
+) -> None:
+    """Train the text model, with settings that are not tuned, by batches of 32.
+
+    Args:
+        data, vectors: folders of all tasks.
+        task: name of the task.
+        model: folder or hub name of the text model that made the vectors.
+        way: "whole": `SogCLR` with the positive in the softmax, and all documents embedded again; "queries" and "lora":
+            `FrozenCorpus`, the query tower whole or by adapters of rank 16, and the documents' vectors as they are.
+        epochs: passes over the training pairs.
+        temperature, rate: τ and learning rate.
+        tokens: of a text in training; documents are embedded by 256.
+        seed: of the training.
+        results: where finished runs are added.
+    """
+    torch.set_num_threads(1)
+    opened, train, test = Task(data, vectors, task), read_beir(data / task, "train"), read_beir(data / task, "test")
+    settings = {"task": task, "method": f"text, {way}", "epochs": epochs, "temperature": temperature, "rate": rate}
+    settings |= {"tokens": tokens, "seed": seed}
+
+    def compute(missing: list[Settings]) -> Iterator[tuple[Settings, dict[str, Any]]]:
+        for one in missing:
+            torch.manual_seed(seed)
+            base = TextEncoder(model, max_length=tokens, lora_rank=16 if way == "lora" else 0)
+            if way == "whole":
+                encoder, pairs = base, opened.text_pairs(train)
+                sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+                objective = SogCLR(temperature=temperature, gamma=0.5, positive_in_softmax=True, **sizes)
+            else:
+                facts = {"model": None, "model_checksum": None, "side": "right", "metric": "cosine"}
+                encoder = IndexEncoder(base, {**facts, "dim": opened.documents.shape[1]})
+                queries, left_id = opened.texts(train)
+                documents = opened.documents.numpy()
+                pairs = PairDataset(queries, documents, left_id, opened.pairs[:, 1], right_modality="vector")
+                objective = FrozenCorpus(documents, temperature=temperature, num_left=pairs.num_left)
+            with tempfile.TemporaryDirectory() as folder:
+                settings = {"epochs": epochs, "learning_rate": rate, "seed": seed, "save_every": None}
+                trainer = Trainer(output=folder, mixed_precision="auto", progress=False, **settings)
+                begun = time.process_time()
+                trained = trainer.fit(encoder, pairs, objective)
+                spent = time.process_time() - begun
+                encoder = encoder.eval()
+                if way == "whole":
+                    encoder = TextEncoder(str(trained.model_folder), max_length=256).eval()
+            embeddings = opened.documents.numpy()
+            begun = time.process_time()
+            if way == "whole":
+                again = embed_side(encoder, "right", test.corpus, 32)
+                embeddings = again.vectors[again.rows_of(opened.document_ids)]
+            embedding = time.process_time() - begun
+            queries = embed_side(encoder, "left", test.queries, 32)
+            tested = opened.grouped(opened.quality_of(queries.ids, queries.vectors, embeddings, opened.test))
+            yield one, {**tested, "spent": round(spent, 1), "embedding": round(embedding, 1), "done": trained.steps}
+
+    Runs(results).get([settings], compute)
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    auto_cli(main)
