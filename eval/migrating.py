@@ -1,0 +1,99 @@
+"""What mapped vectors find of what embedding again does, over all documents: `dualenc migrate`, measured in full.
+
+    python eval/migrating.py OLD_MODEL NEW_MODEL FOLDER WORK
+
+FOLDER is in BEIR's form, queries and judgements those of its test split; WORK keeps the embeddings for the next run. All documents are embedded with both
+models; the maps are learned, as the command learns them, from a sample of 2 %, at least 2,000, drawn without regard to
+judgements. A document of the sample is mapped by a map that was learned without it. Shares of new vectors are the
+documents that the old model finds most often for queries of other splits or, where there are none, for the sample.
+"share" is that of the new model's nDCG@10.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from dualenc.data import open_corpus
+from dualenc.data.beir import read_beir
+from dualenc.encoders import load_model
+from dualenc.evaluation.migration import (
+    NEW,
+    Sample,
+    compared_systems,
+    judged_scores,
+    neighbour_scores,
+    summarize,
+    table_rows,
+)
+from dualenc.evaluation.report import Table, print_table
+from dualenc.search import Index
+from dualenc.search.embed import embed
+from dualenc.search.maps import FITS, choose, folds, out_of_fold
+from dualenc.search.migrate import order_by_hits, sample_rows
+
+
+def mapped_by(kind: str, x: np.ndarray, y: np.ndarray, rows: np.ndarray, fold: np.ndarray) -> np.ndarray:
+    """x (N, D) in the space of y, by a map of the sample's pairs, rows (n,); those by maps of the other folds."""
+    mapped = FITS[kind](x[rows], y[rows])(x)
+    mapped[rows] = out_of_fold(kind, x[rows], y[rows], fold)
+    return mapped
+
+
+def main(old_model: str, new_model: str, folder: Path, work: Path, seed: int = 0) -> None:
+    """Embed with both models, learn maps and print tables.
+
+    Args:
+        old_model: model folder.
+        new_model: model folder.
+        folder: BEIR folder.
+        work: where embeddings are kept for the next run.
+        seed: of the sample and the folds.
+    """
+    collection = read_beir(folder)
+    queries = open_corpus(folder, part="queries")
+    vectors = {}
+    for name, path in (("old", old_model), ("new", new_model)):
+        model = load_model(path)
+        for part, tower, corpus, side in (
+            ("documents", model.right, collection.corpus, "right"),
+            ("queries", model.left, queries, "left"),
+        ):
+            out = work / f"{folder.name}-{Path(path).resolve().parent.name}-{part}"
+            embedded = embed(tower, corpus, out, identity={"side": side}, progress=f"{name} {part}")
+            vectors[name, part] = np.asarray(embedded.vectors[:], np.float32)
+    old, new = vectors["old", "documents"], vectors["new", "documents"]
+    rows = sample_rows(len(old), np.zeros(0, np.int64), seed)
+    fold = folds(len(rows), seed)
+    to_new = choose(old[rows], new[rows], fold, maps_queries=False)
+    to_old = choose(new[rows], old[rows], fold, maps_queries=True)
+    is_test = np.isin(queries.ids, collection.queries.ids)
+    past = vectors["old", "queries"][~is_test] if (~is_test).any() else old[rows]
+    order = order_by_hits(Index.build(old, factory="Flat"), past)
+    places = np.argsort(order)
+    kinds = [{"map of": "documents", **to_new.recalls}, {"map of": "queries", **to_old.recalls}]
+    print_table(Table(f"{folder.name}: recall@10 of neighbours on held-out pairs of {len(rows):,}", kinds))
+    tests = [np.flatnonzero(np.array(queries.ids) == name)[0] for name in collection.queries.ids]
+    own = {name: vectors[name, "queries"][tests] for name in ("old", "new")}
+    for kind in FITS:
+        sample = Sample(old, new, mapped_by(kind, old, new, rows, fold), places, len(old))
+        to_old_queries = FITS[kind](new[rows], old[rows])(own["new"])
+        systems = compared_systems(sample, own["old"], to_old_queries, own["new"])
+        scores = judged_scores(systems, collection.queries.ids, collection.corpus.ids, collection.qrels)
+        # Among neighbours, the truth is what the new model finds for the same queries; none of them is a document.
+        nobody = np.full(len(own["new"]), -1)
+        neighbours = neighbour_scores(systems, nobody)
+        cells = table_rows(summarize(scores))
+        whole = scores[NEW]["ndcg@10"].mean()
+        for cell, system in zip(cells, systems):
+            cell["share"] = float(scores[system]["ndcg@10"].mean() / whole)
+            cell["recall of the new model's 10"] = float(neighbours[system]["recall@10"].mean())
+        chosen = ", ".join(n for n, choice in (("documents", to_new), ("queries", to_old)) if choice.kind == kind)
+        print_table(Table(f"{folder.name}, {kind} (chosen for: {chosen or 'nothing'})", cells))
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    auto_cli(main)

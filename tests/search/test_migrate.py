@@ -1,0 +1,203 @@
+"""A migration's samples, orders, mixed vectors, swapped indexes and intervals, against slow and plain computations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dualenc.data.vector_shards import ShardedVectors
+from dualenc.errors import DualencError
+from dualenc.evaluation import migration as measured
+from dualenc.search import Embeddings, Index, change, migrate, parts
+from dualenc.search.documents import open_documents
+from dualenc.search.lexical import Lexical, add_lexical
+from dualenc.search.maps import fit_linear, save_maps
+from dualenc.search.texts import TextStore, add_texts
+from tests.fake_towers import corpus
+from tests.search.clusters import clustered, search_ids
+from tests.search.test_index import on_disk
+
+COUNT = 700
+ABOUT = {"model": "new model", "model_checksum": "new", "side": "right", "kind": "query-document"}
+PLAN = {"model_checksum": "new", "texts": "t", "queries": "q"}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def old_vectors() -> np.ndarray:
+    return clustered(COUNT)
+
+
+def new_vectors() -> np.ndarray:
+    """Unit vectors of another dimension that a linear map gives up to noise."""
+    random = np.random.default_rng(5)
+    vectors = old_vectors() @ random.normal(size=(16, 8)) + 0.3 * random.normal(size=(COUNT, 8))
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+
+
+def started(folder: Path, factory: str, metric: Any = "cosine", memory: int | None = None) -> migrate.Migration:
+    """A migration of an index at the point where documents are embedded: the order is 699, 698, …"""
+    identity = {"side": "right", "model_checksum": "old", "normalized": True, "output": "embedding", "data": "d"}
+    embeddings = on_disk(folder / "emb", old_vectors(), **identity)
+    Index.build(embeddings, None, factory, metric=metric, memory=memory, folder=folder / "index")
+    migration = migrate.Migration(folder / "index", PLAN, ABOUT)
+    migration.save_order(np.arange(COUNT)[::-1])
+    save_maps(migration.work / "maps.safetensors", {"documents": fit_linear(old_vectors(), new_vectors())})
+    return migration
+
+
+@pytest.mark.parametrize("metric", ["cosine", "ip"])
+@pytest.mark.parametrize("factory", ["Flat", "HNSW8", "IVF8,Flat", "IVF8,PQ8x4,Refine(SQfp16)", "lists on disk"])
+def test_swapped_indexes_are_of_the_same_kind_and_hold_what_was_asked(
+    tmp_path: Path, factory: str, metric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", 4096)
+    memory = 20_000 if factory == "lists on disk" else None
+    factory = factory if memory is None else "IVF8,Flat"
+    migration = started(tmp_path, factory, metric, memory)
+    names = [f"doc {row}" for row in range(COUNT)]
+    old = open_documents(migration.work / "old", migration.work)
+    new = Embeddings(names[350:], new_vectors()[350:])
+    mapped = fit_linear(old_vectors(), new_vectors())(np.asarray(old.vectors[:], np.float32))
+    for stop in (0, 350):
+        assert migration.is_ahead(stop)
+        migration.swap(old, [new], stop)
+        assert not migration.is_ahead(stop)
+        index = Index.open(tmp_path / "index", verify=True)
+        assert list(index.ids) == names
+        assert index.hit(9, 0.0).snippet == "text 9"
+        about = {"factory": factory, "metric": metric, "mapped": COUNT - stop, "data": "d", **ABOUT}
+        assert {name: index.meta[name] for name in about} == about
+        assert (index.dim, index.meta["target_recall"]) == (8, 0.95)
+        assert ((tmp_path / "index" / "lists.ivfdata").exists()) == (memory is not None)
+        expected = mapped.copy()
+        expected[COUNT - stop :] = new_vectors()[COUNT - stop :]
+        options = {"nprobe": 8} if "IVF" in factory else {"ef_search": 200} if "HNSW" in factory else {}
+        results = search_ids(index, expected[::50], 1, **options)[1][:, 0]
+        assert np.mean([name == f"doc {row}" for name, row in zip(results, range(0, COUNT, 50))]) > 0.9
+        everything = search_ids(index, expected[:1], COUNT, **options)[1][0]
+        if "HNSW" not in factory and "Refine" not in factory:
+            assert sorted(everything) == sorted(names)
+        if factory == "Flat":
+            np.testing.assert_allclose(index.faiss.reconstruct_n(0, COUNT), expected, atol=1e-6)
+
+
+def test_bm25_and_texts_stay_and_a_rollback_gives_the_same_bytes(tmp_path: Path) -> None:
+    migration = started(tmp_path, "Flat")
+    texts = corpus(COUNT)
+    texts.ids = [f"doc {row}" for row in range(COUNT)]
+    texts.text = lambda row: f"text {row}"  # type: ignore[method-assign]
+    add_texts(tmp_path / "index", texts)
+    add_lexical(tmp_path / "index", texts)
+    before = contents(tmp_path / "index")
+    migration.swap(open_documents(migration.work / "old", migration.work), [], 0)
+    index = Index.open(tmp_path / "index")
+    assert TextStore(tmp_path / "index", index.items_checksum).of_ids(["doc 3"]) == [texts[3]]
+    assert Lexical.open(tmp_path / "index", index.items_checksum).count == COUNT
+    with pytest.raises(DualencError, match="finish `dualenc migrate` first"):
+        change.remove(tmp_path / "index", ["doc 3"])
+    migrate.roll_back(tmp_path / "index")
+    assert contents(tmp_path / "index") == before
+    assert not migration.work.exists()
+    with pytest.raises(DualencError, match="no migration is under way"):
+        migrate.roll_back(tmp_path / "index")
+
+
+@pytest.mark.parametrize("name", ["model_checksum", "texts", "queries", "items"])
+def test_another_plan_is_refused(tmp_path: Path, name: str) -> None:
+    started(tmp_path, "Flat")
+    changed = {**PLAN, name: "another"}
+    if name == "items":
+        change.remove(tmp_path / "index", ["doc 3"])
+        changed = PLAN
+    with pytest.raises(
+        DualencError, match=r"is under way; resume it with them, or end it: dualenc migrate .* --rollback"
+    ):
+        migrate.Migration(tmp_path / "index", changed, ABOUT)
+    migrate.roll_back(tmp_path / "index")
+    assert len(Index.open(tmp_path / "index")) == COUNT - (name == "items")
+
+
+def test_stages_leave_out_the_sample(tmp_path: Path) -> None:
+    migration = started(tmp_path, "Flat")
+    stages = migration.stages(np.array([698, 0, 500]))
+    assert [(stage.share, stage.stop) for stage in stages] == [(0, 0), (0.05, 35), (0.2, 140), (0.5, 350), (1, 700)]
+    assert stages[1].rows.tolist() == [699, *range(697, 664, -1)]
+    assert sorted(np.concatenate([stage.rows for stage in stages])) == sorted(set(range(COUNT)) - {698, 0, 500})
+
+
+def test_order_is_by_hits_then_by_row() -> None:
+    # 12 documents on a circle: a query finds all but the two that are farthest away.
+    angles = np.linspace(0, 2 * np.pi, 12, endpoint=False)
+    circle = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    # Between 0 and 1 (misses 6 and 7), between 1 and 2 (misses 7 and 8), between 2 and 3 (misses 8 and 9).
+    queries = np.stack([circle[0] + circle[1], circle[1] + circle[2], circle[2] + circle[3]])
+    order = migrate.order_by_hits(Index.build(circle, factory="Flat"), queries)
+    assert order.tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 6, 9, 7, 8]
+
+
+def test_sample_has_the_judged_documents_and_two_in_a_hundred() -> None:
+    assert migrate.sample_rows(900, np.array([3])).tolist() == list(range(900))
+    rows = migrate.sample_rows(200_000, np.array([7, 199_999]))
+    assert 4000 <= len(rows) <= 4002
+    assert {7, 199_999} <= set(rows.tolist())
+    assert (np.diff(rows) > 0).all()
+    assert len(migrate.sample_rows(50_000, np.zeros(0, int))) == 2000
+    assert [migrate.embedded_at(share, 101) for share in migrate.SHARES] == [0, 6, 21, 51, 101]
+
+
+def test_mixed_vectors_are_new_or_mapped() -> None:
+    old, new = old_vectors(), new_vectors()
+    to_new = fit_linear(old, new)
+    location = np.full((COUNT, 2), -1)
+    location[5], location[6], location[699] = (0, 2), (1, 0), (1, 2)
+    matrices = [new[3:6], ShardedVectors([new[6:7], new[698:]])]
+    mixed = migrate.MixedVectors(old, to_new, matrices, location)
+    expected = to_new(old)
+    expected[[5, 6, 699]] = new[[5, 6, 699]]
+    assert mixed.shape == (COUNT, 8)
+    np.testing.assert_allclose(mixed[0:COUNT], expected, atol=1e-6)
+    np.testing.assert_allclose(mixed[np.array([699, 4, 5, 5])], expected[[699, 4, 5, 5]], atol=1e-6)
+
+
+def test_intervals_are_those_of_a_slow_bootstrap() -> None:
+    random = np.random.default_rng(0)
+    scores = {name: {"recall@10": random.random(40)} for name in (measured.OLD, measured.NEW)}
+    old, new = (scores[name]["recall@10"] for name in (measured.OLD, measured.NEW))
+    row = measured.summarize(scores)[1]
+    for name, values in (("recall@10", new), ("recall@10 - old", new - old)):
+        means = [random.choice(values, 40).mean() for _ in range(20_000)]
+        expected = [values.mean(), *np.quantile(means, [0.025, 0.975])]
+        np.testing.assert_allclose(row[name], expected, atol=0.004)
+
+
+def test_systems_are_scored_by_hand() -> None:
+    eye = np.eye(12, dtype=np.float32)
+    sample = measured.Sample(eye, eye[::-1].copy(), eye, np.arange(12)[::-1], 12)
+    # The last half in the sample is first in the order.
+    assert (sample.mixed(0.5)[6:] == sample.new[6:]).all()
+    assert (sample.mixed(0.5)[:6] == sample.mapped[:6]).all()
+    names = [f"d{row}" for row in range(12)]
+    systems = {
+        measured.OLD: (eye[:1] + 0.5 * eye[3:4], eye),
+        measured.NEW: (eye[:1] + 0.5 * eye[3:4], eye[::-1].copy()),
+    }
+    scores = measured.judged_scores(systems, ["q"], names, {"q": {"d3": 1}})
+    assert scores[measured.OLD]["ndcg@10"] == pytest.approx([1 / np.log2(3)])
+    assert scores[measured.OLD]["recall@10"] == [1]
+    # Here d11 and d8 are near; ties at zero are ordered by descending id, d9, d7, d6, d5, d4, d3.
+    assert scores[measured.NEW]["ndcg@10"] == pytest.approx([1 / np.log2(9)])
+
+
+def test_shares_that_are_significantly_below_are_not_served() -> None:
+    highs = {0.0: -0.01, 0.05: 0.0, 0.2: -0.001, 0.5: 0.2, 1.0: -0.3}
+    rows = [
+        {"system": measured.mixed_name(share), "recall@10 - old": [0, 0, 1], "ndcg@10 - old": [-1, -1, high]}
+        for share, high in highs.items()
+    ]
+    assert measured.served_shares(rows) == [0.05, 0.5, 1.0]
