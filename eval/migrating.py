@@ -4,7 +4,7 @@
 
 FOLDER is in BEIR's form, queries and judgements those of its test split; WORK keeps the embeddings for the next run.
 All documents are embedded with both models; the maps are learned, as the command learns them, from a sample of 2 %, at
-least 2,000, drawn without regard to judgements. A document of the sample is mapped by a map that was learned without it.
+least 2,000, drawn without regard to judgements; a document of it is mapped by a map that was learned without it.
 Shares of new vectors are the documents that the old model finds most often for queries of other splits or, where there
 are none, for the sample. "share" is that of the new model's nDCG@10.
 """
