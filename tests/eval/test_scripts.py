@@ -25,6 +25,15 @@ def test_estimator_bias_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
+def test_bias_of_the_sampled_sum_is_small_beside_that_of_the_nearest_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    script = load_script("frozen_bias.py")
+    script.main(rows=2000, num_queries=32, batch_size=8, nearest=16, sampled=400, repeats=4)
+    last = capsys.readouterr().out.split("0.1000")[1].split()
+    bias, _, step_error, nearest_alone = (float(number) for number in last[:4])
+    assert bias < 0.02 < step_error < nearest_alone
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["both roles", "both roles, corrected"])
 def test_both_roles_have_no_error_while_embeddings_stand_still(name: str) -> None:
     script = load_script("moving_embeddings.py")
