@@ -233,12 +233,6 @@ def test_nearest_and_sampled_estimate_the_sum_without_bias(documents, small_bloc
     assert float((found - gradient).norm() / gradient.norm()) < 0.05
 
 
-def test_all_documents_among_the_nearest_is_exact(documents, small_blocks):
-    given = batch(documents)
-    found = sampled(documents, nearest=NUM_DOCUMENTS, sampled=5)(**given).per_anchor
-    torch.testing.assert_close(found, FrozenCorpus(documents, temperature=0.1).double()(**given).per_anchor)
-
-
 def on_a_rank(rank: int, world_size: int, folder: Path, documents: Tensor) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
