@@ -8,6 +8,7 @@ from typing import Literal
 
 from dualenc.commands.checks import MAX_ITEMS, MAX_WORKERS, check_options
 from dualenc.commands.options import SOURCE, EmbedOptions, SourceOptions
+from dualenc.errors import DualencError
 from dualenc.terminal import printable
 
 
@@ -41,6 +42,7 @@ def embed(
     from dualenc.data.sources import open_corpus
     from dualenc.data.urls import display_name
     from dualenc.encoders import load_model
+    from dualenc.encoders.frozen import IndexEncoder
     from dualenc.search.embed import embed as embed_corpus
     from dualenc.search.embeddings import check_embeddings_target
 
@@ -49,12 +51,16 @@ def embed(
     check_options(0, MAX_WORKERS, num_workers=options.num_workers)
     check_embeddings_target(Path(out))
     encoder = load_model(model, device=str(start_processes(device)))
+    if isinstance(encoder, IndexEncoder) and side != "left":
+        made_by = encoder.documents["model"] or "the model of the index"
+        problem = "documents are the vectors of the index"
+        raise DualencError(f"{model}: {problem}; embed new ones with {made_by}, queries with --side left")
     modality = None
     if side is not None:
         modality = encoder.tower(side).modality
     elif source.text_column is None and encoder.kind != "image-text":
         modality = encoder.right.modality
-    takes_queries = side == "left" and encoder.kind in ("query-document", "vector")
+    takes_queries = side == "left" and encoder.kind in ("query-document", "vector", "query-index")
     columns = dict(vars(source), columns=source.columns or ())
     part = "queries" if takes_queries else "corpus"
     corpus = open_corpus(data, part=part, modality=modality, on_error=options.on_error, **columns)

@@ -215,6 +215,10 @@ def test_an_adapted_query_tower_searches_the_index_it_was_made_for(
     for name in ("theirs", "short"):
         message = failure(capsys, "search", tmp_path / name, "fox", "--model", tmp_path / "adapted")
         assert message.startswith(f"{tmp_path / name}: the model was adapted for an index of other vectors; name that")
+    for words in (("embed", tmp_path / "adapted", documents), ("index", tmp_path / "adapted", documents)):
+        message = failure(capsys, *words, "--out", tmp_path / "new")
+        assert f"documents are the vectors of the index; embed new ones with {toy_text}, queries with" in message
+    assert not (tmp_path / "new").exists()
 
 
 def test_ids_and_snippets_do_not_command_the_terminal(
