@@ -44,16 +44,16 @@ def migrate(
         raise DualencError("dualenc migrate runs in one process; start it without accelerate")
     if new_model is None and not rollback:
         raise DualencError("dualenc migrate needs a model; name it: dualenc migrate INDEX NEW_MODEL")
-    from dualenc.commands.migrate_index import check_index, migrate_index
+    from dualenc.commands.migrate_index import migrate_index
     from dualenc.files import locked
     from dualenc.search.migrate import roll_back, work_folder
 
-    check_index(index)
     with locked(work_folder(index), wait=False, option="INDEX"):
-        if new_model is None or rollback:
+        if rollback or new_model is None:
             roll_back(index)
-            return print(printable(f"the old index is back → {index}"))
-        texts = (data, queries)
-        return migrate_index(
-            index, new_model, texts, report_only=report_only, batch_size=batch_size, device=device
-        )
+            print(printable(f"the old index is back → {index}"))
+        else:
+            texts = (data, queries)
+            migrate_index(
+                index, new_model, texts, report_only=report_only, batch_size=batch_size, device=device
+            )

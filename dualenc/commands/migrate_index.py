@@ -1,10 +1,9 @@
-"""The steps of `dualenc migrate`: open, sample, measure, serve mapped vectors, embed and swap."""
+"""The steps of `dualenc migrate`: open, sample, measure, embed, and replace the index."""
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,33 +14,17 @@ from dualenc.data import Corpus, RetrievalSet
 from dualenc.data.beir import read_beir
 from dualenc.data.sources import open_corpus
 from dualenc.data.urls import is_url
-from dualenc.encoders import Tower, load_model
+from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.errors import DualencError
-from dualenc.evaluation.migration import (
-    Sample,
-    compared_systems,
-    judged_scores,
-    neighbour_scores,
-    served_shares,
-    summarize,
-    table_rows,
-)
+from dualenc.evaluation import migration as measures
 from dualenc.evaluation.report import Table, print_table, write_report
 from dualenc.files import write_json
-from dualenc.reading import read_json_object
-from dualenc.search import Embeddings, Index
+from dualenc.search import Embeddings, Index, maps
+from dualenc.search.build import new_index
 from dualenc.search.documents import open_documents
 from dualenc.search.embed import embed, tower_checksum
 from dualenc.search.index import rows_in
-from dualenc.search.maps import FITS, choose, folds, out_of_fold, save_maps
-from dualenc.search.migrate import (
-    Migration,
-    is_started,
-    order_by_hits,
-    remove_work,
-    sample_rows,
-    work_folder,
-)
+from dualenc.search.migrate import Migration, is_started, order_by_hits, remove_work, sample_rows
 from dualenc.search.qdrant import is_pushed
 from dualenc.search.searcher import recorded_model
 from dualenc.search.texts import TextStore, has_texts
@@ -55,8 +38,6 @@ MAX_QUERIES = 10_000
 """Queries that decide the order."""
 MIN_OTHER_QUERIES = 100
 """From this many on, queries that the report measures with do not decide the order, too."""
-_EXACT = re.compile(r"(IVF\d+(_HNSW\d+)?,)?(Flat|HNSW\d+(,Flat)?)")
-"""Factories that keep whole vectors."""
 
 
 class Texts(NamedTuple):
@@ -65,18 +46,6 @@ class Texts(NamedTuple):
     corpus: Corpus
     judged: RetrievalSet | None
     past: Corpus | None
-
-
-def check_index(folder: str) -> None:
-    """Refuse what is no index of documents by a query-document model."""
-    if is_pushed(folder):
-        raise DualencError(f"{folder}: an engine does not migrate; migrate the embeddings and push again")
-    meta = Index.open(folder).meta
-    about = [meta.get("kind"), meta.get("modality"), meta.get("side"), meta.get("output")]
-    if about != ["query-document", "text", "right", "embedding"]:
-        what = ", ".join(str(value) for value in about)
-        remedy = "only documents of a query-document model migrate; build the index again"
-        raise DualencError(f"{folder}: holds {what}; {remedy}")
 
 
 def migrate_index(
@@ -89,27 +58,37 @@ def migrate_index(
     device: str | None,
 ) -> None:
     """Start or resume a migration, whose work folder is locked; `sources` are those of documents and queries."""
+    if is_pushed(folder):
+        raise DualencError(f"{folder}: an engine does not migrate; migrate the embeddings and push again")
+    index = Index.open(folder)
+    meta = index.meta
+    expected = {"kind": "query-document", "modality": "text", "side": "right", "output": "embedding"}
+    about = {name: meta.get(name, value) for name, value in expected.items()}
+    if about != expected or "modality" not in meta:
+        what = ", ".join(map(str, about.values()))
+        raise DualencError(f"{folder}: holds {what}; only documents of a query-document model migrate")
     encoder = open_model(name, ("query-document",), start_processes(device))
     checksum = tower_checksum(encoder.right)
-    present = Index.open(folder)
-    mapped = present.meta.get("mapped", 0)
-    if present.meta.get("model_checksum") == checksum and not mapped:
+    mapped = meta.get("mapped", 0)
+    if meta.get("model_checksum") == checksum and not mapped:
         remove_work(folder)
-        return print(printable(f"all {len(present):,} vectors are of this model → {folder}"))
+        return print(printable(f"all {len(index):,} vectors are of this model → {folder}"))
     if mapped and not is_started(folder):
-        problem = f"{mapped:,} of its vectors are mapped, and {work_folder(folder)} is gone"
-        raise DualencError(f"{folder}: {problem}; build the index again")
-    if len(present) < MIN_DOCUMENTS:
-        remedy = "build the index again with the new model"
-        raise DualencError(f"{folder}: {len(present)} documents are too few to learn maps from; {remedy}")
-    texts = _open_texts(folder, present, *sources)
-    plan = {"model_checksum": checksum, "texts": texts.corpus.identity()}
-    plan["queries"] = "" if texts.past is None else texts.past.identity()
+        raise DualencError(
+            f"{folder}: {mapped:,} vectors are mapped, and its work folder is gone; rebuild it"
+        )
+    if len(index) < MIN_DOCUMENTS:
+        problem = f"{len(index)} documents are too few to learn maps from"
+        raise DualencError(f"{folder}: {problem}; build the index again with the new model")
+    # The kind of index must fit the new dimension, too.
+    new_index(encoder.right.dim, meta["factory"], meta["metric"], len(index))
+    texts = _open_texts(folder, index, *sources)
     path = Path(name).expanduser()
     recorded = str(path.resolve()) if path.is_dir() else name
-    about = {"model": recorded, "model_checksum": checksum, "side": "right", "kind": encoder.kind}
-    migration = Migration(folder, plan, about)
-    steps = _Steps(migration, texts, encoder.left, encoder.right, batch_size)
+    notes = {"model": recorded, "model_checksum": checksum, "side": "right", "kind": encoder.kind}
+    queries = "" if texts.past is None else texts.past.identity()
+    migration = Migration(folder, notes, {"texts": texts.corpus.identity(), "queries": queries})
+    steps = _Steps(migration, texts, encoder, batch_size)
     report = migration.report or steps.measure()
     _show(report, Path(f"{migration.work}.html"))
     if not report_only:
@@ -118,133 +97,125 @@ def migrate_index(
 
 
 class _Steps:
-    """The work of a migration with the new model's towers."""
+    """The work of a migration with the new model."""
 
-    def __init__(
-        self, migration: Migration, texts: Texts, queries: Tower, documents: Tower, batch_size: int
-    ) -> None:
+    def __init__(self, migration: Migration, texts: Texts, encoder: DualEncoder, batch_size: int) -> None:
         self.migration = migration
         self.texts = texts
-        self.queries = queries
-        self.documents = documents
+        self.encoder = encoder
         self.batch_size = batch_size
         self.old = open_documents(migration.work / "old", migration.work)
-        self.sample = self._embed_sample()
-        self.rows: np.ndarray = migration.old.ids.rows(self.sample.ids)  # type: ignore[attr-defined]
+        judged = (
+            set()
+            if texts.judged is None
+            else {name for own in texts.judged.qrels.values() for name in own}
+        )
+        is_judged = [name in judged for name in texts.corpus.ids]
+        self.rows = sample_rows(len(is_judged), np.flatnonzero(is_judged))
+        started = time.perf_counter()
+        self.is_resumed = (migration.work / "sample").exists()
+        self.sample = self._embed_documents(self.rows, "sample", "embed the sample")
+        self.seconds = round(time.perf_counter() - started, 3)
 
     def _embed(self, tower: Tower, corpus: Corpus, out: Path | None, **options: Any) -> Embeddings:
         # No text is skipped: the index has a vector of each.
         return embed(tower, corpus, out, batch_size=self.batch_size, on_error="raise", **options)
 
-    def _embed_sample(self) -> Embeddings:
-        corpus = self.texts.corpus
-        judged: set[str] = set()
-        if self.texts.judged is not None:
-            judged = {name for grades in self.texts.judged.qrels.values() for name in grades}
-        rows = sample_rows(len(corpus), np.flatnonzero([name in judged for name in corpus.ids]))
-        folder = self.migration.work / "sample"
-        is_new = not folder.exists()
-        started = time.perf_counter()
-        sample = self._embed(self.documents, corpus.take(rows), folder, progress="embed the sample")
-        if is_new:
-            seconds = round(time.perf_counter() - started, 3)
-            write_json(self.migration.work / "seconds.json", {"seconds": seconds})
-        return sample
+    def _embed_documents(self, rows: np.ndarray, name: str, bar: str) -> Embeddings:
+        corpus = self.texts.corpus.take(rows)
+        return self._embed(self.encoder.right, corpus, self.migration.work / name, progress=bar)
+
+    def _embed_queries(self, tower: Tower, queries: Corpus, dim: int | None = None) -> np.ndarray:
+        return np.asarray(self._embed(tower, queries, None, dim=dim, progress="embed queries").vectors)
 
     def measure(self) -> dict[str, Any]:
         """Learn the maps, order the documents, measure, and write all this into the work folder."""
         old = np.asarray(self.old.vectors[self.rows], np.float32)
         new = np.asarray(self.sample.vectors[:], np.float32)
-        fold = folds(len(old))
-        to_new = choose(old, new, fold, maps_queries=False)
-        to_old = choose(new, old, fold, maps_queries=True)
-        maps = {"documents": FITS[to_new.kind](old, new), "queries": FITS[to_old.kind](new, old)}
-        save_maps(self.migration.work / "maps.safetensors", maps)
-        old_tower = self._old_tower()
+        fold = maps.folds(len(old))
+        to_new = maps.choose(old, new, fold, maps_queries=False)
+        to_old = maps.choose(new, old, fold, maps_queries=True)
+        query_map = maps.FITS[to_old.kind](new, old)
+        both = {"documents": maps.FITS[to_new.kind](old, new), "queries": query_map}
+        maps.save_maps(self.migration.work / "maps.safetensors", both)
+        judged = self.texts.judged
+        past = self.texts.past
+        old_tower = None if judged is None and past is None else self._old_tower()
         order_queries = old
-        if old_tower is not None and self.texts.past is not None:
-            order_queries = self._embed_queries(old_tower, self.texts.past, self.old.dim)
+        if old_tower is not None and past is not None:
+            order_queries = self._embed_queries(old_tower, past, self.old.dim)
         order = order_by_hits(self.migration.old, order_queries)
         self.migration.save_order(order)
-        mapped = out_of_fold(to_new.kind, old, new, fold)
-        sample = Sample(old, new, mapped, np.argsort(order)[self.rows], len(order))
-        judged = None if old_tower is None else self.texts.judged
+        mapped = maps.out_of_fold(to_new.kind, old, new, fold)
+        sample = measures.Sample(old, new, mapped, np.argsort(order)[self.rows], len(order))
         if old_tower is not None and judged is not None:
+            truth = "judged documents"
             old_queries = self._embed_queries(old_tower, judged.queries, self.old.dim)
-            new_queries = self._embed_queries(self.queries, judged.queries)
-            systems = compared_systems(sample, old_queries, maps["queries"](new_queries), new_queries)
-            scores = judged_scores(systems, judged.queries.ids, self.sample.ids, judged.qrels)
+            new_queries = self._embed_queries(self.encoder.left, judged.queries)
+            systems = measures.compared(sample, old_queries, query_map(new_queries), new_queries)
+            scores = measures.judged_scores(systems, judged.queries.ids, self.sample.ids, judged.qrels)
         else:
+            truth = "the new model's neighbours of documents"
             held_out = np.flatnonzero(fold == 0)[:MAX_JUDGED]
-            mapped_queries = out_of_fold(to_old.kind, new, old, fold)[held_out]
-            systems = compared_systems(sample, old[held_out], mapped_queries, new[held_out])
-            scores = neighbour_scores(systems, held_out)
-        rows = summarize(scores)
-        seconds = self.migration.work / "seconds.json"
-        report = {
+            mapped_queries = maps.out_of_fold(to_old.kind, new, old, fold)[held_out]
+            systems = measures.compared(sample, old[held_out], mapped_queries, new[held_out])
+            scores = measures.neighbour_scores(systems, held_out)
+        rows = measures.summarize(scores)
+        facts = {
             "old model": self.migration.old.meta.get("model"),
-            "new model": self.migration.about["model"],
-            "factory": self.migration.old.meta["factory"],
+            "new model": self.migration.notes["model"],
+            "kind of index": self.migration.old.meta["factory"],
             "documents": len(order),
             "sample": len(old),
-            "queries": len(scores[rows[0]["system"]]["recall@10"]),
-            "judged": judged is not None,
-            "queries for the order": len(order_queries),
-            "seconds": read_json_object(seconds)["seconds"] if seconds.is_file() else None,
-            "maps": {"documents": to_new._asdict(), "queries": to_old._asdict()},
-            "systems": rows,
-            "served": served_shares(rows),
+            "queries": len(scores[measures.NEW]["recall@10"]),
+            "relevant are": truth,
+            "queries that decide the order": len(order_queries),
         }
+        if not self.is_resumed:
+            rest = self.seconds * (len(order) / len(old) - 1)
+            facts |= {"seconds for the sample": self.seconds, "for the other documents, estimated": rest}
+        kinds = {"documents": to_new._asdict(), "queries": to_old._asdict()}
+        report = {"facts": facts, "systems": rows, "maps": kinds, "served": measures.served_shares(rows)}
         write_json(self.migration.work / "report.json", report)
         return report
 
     def _old_tower(self) -> Tower | None:
-        """The query tower of the old model; None where no queries need it, or the model is gone or has changed."""
-        if self.texts.judged is None and self.texts.past is None:
-            return None
-        meta = self.migration.old.meta
+        """The query tower of the old model; None where it is gone or has changed."""
         try:
-            encoder = load_model(recorded_model(self.migration.old, self.migration.folder))
-            if tower_checksum(encoder.right) != meta.get("model_checksum"):
-                raise DualencError(f"{meta.get('model')}: has other weights than the index was made with")
+            device = next(self.encoder.parameters()).device
+            encoder = load_model(recorded_model(self.migration.old, self.migration.folder), device)
+            if tower_checksum(encoder.right) != self.migration.old.meta.get("model_checksum"):
+                raise DualencError("its weights have changed")
+            return encoder.left
         except DualencError as error:
-            print(printable(f"documents take the place of queries, as the old model cannot: {error}"))
+            print(printable(f"documents take the place of queries; the old model is of no use: {error}"))
             return None
-        return encoder.left.to(next(self.queries.parameters()).device)
 
-    def _embed_queries(self, tower: Tower, queries: Corpus, dim: int | None = None) -> np.ndarray:
-        vectors = self._embed(tower, queries, None, dim=dim, progress="embed queries").vectors
-        return np.asarray(vectors)
-
-    def embed_all(self, served: Sequence[float]) -> None:
-        """Serve mapped vectors, embed share by share, and replace the index at each share that is `served`."""
-        migration = self.migration
+    def embed_all(self, served: list[float]) -> None:
+        """Embed the documents share by share, and replace the index at each share that is `served`."""
         embedded = [self.sample]
-        for stage in migration.stages(self.rows):
+        for stage in self.migration.stages(self.rows):
             if len(stage.rows):
-                folder = migration.work / f"embeddings-{stage.stop}"
-                corpus = self.texts.corpus.take(stage.rows)
-                bar = f"embed up to {stage.share:.0%}"
-                embedded.append(self._embed(self.documents, corpus, folder, progress=bar))
-            if stage.share in served and migration.is_ahead(stage.stop):
-                migration.swap(self.old, embedded, stage.stop)
+                name = f"embeddings-{stage.stop}"
+                embedded.append(self._embed_documents(stage.rows, name, f"embed up to {stage.share:.0%}"))
+            if stage.share in served and self.migration.is_ahead(stage.stop):
+                self.migration.swap(self.old, embedded, stage.stop)
                 done = f"{stage.stop:,} of {len(self.old):,} vectors are of the new model"
-                print(printable(f"{done} → {migration.folder}"))
-        remove_work(migration.folder)
+                print(printable(f"{done} → {self.migration.folder}"))
+        remove_work(self.migration.folder)
 
 
-def _open_texts(folder: str, present: Index, data: str | None, queries: str | None) -> Texts:
+def _open_texts(folder: str, index: Index, data: str | None, queries: str | None) -> Texts:
     """Open the documents that an index was made of, checked against it, and queries."""
-    source = data or str(present.meta.get("data", ""))
+    source = data or str(index.meta.get("data", ""))
     if has_texts(folder):
-        store = TextStore(folder, present.items_checksum)
+        store = TextStore(folder, index.items_checksum)
         corpus = Corpus(store.ids, store.texts)
     elif data or is_url(source) or (source and Path(source).exists()):
         corpus = open_corpus(source, modality="text")
-        corpus = corpus.take(rows_in(corpus, present, folder))
+        corpus = corpus.take(rows_in(corpus, index, folder))
     else:
-        problem = f"keeps no texts, and its data {source} is gone"
-        raise DualencError(f"{folder}: {problem}; name its documents by --data")
+        raise DualencError(f"{folder}: keeps no texts, and its data {source} is gone; name it by --data")
     judged = _open_judged(Path(source), corpus)
     past = None
     if queries is not None:
@@ -269,9 +240,9 @@ def _open_judged(folder: Path, corpus: Corpus) -> RetrievalSet | None:
         own = {name: grade for name, grade in grades.items() if name in indexed}
         if max(own.values(), default=0) > 0:
             judged[query] = own
-    rows = np.flatnonzero([name in judged for name in queries.ids])
-    if not len(rows) or queries.modality != "text":
+    if not judged or queries.modality != "text":
         return None
+    rows = np.flatnonzero([name in judged for name in queries.ids])
     chosen = queries.take(rows[_drawn(len(rows), MAX_JUDGED)])
     return RetrievalSet(chosen, corpus, {name: judged[name] for name in chosen.ids})
 
@@ -283,32 +254,24 @@ def _drawn(count: int, maximum: int) -> np.ndarray:
 
 def _show(report: Mapping[str, Any], page: Path) -> None:
     """Print the measurements, and write them as a page."""
-    truth = "judged documents" if report["judged"] else "the new model's neighbours"
-    sizes = f"{report['sample']:,} documents, {report['queries']:,} queries"
+    facts = report["facts"]
     kinds = []
     for name, choice in report["maps"].items():
         kinds.append({"map of": name, "chosen": choice["kind"], **choice["recalls"]})
     tables = [
-        Table(f"A sample of {sizes}: {truth} [95 % interval]", table_rows(report["systems"])),
+        Table("On the sample [95 % interval]", measures.table_rows(report["systems"])),
         Table("Maps: recall@10 of neighbours on held-out pairs", kinds),
     ]
-    names = ("old model", "new model", "factory", "documents", "sample", "queries for the order")
-    facts = {name: report[name] for name in names}
-    lines = []
-    if not _EXACT.fullmatch(report["factory"]):
-        lines.append(f"old vectors are what the codes of {report['factory']} stand for")
-    if report["seconds"] is not None:
-        rest = report["seconds"] * (report["documents"] / report["sample"] - 1)
-        facts |= {"seconds of the sample": report["seconds"], "seconds of the others, estimated": rest}
-        lines.append(
-            f"the sample took {report['seconds']:,.0f} s; the others will take about {rest:,.0f} s"
-        )
-    first = min(report["served"])
-    if first > 0:
-        problem = "mapped vectors find significantly less than the old model"
-        lines.append(f"{problem}: the index stays the old one until {first:.0%} of it are embedded anew")
     write_report(page, "Change of model", facts=facts, tables=tables)
+    print_table(
+        Table("Change of model", [{"what": name, "value": value} for name, value in facts.items()])
+    )
     for table in tables:
         print_table(table)
-    for line in [*lines, f"report: {page}"]:
-        print(printable(line))
+    share = min(report["served"])
+    if share > 0:
+        problem = "mapped vectors find significantly less than the old model"
+        print(f"{problem}: the index stays the old one until {share:.0%} of it are embedded anew")
+    if measures.is_below(report["systems"], measures.NEW):
+        print("the new model finds significantly less than the old one")
+    print(printable(f"report: {page}"))

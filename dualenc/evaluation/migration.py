@@ -14,7 +14,7 @@ from dualenc.search.migrate import SHARES, embedded_at
 
 OLD = "old model, old vectors"
 NEW = "new model, new vectors"
-METRICS = {"recall@10": "recall", "ndcg@10": "nDCG"}
+METRICS = ("recall@10", "ndcg@10")
 
 System = tuple[np.ndarray, np.ndarray]
 """Queries (Q, D) and documents (n, D) of one space."""
@@ -52,17 +52,10 @@ def mixed_name(share: float) -> str:
     return f"new model, {share:.0%} new vectors, the rest mapped" if share else "new model, mapped vectors"
 
 
-def compared_systems(
-    sample: Sample, old_queries: np.ndarray, mapped_queries: np.ndarray, new_queries: np.ndarray
-) -> dict[str, System]:
-    """The systems of the report by name; queries (Q, E) of the old model, (Q, E) mapped ones, (Q, D) of the new one."""
-    systems = {
-        OLD: (old_queries, sample.old),
-        "new model, mapped queries, old vectors": (mapped_queries, sample.old),
-    }
-    for share in SHARES:
-        systems[mixed_name(share)] = (new_queries, sample.mixed(share))
-    return systems
+def compared(sample: Sample, old: np.ndarray, mapped: np.ndarray, new: np.ndarray) -> dict[str, System]:
+    """The systems of the report by name, with queries (Q, E) old, (Q, E) new and mapped, and (Q, D) new."""
+    systems = {OLD: (old, sample.old), "new model, mapped queries, old vectors": (mapped, sample.old)}
+    return systems | {mixed_name(share): (new, sample.mixed(share)) for share in SHARES}
 
 
 def judged_scores(
@@ -91,23 +84,25 @@ def summarize(scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
     for name, own in scores.items():
         row: dict[str, Any] = {"system": name}
         for metric, values in own.items():
-            alone = paired_bootstrap(np.zeros_like(values), values)
-            paired = paired_bootstrap(scores[OLD][metric], values)
-            row[metric] = [alone.difference, alone.low, alone.high]
-            row[f"{metric} - old"] = [paired.difference, paired.low, paired.high]
+            for column, base in (
+                (metric, np.zeros_like(values)),
+                (f"{metric} - old", scores[OLD][metric]),
+            ):
+                row[column] = list(paired_bootstrap(base, values)[3:6])
         rows.append(row)
     return rows
 
 
-def served_shares(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Shares of new vectors at which the mixed index is not significantly below the old model, and 1 in any case.
+def is_below(rows: Sequence[Mapping[str, Any]], system: str) -> bool:
+    """Whether a system is significantly below the old model, by nDCG@10 or, without judgements, by recall@10."""
+    row = next(row for row in rows if row["system"] == system)
+    difference = row.get("ndcg@10 - old", row["recall@10 - old"])
+    return bool(difference[2] < 0)
 
-    By nDCG@10 where there are judgements, otherwise by recall@10: the interval of the difference reaches 0.
-    """
-    by_name = {row["system"]: row for row in rows}
-    metric = "ndcg@10 - old" if "ndcg@10 - old" in rows[0] else "recall@10 - old"
-    served = [share for share in SHARES[:-1] if by_name[mixed_name(share)][metric][2] >= 0]
-    return [*served, 1.0]
+
+def served_shares(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Shares of new vectors at which the mixed index is not significantly below the old model, and 1 in any case."""
+    return [share for share in SHARES if share == 1 or not is_below(rows, mixed_name(share))]
 
 
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
@@ -115,10 +110,10 @@ def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
     cells = []
     for row in rows:
         cell: dict[str, object] = {"": row["system"]}
-        for name in row:
+        for name, values in row.items():
             if name != "system":
-                mean, low, high = row[name]
                 sign = "+" if name.endswith("old") else ""
-                cell[name] = f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+                mean, low, high = (f"{value:{sign}.3f}" for value in values)
+                cell[name] = f"{mean} [{low}, {high}]"
         cells.append(cell)
     return cells

@@ -58,38 +58,38 @@ class Migration:
 
     Args:
         folder: the index.
-        plan: what must be equal to resume: the new model's `model_checksum`, checksums of `texts` and `queries`.
-        about: entries of meta.json on the new model: `model`, `model_checksum`, `side`, `kind`.
+        notes: entries of meta.json on the new model: `model`, `model_checksum`, `side`, `kind`.
+        inputs: what must be equal to resume, beside the model and the items: checksums of `texts` and `queries`.
 
     Raises:
-        DualencError: the work folder is of another plan, or the index has other items than it had.
+        DualencError: the work folder is of another migration, or the index has other items than it had.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], plan: Mapping[str, Any], about: Mapping[str, Any]
+        self, folder: str | os.PathLike[str], notes: Mapping[str, Any], inputs: Mapping[str, Any]
     ) -> None:
         self.folder = Path(os.path.realpath(folder))
         self.work = work_folder(folder)
-        self.about = dict(about)
-        head = {"format": FORMAT, "version": FORMAT_VERSION}
-        self.plan = {**head, "items": Index.open(folder).items_checksum, **plan}
+        self.notes = dict(notes)
+        plan = {"format": FORMAT, "version": FORMAT_VERSION, "items": Index.open(folder).items_checksum}
+        plan |= {"model": self.notes["model_checksum"], **inputs}
         if is_started(folder):
-            self._check_plan()
+            self._check_plan(plan)
         else:
             remove(self.work)
             self.work.mkdir()
-            write_json(self.work / "plan.json", self.plan)
+            write_json(self.work / "plan.json", plan)
         recover_inside(self.work)
         if not is_index(self.work / "old"):
             with atomic_folder(self.work / "old", is_index, "index") as part:
                 _link_tree(self.folder, part)
         self.old = Index.open(self.work / "old")
 
-    def _check_plan(self) -> None:
+    def _check_plan(self, plan: Mapping[str, Any]) -> None:
         present = read_json_object(self.work / "plan.json")
-        for name, value in self.plan.items():
+        for name, value in plan.items():
             if present.get(name) != value:
-                what = "another model" if name == "model_checksum" else f"other {name}"
+                what = "another model" if name == "model" else f"other {name}"
                 remedy = f"resume it with them, or end it: dualenc migrate {self.folder} --rollback"
                 raise DualencError(f"{self.work}: a migration with {what} is under way; {remedy}")
 
@@ -104,9 +104,12 @@ class Migration:
         with atomic_path(self.work / "order.npy") as part:
             save_array(part, order)
 
+    def _order(self) -> np.ndarray:
+        return np.asarray(np.load(self.work / "order.npy", allow_pickle=False))
+
     def stages(self, sampled: np.ndarray) -> list[Stage]:
         """A stage for each of `SHARES`; rows of the sample (n,) have vectors, and are not embedded again."""
-        order = np.load(self.work / "order.npy", allow_pickle=False)
+        order = self._order()
         stages = []
         start = 0
         for share in SHARES:
@@ -120,7 +123,7 @@ class Migration:
         """Whether INDEX has fewer new vectors than `stop`, or is still the old one."""
         meta = Index.open(self.folder).meta
         mapped = meta.get("mapped", 0)
-        return meta.get("model_checksum") != self.about["model_checksum"] or len(self.old) - stop < mapped
+        return meta.get("model_checksum") != self.notes["model_checksum"] or len(self.old) - stop < mapped
 
     def swap(self, old: Embeddings, new: Sequence[Embeddings], stop: int) -> None:
         """Replace INDEX by an index of its kind in the new space: new vectors for the first `stop` rows of the order.
@@ -132,7 +135,7 @@ class Migration:
             new: embeddings with the new model, of those rows and perhaps of others.
             stop: how many vectors are new.
         """
-        order = np.load(self.work / "order.npy", allow_pickle=False)
+        order = self._order()
         to_new = load_maps(self.work / "maps.safetensors")["documents"]
         location = np.full((len(order), 2), -1)
         for number, embeddings in enumerate(new):
@@ -142,7 +145,7 @@ class Migration:
         vectors = MixedVectors(old.vectors, to_new, [part.vectors for part in new], location)
         settings = self.old.meta
         # "files" tells the parts of an interrupted build (`dualenc.search.parts`) from those of another share.
-        meta: dict[str, Any] = {**settings, **self.about, "normalized": True, "files": stop}
+        meta: dict[str, Any] = {**settings, **self.notes, "normalized": True, "files": stop}
         embeddings = Embeddings(self.old.ids, vectors, meta, self.old.snippets, self.old.columns)
         options = _build_options(settings, self.work / "old")
         target = self.work / "next"
@@ -150,28 +153,14 @@ class Migration:
         Index.build(embeddings, None, factory, metric=settings["metric"], folder=target, **options)
         meta = {**read_json_object(target / "meta.json"), "mapped": len(order) - stop}
         meta["requested_factory"] = settings.get("requested_factory", factory)
-        self._replace(target, meta)
+        # Texts and BM25 know their index by the checksum of the items' file, which is thus not written anew.
+        for name in (ITEMS, ORDER):
+            remove(target / name)
+            _link(self.work / "old" / name, target / name)
+            for entry in ("files", "sizes"):
+                meta[entry][name] = settings[entry][name]
+        _replace(self.folder, target, meta)
         remove(target)
-
-    def restore(self) -> None:
-        """Replace INDEX by the old index."""
-        self._replace(self.work / "old", self.old.meta)
-
-    def _replace(self, source: Path, meta: dict[str, Any]) -> None:
-        """Replace INDEX by the index of `source`, with the old one's items, and INDEX's own texts and BM25."""
-        with atomic_folder(self.folder, is_index, "index") as part:
-            _link_tree(source, part)
-            # Not written again: texts and BM25 know their index by the checksum of the items' file.
-            for name in (ITEMS, ORDER):
-                remove(part / name)
-                _link(self.work / "old" / name, part / name)
-                for entry in ("files", "sizes"):
-                    meta[entry][name] = self.old.meta[entry][name]
-            for name in (TEXTS_FOLDER, BM25_FOLDER):
-                if (self.folder / name).is_dir():
-                    remove(part / name)
-                    _link_tree(self.folder / name, part / name)
-            write_json(part / "meta.json", meta)
 
 
 class MixedVectors:
@@ -233,8 +222,8 @@ def roll_back(folder: str | os.PathLike[str]) -> None:
         raise DualencError(f"{folder}: no migration is under way; {remedy}")
     # Before the first swap INDEX is the old one.
     if "mapped" in Index.open(folder).meta:
-        plan = read_json_object(work_folder(folder) / "plan.json")
-        Migration(folder, plan, {}).restore()
+        old = work_folder(folder) / "old"
+        _replace(Path(os.path.realpath(folder)), old, Index.open(old).meta)
     remove_work(folder)
 
 
@@ -255,6 +244,17 @@ def order_by_hits(index: Index, queries: np.ndarray) -> np.ndarray:
     rows = index.search_rows(queries, min(NEIGHBOURS, len(index)))[1]
     counts = np.bincount(rows[rows >= 0], minlength=len(index))
     return np.argsort(-counts, kind="stable")
+
+
+def _replace(folder: Path, source: Path, meta: dict[str, Any]) -> None:
+    """Replace an index by that of `source` with a meta.json; its own texts and BM25 stay."""
+    with atomic_folder(folder, is_index, "index") as part:
+        _link_tree(source, part)
+        for name in (TEXTS_FOLDER, BM25_FOLDER):
+            if (folder / name).is_dir():
+                remove(part / name)
+                _link_tree(folder / name, part / name)
+        write_json(part / "meta.json", meta)
 
 
 def _build_options(settings: Mapping[str, Any], old: Path) -> dict[str, Any]:

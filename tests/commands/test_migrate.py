@@ -18,26 +18,27 @@ from dualenc.search.migrate import SHARES, Migration
 from tests.commands import toy
 from tests.commands.in_process import evaluated, failure, found, run
 
-DOCUMENTS = 300
-KILLS = 20
+DOCUMENTS, KILLS = 300, 20
+FORK = multiprocessing.get_context("fork")
+SERVED = "dualenc.evaluation.migration.served_shares"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models, a collection, and the index of either model."""
     folder = tmp_path_factory.mktemp("migrate")
-    toy.text_model(folder / "old")
-    toy.text_model(folder / "new", seed=1)
     toy.write_beir(folder / "beir", documents=DOCUMENTS, queries=40)
-    for name in ("old", "new"):
+    for seed, name in enumerate(("old", "new")):
+        model = toy.text_model(folder / name, seed)
         words = ("--factory", "Flat", "--texts", "--bm25")
-        run("index", folder / name, folder / "beir", "--out", folder / f"{name}-index", *words)
+        run("index", model, folder / "beir", "--out", folder / f"{name}-index", *words)
     return folder
 
 
 @pytest.fixture
-def index(made: Path, tmp_path: Path) -> Path:
-    """A copy of the old model's index."""
+def index(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the old model's index; samples are of 120 documents and the judged ones, so that others are left."""
+    monkeypatch.setattr("dualenc.search.migrate.MIN_SAMPLE", 120)
     return Path(shutil.copytree(made / "old-index", tmp_path / "index"))
 
 
@@ -49,39 +50,43 @@ def vectors(folder: Path) -> np.ndarray:
     return Index.open(folder).faiss.reconstruct_n(0, DOCUMENTS)
 
 
-def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 120 documents and the judged ones, so that others are left to embed."""
-    monkeypatch.setattr("dualenc.search.migrate.MIN_SAMPLE", 120)
+def change_meta(index: Path, **entries: Any) -> None:
+    (index / "meta.json").write_text(json.dumps(json.loads((index / "meta.json").read_text()) | entries))
+
+
+def report_of(index: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The facts of the report, and its systems by name."""
+    report = json.loads((Path(f"{index}.migration") / "report.json").read_text())
+    return report["facts"], {row["system"]: row for row in report["systems"]}
 
 
 def test_report_comes_first_and_holds_the_numbers_of_evaluate(
-    made: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("dualenc.search.migrate.MIN_SAMPLE", DOCUMENTS)
     before = contents(index)
     run("migrate", index, made / "new", "--report-only")
     printed = capsys.readouterr().out
     assert contents(index) == before
-    report = json.loads((tmp_path / "index.migration" / "report.json").read_text())
-    assert (report["sample"], report["queries"], report["judged"]) == (DOCUMENTS, 40, True)
-    by_system = {row["system"]: row for row in report["systems"]}
-    for model, system in (("old", "old model, old vectors"), ("new", "new model, new vectors")):
+    facts, systems = report_of(index)
+    assert (facts["sample"], facts["queries"], facts["relevant are"]) == (DOCUMENTS, 40, "judged documents")
+    # The old vectors are in half precision, and those of this model are very near one another.
+    for model, tolerance in (("old", 2e-3), ("new", 1e-6)):
         metrics = evaluated("retrieval", tmp_path / model, made / model, made / "beir")["systems"][model]["mean"]
+        row = systems[f"{model} model, {model} vectors"]
         for name in ("ndcg@10", "recall@10"):
-            # The old vectors are in half precision, and those of this model are very near one another.
-            tolerance = 1e-6 if model == "new" else 2e-3
-            assert by_system[system][name][0] == pytest.approx(metrics[name], abs=tolerance)
-            assert f"{by_system[system][name][0]:.3f} [" in printed
-    page = (tmp_path / "index.migration.html").read_text()
+            assert row[name][0] == pytest.approx(metrics[name], abs=tolerance)
+            assert f"{row[name][0]:.3f} [" in printed
+    page = Path(f"{index}.migration.html").read_text()
     assert "new model, mapped vectors" in page
-    assert "seconds of the others, estimated" in page
+    assert "for the other documents, estimated" in page
 
 
 @pytest.mark.slow
 def test_migrated_index_is_that_of_the_new_model(
     made: Path, index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small_sample(monkeypatch)
-    monkeypatch.setattr("dualenc.commands.migrate_index.served_shares", lambda _: list(SHARES))
+    monkeypatch.setattr(SERVED, lambda _: list(SHARES))
     served = []
     swap = Migration.swap
 
@@ -95,10 +100,9 @@ def test_migrated_index_is_that_of_the_new_model(
     assert [mapped for mapped, _ in served] == [300, 285, 240, 150, 0]
     is_new = [(np.abs(own - expected).max(axis=1) < 1e-5).sum() for _, own in served]
     assert is_new == [0, 15, 60, 150, 300]
-    meta, of_new = Index.open(index).meta, Index.open(made / "new-index").meta
-    assert meta["model"] == str(made / "new")
-    same = ("model_checksum", "side", "kind", "data", "count", "dim", "metric", "factory", "recall_at_10")
-    assert {name: meta[name] for name in same} == {name: of_new[name] for name in same}
+    ours, theirs = (Index.open(folder).meta for folder in (index, made / "new-index"))
+    same = ("model", "model_checksum", "side", "kind", "data", "count", "metric", "factory", "recall_at_10")
+    assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
     assert {path.name for path in index.parent.iterdir()} == {"index", "index.migration.html"}
     for words in ((), ("--hybrid", "rrf")):
         results = [found(capsys, folder, "wing flow", *words) for folder in (index, made / "new-index")]
@@ -109,84 +113,83 @@ def test_migrated_index_is_that_of_the_new_model(
 
 @pytest.mark.slow
 def test_without_judgements_neighbours_are_the_truth(
-    made: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small_sample(monkeypatch)
     (tmp_path / "past.jsonl").write_text("".join(json.dumps({"query": text}) + "\n" for text in toy.WORDS))
-    moved = json.loads((index / "meta.json").read_text()) | {"data": "gone", "model": str(tmp_path / "gone")}
-    (index / "meta.json").write_text(json.dumps(moved))
+    change_meta(index, data="gone", model=str(tmp_path / "gone"))
     run("migrate", index, made / "new", "--queries", tmp_path / "past.jsonl", "--report-only")
     assert "documents take the place of queries" in capsys.readouterr().out
-    report = json.loads((tmp_path / "index.migration" / "report.json").read_text())
-    assert (report["sample"], report["queries"], report["judged"]) == (120, 24, False)
-    by_system = {row["system"]: row for row in report["systems"]}
-    assert by_system["new model, new vectors"]["recall@10"] == [1, 1, 1]
-    assert 0.1 < by_system["new model, mapped vectors"]["recall@10"][0] < 1
+    facts, systems = report_of(index)
+    assert (facts["sample"], facts["queries"], facts["queries that decide the order"]) == (120, 24, 120)
+    assert systems["new model, new vectors"]["recall@10"] == [1, 1, 1]
+    assert 0.1 < systems["new model, mapped vectors"]["recall@10"][0] < 1
 
 
 @pytest.mark.slow
 def test_index_stays_the_old_one_while_mapped_vectors_find_less(
     made: Path, index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small_sample(monkeypatch)
-    monkeypatch.setattr("dualenc.commands.migrate_index.served_shares", lambda _: [0.5, 1.0])
+    monkeypatch.setattr(SERVED, lambda _: [0.5, 1.0])
+    seen = []
     swap = Migration.swap
 
     def check(self: Migration, old: Any, new: Any, stop: int) -> None:
-        if stop == 150:
-            assert (vectors(index) == vectors(made / "old-index")).all()
+        seen.append((stop, (vectors(index) == vectors(made / "old-index")).all()))
         swap(self, old, new, stop)
 
     monkeypatch.setattr(Migration, "swap", check)
     run("migrate", index, made / "new")
-    printed = capsys.readouterr().out
-    assert "the index stays the old one until 50% of it are embedded anew" in printed
-    assert [line.split()[0] for line in printed.splitlines() if "are of the new model" in line] == ["150", "300"]
+    assert seen == [(150, True), (300, False)]
+    assert "the index stays the old one until 50% of it are embedded anew" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["engine", "vectors", "another model", "few", "lost", "twice", "model", "texts"])
+REFUSALS = {
+    "engine": "an engine does not migrate; migrate the embeddings and push again",
+    "vectors": "holds vector, vector, right, embedding; only documents of a query-document model migrate",
+    "another model": "a migration with another model is under way",
+    "few": "99 documents are too few to learn maps from; build the index again with the new model",
+    "lost": "7 vectors are mapped, and its work folder is gone",
+    "dimension": "factory 'PQ5' does not work for dimension 32",
+    "twice": "another dualenc process is writing",
+    "model": "needs a model; name it",
+    "texts": "keeps no texts, and its data gone is gone; name it by --data",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
 def test_refusals_in_one_line(
     made: Path, index: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    meta = json.loads((index / "meta.json").read_text())
     words: list[Any] = ["migrate", index, made / "new"]
-    expected = {
-        "engine": "an engine does not migrate; migrate the embeddings and push again",
-        "vectors": "holds vector, vector, right, embedding; only documents of a query-document model migrate",
-        "another model": "a migration with another model is under way",
-        "few": "are too few to learn maps from; build the index again with the new model",
-        "lost": "7 of its vectors are mapped, and",
-        "twice": "another dualenc process is writing",
-        "model": "needs a model; name it",
-        "texts": "keeps no texts, and its data gone is gone; name its documents by --data",
+    entries: dict[str, dict[str, Any]] = {
+        "engine": {"format": "dualenc engine", "version": 3},
+        "vectors": {"kind": "vector", "modality": "vector"},
+        "lost": {"mapped": 7},
+        "dimension": {"factory": "PQ5"},
+        "texts": {"data": "gone"},
     }
-    if kind == "engine":
-        (index / "meta.json").write_text(json.dumps({"format": "dualenc engine", "version": 3}))
-    elif kind == "vectors":
-        (index / "meta.json").write_text(json.dumps(meta | {"kind": "vector", "modality": "vector"}))
-    elif kind == "another model":
+    change_meta(index, **entries.get(kind, {}))
+    holder = FORK.Process(target=hold, args=(index, tmp_path / "held"))
+    if kind == "another model":
         run(*words, "--report-only")
         words[2] = toy.text_model(tmp_path / "third", seed=2)
     elif kind == "few":
         (tmp_path / "gone.txt").write_text("\n".join(f"d{row}" for row in range(201)))
         run("index", index, "--remove", tmp_path / "gone.txt")
-    elif kind == "lost":
-        (index / "meta.json").write_text(json.dumps(meta | {"mapped": 7}))
+    elif kind == "twice":
+        holder.start()
+        while not (tmp_path / "held").exists():
+            time.sleep(0.01)
     elif kind == "model":
         words.pop()
     elif kind == "texts":
         shutil.rmtree(index / "texts")
-        (index / "meta.json").write_text(json.dumps(meta | {"data": "gone"}))
-    if kind == "twice":
-        process = multiprocessing.get_context("fork").Process(target=hold, args=(index, tmp_path / "held"))
-        process.start()
-        while not (tmp_path / "held").exists():
-            time.sleep(0.01)
-    line = failure(capsys, *words)
-    if kind == "twice":
-        process.kill()
-        process.join()
-    assert expected[kind] in line
+    try:
+        assert REFUSALS[kind] in failure(capsys, *words)
+    finally:
+        if holder.pid is not None:
+            holder.kill()
+            holder.join()
 
 
 def hold(index: Path, sign: Path) -> None:
@@ -196,48 +199,41 @@ def hold(index: Path, sign: Path) -> None:
         time.sleep(600)
 
 
-def migrate(index: Path, model: Path) -> None:
-    run("migrate", index, model)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("factory", ["Flat", "IVF8,PQ8x4"])
 def test_killed_at_twenty_moments_it_answers_and_goes_on(
-    made: Path, tmp_path: Path, factory: str, monkeypatch: pytest.MonkeyPatch
+    made: Path, index: Path, tmp_path: Path, factory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_sample(monkeypatch)
-    monkeypatch.setattr("dualenc.commands.migrate_index.served_shares", lambda _: list(SHARES))
-    saved = tmp_path / "saved"
+    monkeypatch.setattr(SERVED, lambda _: list(SHARES))
+    saved, words = tmp_path / "saved", ("migrate", index, made / "new")
     run("index", made / "old", made / "beir", "--out", saved, "--factory", factory, "--texts")
-    folder = tmp_path / "index"
     # The first run imports what the second one need not.
     for _ in range(2):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(saved, folder)
+        shutil.rmtree(index)
+        shutil.copytree(saved, index)
         started = time.monotonic()
-        migrate(folder, made / "new")
+        run(*words)
         seconds = time.monotonic() - started
-    expected = contents(folder)["index.faiss"]
+    expected = contents(index)["index.faiss"]
     states = []
     for number in range(KILLS):
-        shutil.rmtree(folder)
-        shutil.copytree(saved, folder)
-        process = multiprocessing.get_context("fork").Process(target=migrate, args=(folder, made / "new"))
+        shutil.rmtree(index)
+        shutil.copytree(saved, index)
+        process = FORK.Process(target=run, args=words)
         process.start()
         time.sleep(seconds * (number + 0.5) / KILLS)
         process.kill()
         process.join()
-        index = Index.open(folder, verify=True)
+        opened = Index.open(index, verify=True)
         options = {} if factory == "Flat" else {"nprobe": 8}
-        rows = index.search_rows(np.ones((1, index.dim), np.float32), DOCUMENTS, **options)[1]
+        rows = opened.search_rows(np.ones((1, opened.dim), np.float32), DOCUMENTS, **options)[1]
         assert sorted(rows[0].tolist()) == list(range(DOCUMENTS))
-        assert sorted(index.ids) == sorted(f"d{row}" for row in range(DOCUMENTS))
-        states.append(index.meta.get("mapped"))
-        is_under_way = (tmp_path / "index.migration" / "plan.json").exists()
-        if number % 4 == 3 and is_under_way:
-            run("migrate", folder, "--rollback")
-            assert contents(folder) == contents(saved)
-        migrate(folder, made / "new")
-        assert contents(folder)["index.faiss"] == expected
-        assert not (tmp_path / "index.migration").exists()
+        assert sorted(opened.ids) == sorted(f"d{row}" for row in range(DOCUMENTS))
+        states.append(opened.meta.get("mapped"))
+        if number % 4 == 3 and Path(f"{index}.migration/plan.json").exists():
+            run("migrate", index, "--rollback")
+            assert contents(index) == contents(saved)
+        run(*words)
+        assert contents(index)["index.faiss"] == expected
+        assert not Path(f"{index}.migration").exists()
     assert len(set(states)) > 3, states

@@ -22,7 +22,7 @@ from tests.search.test_index import on_disk
 
 COUNT = 700
 ABOUT = {"model": "new model", "model_checksum": "new", "side": "right", "kind": "query-document"}
-PLAN = {"model_checksum": "new", "texts": "t", "queries": "q"}
+INPUTS = {"texts": "t", "queries": "q"}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -45,7 +45,7 @@ def started(folder: Path, factory: str, metric: Any = "cosine", memory: int | No
     identity = {"side": "right", "model_checksum": "old", "normalized": True, "output": "embedding", "data": "d"}
     embeddings = on_disk(folder / "emb", old_vectors(), **identity)
     Index.build(embeddings, None, factory, metric=metric, memory=memory, folder=folder / "index")
-    migration = migrate.Migration(folder / "index", PLAN, ABOUT)
+    migration = migrate.Migration(folder / "index", ABOUT, INPUTS)
     migration.save_order(np.arange(COUNT)[::-1])
     save_maps(migration.work / "maps.safetensors", {"documents": fit_linear(old_vectors(), new_vectors())})
     return migration
@@ -111,14 +111,13 @@ def test_bm25_and_texts_stay_and_a_rollback_gives_the_same_bytes(tmp_path: Path)
 @pytest.mark.parametrize("name", ["model_checksum", "texts", "queries", "items"])
 def test_another_plan_is_refused(tmp_path: Path, name: str) -> None:
     started(tmp_path, "Flat")
-    changed = {**PLAN, name: "another"}
     if name == "items":
         change.remove(tmp_path / "index", ["doc 3"])
-        changed = PLAN
+    changed = [{key: "another" if key == name else value for key, value in one.items()} for one in (ABOUT, INPUTS)]
     with pytest.raises(
         DualencError, match=r"is under way; resume it with them, or end it: dualenc migrate .* --rollback"
     ):
-        migrate.Migration(tmp_path / "index", changed, ABOUT)
+        migrate.Migration(tmp_path / "index", *changed)
     migrate.roll_back(tmp_path / "index")
     assert len(Index.open(tmp_path / "index")) == COUNT - (name == "items")
 
