@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dualenc import distributed
 from dualenc.commands.output import RESULT, start_processes, writing
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_judged_queries
 from dualenc.data.clicks import DocumentSplit, IndexPairs, split_by_documents
+from dualenc.data.pairs import PairDataset
 from dualenc.data.sources import open_corpus
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
@@ -25,7 +28,7 @@ from dualenc.objectives import FrozenCorpus
 from dualenc.reading import read_json_object
 from dualenc.search.documents import fingerprint, open_documents
 from dualenc.search.embed import embed
-from dualenc.search.index import is_index
+from dualenc.search.index import Index, is_index
 from dualenc.search.qdrant import is_pushed
 from dualenc.seeds import seed_everything
 from dualenc.terminal import printable
@@ -50,8 +53,8 @@ NEW = "new documents"
 KNOWN = "documents in training"
 SECOND = "second task"
 PATIENCE = 3
-EPOCHS = {"perceptron": 30, "linear": 30, "lora": 3, "all": 3}
-LEARNING_RATES = {"perceptron": 1e-3, "linear": 1e-3, "lora": 2e-4, "all": 2e-5}
+EPOCHS = {"perceptron": 12, "linear": 12, "lora": 3, "all": 3}
+LEARNING_RATES = {"perceptron": 3e-4, "linear": 1e-3, "lora": 2e-4, "all": 2e-5}
 
 
 def adapt_index(
@@ -95,14 +98,20 @@ def adapt_index(
         seed_everything(options.seed)
         original = side.new_model(pairs.left_dim)
         trained = _train(
-            copy.deepcopy(original), parts, documents, tasks.get(NEW), folder / "training", options, resume
+            copy.deepcopy(original),
+            parts.train,
+            _objective(index, documents, pairs.num_left, options),
+            None if parts.held_out is None else IndexEvaluator.of_pairs(parts.held_out, documents),
+            folder / "training",
+            options,
+            resume,
         )
         adapted = load_model(trained.model_folder, place)
         chosen = () if options.keep is None else (options.keep,)
         points = along_the_way(original, adapted, tasks, sorted({*SHARES, *chosen}))
         keep = options.keep
         if keep is None:
-            keep = best_share(points, NEW) if NEW in tasks else 0.0
+            keep = best_share(points, NEW, [name for name in held_out if name in tasks])
         adapted.load_state_dict(interpolate(original, adapted, keep))
         if distributed.is_main():
             side.finished(adapted, trained_ids).save(folder / "model")
@@ -172,24 +181,35 @@ def _second_documents(folder: str, side: QuerySide) -> Embeddings:
     return embed(side.text.right, corpus, side.work / "second-documents", dtype="float16")
 
 
+def _objective(index: str, documents: Embeddings, num_left: int, options: AdaptOptions) -> FrozenCorpus:
+    """The softmax over all documents; beyond what is summed exactly, over those that the index finds and a sample."""
+    search = None
+    if is_index(index):
+        opened = Index.open(index)
+
+        def search(queries: np.ndarray, nearest: int) -> np.ndarray:
+            return opened.search_rows(queries, nearest)[1]
+
+    return FrozenCorpus(
+        documents.vectors,
+        search=search,
+        num_left=num_left,
+        temperature=options.temperature,
+        positive_in_softmax=True,
+    )
+
+
 def _train(
     model: DualEncoder,
-    parts: DocumentSplit,
-    documents: Embeddings,
+    pairs: PairDataset,
+    objective: FrozenCorpus,
     evaluator: IndexEvaluator | None,
     output: Path,
     options: AdaptOptions,
     resume: bool,
 ) -> TrainingResult:
-    """Train until held-out queries of new documents gain nothing; the model folder has the best weights."""
-    pairs = parts.train
+    """Train until held-out queries gain nothing; the model folder has the best weights."""
     batch_size = min(options.batch_size, len(pairs))
-    objective = FrozenCorpus(
-        documents.vectors,
-        num_left=pairs.num_left,
-        num_right=pairs.num_right,
-        temperature=options.temperature,
-    )
     is_map = options.train in TOWERS
     trainer = Trainer(
         output=output,
@@ -231,7 +251,8 @@ def _report(
         row: dict[str, Any] = {"queries of": task, "queries": compared.queries}
         row |= {"original": compared.mean_a, "adapted": compared.mean_b}
         rows.append(row | {"difference": compared.difference, "from": compared.low, "to": compared.high})
-    quality = Table("nDCG@10 over all documents, and 95 % intervals of the difference", rows)
+    caption = f"nDCG@10 over all documents (kept of the original weights: {keep:g}), 95 % intervals"
+    quality = Table(caption, rows)
     curves = {
         task: (
             [1 - point.keep for point in points],

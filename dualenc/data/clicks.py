@@ -162,14 +162,13 @@ def _read_beir(folder: Path, split: str, documents: Embeddings, bad_rows: BadRow
 
 
 class DocumentSplit(NamedTuple):
-    """Pairs to train on, and held-out queries whose documents are in no training pair (new), or in one (known).
-
-    Where there is no query to hold out, the part is None.
-    """
+    """Pairs to train on, and held-out ones: of queries whose documents are in no training pair (new), of queries whose
+    documents all are (known), and both together. A part without pairs is None."""
 
     train: PairDataset
     new: PairDataset | None
     known: PairDataset | None
+    held_out: PairDataset | None
 
 
 def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 0) -> DocumentSplit:
@@ -199,13 +198,10 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
     known = _draw_known(
         whole, documents, np.bincount(pairs.right_id[rest], minlength=len(num_pairs)), len(new)
     )
-    is_new = np.isin(pairs.left_id, new)
     is_known = np.isin(pairs.left_id, known)
-    return DocumentSplit(
-        pairs.take(np.flatnonzero(rest & ~is_known), positives_of=pairs),
-        pairs.take(np.flatnonzero(is_new)) if new else None,
-        pairs.take(np.flatnonzero(is_known)) if known else None,
-    )
+    held_out = [np.flatnonzero(np.isin(pairs.left_id, queries)) for queries in (new, known, new + known)]
+    parts = [pairs.take(rows) if len(rows) else None for rows in held_out]
+    return DocumentSplit(pairs.take(np.flatnonzero(rest & ~is_known), positives_of=pairs), *parts)
 
 
 def _draw_documents(

@@ -243,10 +243,20 @@ def along_the_way(
     return points
 
 
-def best_share(points: Sequence[Interpolated], task: str) -> float:
-    """The share of the original weights with the highest mean score on a task; the largest of several."""
-    best = max(points, key=lambda point: (round(float(point.scores[task].mean()), 6), point.keep))
-    return best.keep
+def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[str]) -> float:
+    """The share of the original weights with the best mean over tasks, among those whose mean score on the task
+    `unharmed`, one of them, is at least that of the original; the largest of several, 0 without a task."""
+    if not tasks:
+        return 0.0
+    original = max(points, key=lambda point: point.keep)
+    least = original.scores[unharmed].mean()
+    allowed = [point for point in points if point.scores[unharmed].mean() >= least]
+
+    def quality(point: Interpolated) -> tuple[float, float]:
+        means = [float(point.scores[task].mean()) for task in tasks]
+        return round(sum(means) / len(means), 6), point.keep
+
+    return max(allowed, key=quality).keep
 
 
 def harmless_share(points: Sequence[Interpolated], task: str) -> float:
