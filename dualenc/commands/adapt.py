@@ -16,7 +16,8 @@ class AdaptOptions:
     Args:
         train: a perceptron or a linear map of the query vectors (seconds), adapters of the text model (lora) or all of
             it (minutes).
-        epochs: passes over the pairs at most; training ends earlier where held-out queries gain nothing. By default 12 of a map, 3 of a text model.
+        epochs: passes over the pairs at most; training ends earlier where held-out queries gain nothing. By default 12
+            of a map, 3 of a text model.
         batch_size: queries in a step.
         learning_rate: by default 3e-4 (perceptron), 1e-3 (linear), 2e-4 (lora) or 2e-5 (all).
         temperature: τ of the softmax over all documents.

@@ -79,6 +79,7 @@ NEXT = """\
 What to type next:
   dualenc search {out}/index "your own question"
   dualenc evaluate retrieval {out}/model {out}/data --split test --bm25
+  dualenc adapt {out}/index your_clicks.csv --out adapted
   dualenc embed {out}/model your_texts.jsonl --out your-embeddings
   dualenc recipe text-pairs > mine.yaml && dualenc train mine.yaml data.path=your.csv"""
 
