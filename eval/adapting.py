@@ -6,9 +6,9 @@
     python eval/adapting.py report --figures docs/figures
 
 DATA/NAME is a BEIR folder, VECTORS/NAME/{corpus,queries} are what `dualenc embed` made of its two sides. Query vectors
-go through a map that begins as the identity. A tenth of the training pairs, or 500, is held out: random documents with
-all their pairs. Test nDCG@10 is over all documents, of three groups of queries: all; those with a relevant document in
-the pairs that are trained on ("seen"); those with none in any pair of train.tsv ("new").
+go through a map that begins as the identity. A tenth of the training pairs, of 500 queries at most, is held out by
+documents, as `dualenc adapt` does. Test nDCG@10 is over all documents, of three groups of queries: all; those with a
+relevant document in the pairs that are trained on ("seen"); those with none in any pair of train.tsv ("new").
 
 Every method is tuned alike on the held-out pairs with the first seed: τ at the middle rate, then the rate, both on past
 an edge; every run keeps the weights of its best evaluation, of ten and the one before. Seconds are of one core, without
@@ -20,172 +20,28 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from adapting_table import RESULTS, report
 from adapting_task import Task
+from adapting_training import EXACT, METHODS, Training
 from comparison_table import Runs, Settings
-from torch import Tensor
 
-from dualenc.encoders import VectorEncoder, interpolate
+from dualenc.encoders import interpolate
 from dualenc.evaluation.metrics import paired_bootstrap
-from dualenc.objectives import FrozenCorpus, InfoNCE, Objective
 
 TEMPERATURES = (0.02, 0.03, 0.05, 0.1)
 RATES = (1e-3, 3e-4, 3e-3)
 """At a batch of 32, the first while τ is chosen; they grow with the square root of the batch."""
 BEYOND_EDGE = 2
-EVALUATIONS = 10
 SHARES = tuple(step / 10 for step in range(11))
 """Of the original weights."""
 FEW = (100, 300, 1000, 3000, 10000)
 MIN_STEPS = 300
 """Of trainings on few pairs, whose epochs are short."""
-
-
-class Method(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        drawn: documents drawn uniformly from the index as further negatives of a step.
-        mined: negatives of each query, near documents at the start of an epoch.
-    """
-
-    batch_size: int = 32
-    drawn: int = 0
-    mined: int = 0
-
-
-EXACT = "FrozenCorpus+"
-"""With the positive in the softmax."""
-METHODS = {
-    EXACT: Method(),
-    "FrozenCorpus": Method(),
-    "InfoNCE, B = 32": Method(),
-    "InfoNCE, B = 512": Method(batch_size=512),
-    "InfoNCE, 512 drawn": Method(drawn=512),
-    "InfoNCE, mined": Method(mined=8),
-}
-
-
-class Training:
-    """One training of a map of queries, and its clock.
-
-    Args:
-        task: what to train on.
-        settings: method, map, temperature, rate, seed, and either steps or seconds.
-    """
-
-    def __init__(self, task: Task, settings: Settings) -> None:
-        self.task = task
-        self.settings = settings
-        self.method = METHODS[settings["method"]]
-        torch.manual_seed(settings["seed"])
-        self.random = torch.Generator().manual_seed(settings["seed"])
-        dim = task.queries.shape[1]
-        self.model = VectorEncoder(dim, tower=settings["map"], right_tower="identity")
-        self.original = copy.deepcopy(self.model)
-        sizes = {"num_left": len(task.queries), "num_right": len(task.documents)}
-        self.objective: Objective = InfoNCE(temperature=settings["temperature"], **sizes)
-        if settings["method"].startswith("FrozenCorpus"):
-            options = {"temperature": settings["temperature"], "positive_in_softmax": settings["method"] == EXACT}
-            self.objective = FrozenCorpus(task.documents, **options, **sizes)
-        self.rate = settings["rate"] * math.sqrt(self.method.batch_size / 32)
-        self.optimizer = torch.optim.AdamW(self.model.left.parameters(), self.rate, weight_decay=0.01)
-        self.steps = 0
-        self.seconds = 0.0
-        self.mined = torch.empty(0, 0)
-
-    @property
-    def progress(self) -> float:
-        """Share of the training that is done."""
-        if "seconds" in self.settings:
-            return self.seconds / self.settings["seconds"]
-        return self.steps / self.settings["steps"]
-
-    def encode(self, queries: Tensor) -> Tensor:
-        """Map query vectors (n, D)."""
-        embeddings: Tensor = self.model.left({"vector": queries})
-        return embeddings
-
-    def run(self) -> dict[str, Any]:
-        """Train, measure the last weights, restore the best evaluation's weights, and measure these."""
-        best_quality = -1.0
-        best_progress = next_evaluation = 0.0
-        best = copy.deepcopy(self.model.state_dict())
-        for pairs in self.batches():
-            if self.progress >= next_evaluation:
-                quality = statistics.mean(self.task.quality(self.encode, self.task.held_out).values())
-                if quality > best_quality:
-                    best_quality = quality
-                    best_progress = self.progress
-                    best = copy.deepcopy(self.model.state_dict())
-                next_evaluation += 1 / EVALUATIONS
-            if self.progress >= 1:
-                break
-            begun = time.process_time()
-            self.step(pairs)
-            self.seconds += time.process_time() - begun
-        last = self.task.grouped(self.task.quality(self.encode, self.task.test))
-        self.model.load_state_dict(best)
-        tested = self.task.grouped(self.task.quality(self.encode, self.task.test))
-        outcome = {"validation": best_quality, **tested, "last": {name: last[name] for name in last if " " not in name}}
-        return outcome | {"spent": round(self.seconds, 2), "done": self.steps, "best": round(best_progress, 2)}
-
-    def batches(self) -> Iterator[Tensor]:
-        """Batches (B, 2) of random pairs without end; what is mined at the start of an epoch counts as training."""
-        pairs = torch.from_numpy(self.task.pairs)
-        batch_size = min(self.method.batch_size, len(pairs))
-        while True:
-            begun = time.process_time()
-            if self.method.mined:
-                self.mine()
-            self.seconds += time.process_time() - begun
-            order = torch.randperm(len(pairs), generator=self.random)
-            for start in range(0, len(pairs) - batch_size + 1, batch_size):
-                yield pairs[order[start : start + batch_size]]
-
-    @torch.no_grad()
-    def mine(self) -> None:
-        """Find (Q, mined) near documents: no known positive, and at most 0.95 of the best positive's score."""
-        task = self.task
-        self.mined = torch.full((len(task.queries), self.method.mined), -1)
-        for rows in torch.from_numpy(task.pairs[:, 0]).unique().split(1024):
-            scores = self.encode(task.queries[rows]) @ task.documents.T  # (n, N)
-            positives = task.positives[rows]  # (n, K); the first of a query is never padding
-            positives = torch.where(positives < 0, positives[:, :1], positives)
-            highest = 0.95 * scores.gather(1, positives).amax(dim=1, keepdim=True)
-            scores.scatter_(1, positives, -torch.inf)
-            values, nearest = scores.masked_fill(scores > highest, -torch.inf).topk(self.method.mined)
-            self.mined[rows] = nearest.masked_fill(values.isinf(), -1)
-
-    def step(self, pairs: Tensor) -> None:
-        """Train on a batch (B, 2): a tenth of warm-up, then along a cosine, as `Trainer` does."""
-        decay = (1 + math.cos(math.pi * self.progress)) / 2
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * min(1.0, 0.01 + 10 * self.progress) * decay
-        queries, documents = pairs.unbind(dim=1)
-        negatives: dict[str, Tensor] = {}
-        if self.method.drawn or self.method.mined:
-            rows = torch.randint(len(self.task.documents), (self.method.drawn,), generator=self.random)
-            if self.method.mined:
-                rows = self.mined[queries].unique()
-                rows = rows[rows >= 0]
-            negatives = {"negatives": self.task.documents[rows], "negative_id": rows}
-        embeddings = self.encode(self.task.queries[queries])
-        positives = {"left_positives": self.task.positives[queries]}
-        loss = self.objective(
-            embeddings, self.task.documents[documents], queries, documents, **positives, **negatives
-        ).loss
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.left.parameters(), 1.0)
-        self.optimizer.step()
-        self.steps += 1
 
 
 class Trainings:
@@ -342,7 +198,7 @@ def keep(
     seeds: int = 3,
     results: Path = RESULTS,
 ) -> None:
-    """Interpolate between the original map and the adapted one, and measure the task and others.
+    """Interpolate between the original map and the one at the end of the training, and measure the task and others.
 
     Args:
         data, vectors: folders of all tasks.
@@ -364,7 +220,7 @@ def keep(
         trainings = [Training(own, {**settings, "seed": seed}) for seed in range(seeds)]
         models = []
         for training in trainings if missing else []:
-            training.run()
+            training.run(keep_best=False)
             models.append(copy.deepcopy(training.model))
         for one in missing:
             other = measured[one["on"]]

@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 
 from dualenc.data import PairDataset
 from dualenc.data.beir import read_qrels
+from dualenc.data.clicks import split_by_documents
 from dualenc.data.corpus import RetrievalSet
 from dualenc.data.vector_shards import Embeddings
 from dualenc.evaluation.metrics import score_queries
@@ -21,7 +22,7 @@ from dualenc.evaluation.retrieval import retrieve
 
 HELD_OUT = 0.1
 MAX_HELD_OUT = 500
-"""Share of the training pairs that is held out, and their number at most."""
+"""Share of the training pairs that is held out, and the number of queries at most."""
 
 Qrels = dict[str, dict[str, int]]
 
@@ -33,7 +34,7 @@ class Task:
         data, vectors: folders of all tasks.
         name: of the task.
         pairs: a random part of so many training pairs is all that there is.
-        seed: of that part; the held-out documents are drawn with the same seed always.
+        seed: of that part; held-out queries are always drawn with the same seed.
 
     Attributes:
         documents, queries: (N, D) and (Q, D) unit vectors.
@@ -57,7 +58,7 @@ class Task:
         all_pairs = all_pairs[(all_pairs >= 0).all(axis=1)]
         if pairs is not None:
             all_pairs = all_pairs[np.random.default_rng(seed).permutation(len(all_pairs))[:pairs]]
-        self.pairs, held_out = hold_out(all_pairs)
+        self.pairs, held_out = hold_out(all_pairs, self.queries.numpy(), self.documents.numpy())
         self.held_out: Qrels = {}
         for query, document in held_out.tolist():
             self.held_out.setdefault(self.query_ids[query], {})[self.document_ids[document]] = 1
@@ -79,17 +80,8 @@ class Task:
     def quality_of(
         self, names: Sequence[str], queries: np.ndarray, documents: np.ndarray, qrels: Qrels
     ) -> dict[str, float]:
-        """The same from embeddings (n, D) of queries and (N, D) of all documents.
-
-        Of a held-out query that is in training with another document, that one is no longer in the ranking.
-        """
-        row_of = {name: row for row, name in enumerate(self.query_ids)}
-        depth = 10 + self.positives.shape[1]
-        run = retrieve(names, queries, self.document_ids, documents, depth=depth, qrels=qrels)
-        for query, ranking in run.items():
-            for document in self.positives[row_of[query]].tolist():
-                if document >= 0 and self.document_ids[document] not in qrels[query]:
-                    ranking.pop(self.document_ids[document], None)
+        """The same from embeddings (n, D) of queries and (N, D) of all documents."""
+        run = retrieve(names, queries, self.document_ids, documents, depth=10, qrels=qrels)
         return {query: scores["ndcg@10"] for query, scores in score_queries(qrels, run, (10,)).items()}
 
     def grouped(self, per_query: dict[str, float]) -> dict[str, float]:
@@ -127,13 +119,18 @@ def read_judgements(folder: Path) -> tuple[Qrels, Qrels]:
     return {query: test[query] for query in order[:middle]}, {query: test[query] for query in order[middle:]}
 
 
-def hold_out(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs (P, 2) to train on, and about a tenth of them, or 500: all the pairs of random documents."""
-    documents, counts = np.unique(pairs[:, 1], return_counts=True)
-    order = np.random.default_rng(0).permutation(len(documents))
-    num_documents = int(np.searchsorted(counts[order].cumsum(), min(HELD_OUT * len(pairs), MAX_HELD_OUT))) + 1
-    is_held_out = np.isin(pairs[:, 1], documents[order[:num_documents]])
-    return pairs[~is_held_out], pairs[is_held_out]
+def hold_out(pairs: np.ndarray, queries: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (P, 2) to train on, and those of held-out queries whose documents are in none of them."""
+    split = split_by_documents(
+        PairDataset(queries, documents, *pairs.T, left_modality="vector", right_modality="vector"),
+        share=HELD_OUT,
+        most=MAX_HELD_OUT,
+    )
+    # Queries that the split holds out for documents of training are trained on.
+    parts = [part for part in (split.train, split.known) if part is not None]
+    train = np.concatenate([np.stack([part.left_id, part.right_id], axis=1) for part in parts])
+    assert split.new is not None
+    return train, np.stack([split.new.left_id, split.new.right_id], axis=1)
 
 
 def unit(vectors: Any) -> Tensor:

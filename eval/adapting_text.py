@@ -7,6 +7,7 @@ Beside `adapting.py`, whose folders, groups of queries and results these are.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,8 +21,10 @@ from comparison_table import Runs, Settings
 
 from dualenc.data import PairDataset
 from dualenc.data.beir import read_beir
-from dualenc.encoders import IndexEncoder, TextEncoder
-from dualenc.objectives import FrozenCorpus, SogCLR
+from dualenc.data.corpus import RetrievalSet
+from dualenc.encoders import DualEncoder, IndexEncoder, TextEncoder
+from dualenc.objectives import FrozenCorpus, Objective, SogCLR
+from dualenc.search.embed import embed
 from dualenc.training import Trainer
 from dualenc.training.evaluators import embed_side
 
@@ -49,12 +52,14 @@ def main(
             `FrozenCorpus`, the query tower whole or by adapters of rank 16, and the documents' vectors as they are.
         epochs: passes over the training pairs.
         temperature, rate: τ and learning rate.
-        tokens: of a text in training; documents are embedded by 256.
+        tokens: of a text in training; documents are embedded by 256, in bfloat16.
         seed: of the training.
         results: where finished runs are added.
     """
     torch.set_num_threads(1)
-    opened, train, test = Task(data, vectors, task), read_beir(data / task, "train"), read_beir(data / task, "test")
+    opened = Task(data, vectors, task)
+    train = read_beir(data / task, "train")
+    test = read_beir(data / task, "test")
     settings = {"task": task, "method": f"text, {way}", "epochs": epochs, "temperature": temperature, "rate": rate}
     settings |= {"tokens": tokens, "seed": seed}
 
@@ -62,37 +67,51 @@ def main(
         for one in missing:
             torch.manual_seed(seed)
             base = TextEncoder(model, max_length=tokens, lora_rank=16 if way == "lora" else 0)
-            if way == "whole":
-                encoder, pairs = base, opened.text_pairs(train)
-                sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
-                objective = SogCLR(temperature=temperature, gamma=0.5, positive_in_softmax=True, **sizes)
-            else:
-                facts = {"model": None, "model_checksum": None, "side": "right", "metric": "cosine"}
-                encoder = IndexEncoder(base, {**facts, "dim": opened.documents.shape[1]})
-                queries, left_id = opened.texts(train)
-                documents = opened.documents.numpy()
-                pairs = PairDataset(queries, documents, left_id, opened.pairs[:, 1], right_modality="vector")
-                objective = FrozenCorpus(documents, temperature=temperature, num_left=pairs.num_left)
+            encoder, pairs, objective = whole(base, opened, train) if way == "whole" else queries(base, opened, train)
+            with torch.no_grad():
+                objective.log_temperature.fill_(math.log(temperature))
             with tempfile.TemporaryDirectory() as folder:
-                settings = {"epochs": epochs, "learning_rate": rate, "seed": seed, "save_every": None}
-                trainer = Trainer(output=folder, mixed_precision="auto", progress=False, **settings)
+                options = {"epochs": epochs, "learning_rate": rate, "seed": seed, "save_every": None}
+                trainer = Trainer(output=folder, mixed_precision="auto", progress=False, **options)
                 begun = time.process_time()
                 trained = trainer.fit(encoder, pairs, objective)
                 spent = time.process_time() - begun
                 encoder = encoder.eval()
                 if way == "whole":
                     encoder = TextEncoder(str(trained.model_folder), max_length=256).eval()
-            embeddings = opened.documents.numpy()
+            documents = opened.documents.numpy()
             begun = time.process_time()
             if way == "whole":
-                again = embed_side(encoder, "right", test.corpus, 32)
-                embeddings = again.vectors[again.rows_of(opened.document_ids)]
+                again = embed(encoder.right, test.corpus, autocast="bfloat16", progress=False)
+                documents = again.vectors[again.rows_of(opened.document_ids)]
             embedding = time.process_time() - begun
-            queries = embed_side(encoder, "left", test.queries, 32)
-            tested = opened.grouped(opened.quality_of(queries.ids, queries.vectors, embeddings, opened.test))
-            yield one, {**tested, "spent": round(spent, 1), "embedding": round(embedding, 1), "done": trained.steps}
+            tested = embed_side(encoder, "left", test.queries, 32)
+            per_query = opened.quality_of(tested.ids, tested.vectors, documents, opened.test)
+            measures = {"spent": round(spent, 1), "embedding": round(embedding, 1), "done": trained.steps}
+            yield one, {**opened.grouped(per_query), **measures}
 
     Runs(results).get([settings], compute)
+
+
+Parts = tuple[DualEncoder, PairDataset, Objective]
+"""A model, its training pairs and its objective."""
+
+
+def whole(model: TextEncoder, task: Task, texts: RetrievalSet) -> Parts:
+    """Both towers, against moving averages over the documents of the training pairs."""
+    pairs = task.text_pairs(texts)
+    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+    return model, pairs, SogCLR(gamma=0.5, positive_in_softmax=True, **sizes)
+
+
+def queries(model: TextEncoder, task: Task, texts: RetrievalSet) -> Parts:
+    """The query tower, against the vectors of all documents."""
+    facts = {"model": None, "model_checksum": None, "side": "right", "metric": "cosine"}
+    encoder = IndexEncoder(model, {**facts, "dim": task.documents.shape[1]})
+    items, left_id = task.texts(texts)
+    documents = task.documents.numpy()
+    pairs = PairDataset(items, documents, left_id, task.pairs[:, 1], right_modality="vector")
+    return encoder, pairs, FrozenCorpus(documents, num_left=pairs.num_left, positive_in_softmax=True)
 
 
 if __name__ == "__main__":
