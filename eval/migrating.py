@@ -1,12 +1,16 @@
 """What mapped vectors find of what embedding again does, over all documents: `dualenc migrate`, measured in full.
 
-    python eval/migrating.py OLD_MODEL NEW_MODEL FOLDER WORK
+    python eval/migrating.py measure OLD_MODEL NEW_MODEL FOLDER WORK
+    python eval/migrating.py project MODEL OUT --dim 256
 
 FOLDER is in BEIR's form, queries and judgements those of its test split; WORK keeps the embeddings for the next run.
 All documents are embedded with both models; the maps are learned, as the command learns them, from a sample of 2 %, at
 least 2,000, drawn without regard to judgements; a document of it is mapped by a map that was learned without it.
 Shares of new vectors are the documents that the old model finds most often for queries of other splits or, where there
 are none, for the sample. "share" is that of the new model's nDCG@10.
+
+`project` makes the beginning of another model of a sentence-transformers folder: its vectors times a random matrix, to
+be fine-tuned.
 """
 
 from __future__ import annotations
@@ -14,19 +18,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.models import Dense, Normalize
 
 from dualenc.data import open_corpus
 from dualenc.data.beir import read_beir
 from dualenc.encoders import load_model
-from dualenc.evaluation.migration import (
-    NEW,
-    Sample,
-    compared_systems,
-    judged_scores,
-    neighbour_scores,
-    summarize,
-    table_rows,
-)
+from dualenc.evaluation import migration as measures
 from dualenc.evaluation.report import Table, print_table
 from dualenc.search import Index
 from dualenc.search.embed import embed
@@ -41,7 +40,7 @@ def mapped_by(kind: str, x: np.ndarray, y: np.ndarray, rows: np.ndarray, fold: n
     return mapped
 
 
-def main(old_model: str, new_model: str, folder: Path, work: Path, seed: int = 0) -> None:
+def measure(old_model: str, new_model: str, folder: Path, work: Path, seed: int = 0) -> None:
     """Embed with both models, learn maps and print tables.
 
     Args:
@@ -77,15 +76,15 @@ def main(old_model: str, new_model: str, folder: Path, work: Path, seed: int = 0
     tests = [np.flatnonzero(np.array(queries.ids) == name)[0] for name in collection.queries.ids]
     own = {name: vectors[name, "queries"][tests] for name in ("old", "new")}
     for kind in FITS:
-        sample = Sample(old, new, mapped_by(kind, old, new, rows, fold), places, len(old))
+        sample = measures.Sample(old, new, mapped_by(kind, old, new, rows, fold), places, len(old))
         to_old_queries = FITS[kind](new[rows], old[rows])(own["new"])
-        systems = compared_systems(sample, own["old"], to_old_queries, own["new"])
-        scores = judged_scores(systems, collection.queries.ids, collection.corpus.ids, collection.qrels)
+        systems = measures.compared(sample, own["old"], to_old_queries, own["new"])
+        scores = measures.judged_scores(systems, collection.queries.ids, collection.corpus.ids, collection.qrels)
         # Among neighbours, the truth is what the new model finds for the same queries; none of them is a document.
         nobody = np.full(len(own["new"]), -1)
-        neighbours = neighbour_scores(systems, nobody)
-        cells = table_rows(summarize(scores))
-        whole = scores[NEW]["ndcg@10"].mean()
+        neighbours = measures.neighbour_scores(systems, nobody)
+        cells = measures.table_rows(measures.summarize(scores))
+        whole = scores[measures.NEW]["ndcg@10"].mean()
         for cell, system in zip(cells, systems):
             cell["share"] = float(scores[system]["ndcg@10"].mean() / whole)
             cell["recall of the new model's 10"] = float(neighbours[system]["recall@10"].mean())
@@ -93,7 +92,24 @@ def main(old_model: str, new_model: str, folder: Path, work: Path, seed: int = 0
         print_table(Table(f"{folder.name}, {kind} (chosen for: {chosen or 'nothing'})", cells))
 
 
+def project(model: str, out: Path, dim: int = 256, seed: int = 0) -> None:
+    """Put a linear layer of random weights behind the pooling of a model.
+
+    Args:
+        model: sentence-transformers folder of a transformer and pooling.
+        out: model folder to write.
+        dim: size of the new vectors.
+        seed: of the weights.
+    """
+    torch.manual_seed(seed)
+    original = SentenceTransformer(model, device="cpu")
+    transformer, pooling = list(original)[:2]
+    dense = Dense(transformer.auto_model.config.hidden_size, dim, activation_function=torch.nn.Identity())
+    modules = [transformer, pooling, dense, Normalize()]
+    SentenceTransformer(modules=modules, prompts=original.prompts, device="cpu").save(str(out))
+
+
 if __name__ == "__main__":
     from jsonargparse import auto_cli
 
-    auto_cli(main)
+    auto_cli([measure, project])

@@ -173,7 +173,7 @@ class _Steps:
         }
         if not self.is_resumed:
             rest = self.seconds * (len(order) / len(old) - 1)
-            facts |= {"seconds for the sample": self.seconds, "for the other documents, estimated": rest}
+            facts |= {"seconds for the sample": self.seconds, "seconds for the others, estimated": rest}
         kinds = {"documents": to_new._asdict(), "queries": to_old._asdict()}
         report = {"facts": facts, "systems": rows, "maps": kinds, "served": measures.served_shares(rows)}
         write_json(self.migration.work / "report.json", report)

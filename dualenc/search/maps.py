@@ -57,7 +57,7 @@ class Choice(NamedTuple):
     recalls: dict[str, float]
 
 
-def fit_orthogonal(x: np.ndarray, y: np.ndarray, seed: int = 0) -> Map:
+def fit_orthogonal(x: np.ndarray, y: np.ndarray) -> Map:
     """Scaled Procrustes rotation between centred pairs x (n, D) and y (n, E), W = s·UVᵀ of the SVD of xᵀy.
 
     With D ≠ E, UVᵀ has orthonormal columns or rows (Schönemann 1966, rectangular); s is the least-squares scale.
@@ -71,7 +71,7 @@ def fit_orthogonal(x: np.ndarray, y: np.ndarray, seed: int = 0) -> Map:
     return _affine("orthogonal", scale * rotation, x_mean, y_mean)
 
 
-def fit_linear(x: np.ndarray, y: np.ndarray, seed: int = 0) -> Map:
+def fit_linear(x: np.ndarray, y: np.ndarray) -> Map:
     """Ridge regression of pairs x (n, D) and y (n, E), the penalty of `PENALTIES` by the exact leave-one-out error."""
     x_mean = x.mean(axis=0, dtype=np.float64)
     y_mean = y.mean(axis=0, dtype=np.float64)
@@ -119,7 +119,7 @@ def fit_perceptron(x: np.ndarray, y: np.ndarray, seed: int = 0) -> Map:
     return Map("perceptron", {name: tensor.detach() for name, tensor in tensors.items()})
 
 
-FITS: dict[str, Callable[..., Map]] = {
+FITS: dict[str, Callable[[np.ndarray, np.ndarray], Map]] = {
     "orthogonal": fit_orthogonal,
     "linear": fit_linear,
     "perceptron": fit_perceptron,

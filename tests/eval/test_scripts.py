@@ -10,6 +10,7 @@ import pytest
 
 from dualenc.data import Corpus, RetrievalSet
 from dualenc.encoders import VectorEncoder
+from tests.commands import toy
 from tests.eval.scripts import load_script
 
 
@@ -113,3 +114,20 @@ def test_filtered_searches_are_exact_where_everything_is_compared(capsys: pytest
     flat, hnsw = capsys.readouterr().out.split("HNSW8")
     assert flat.count("recall@10 1.000") == 2
     assert "5.0% kept: recall@10 1.000" in hnsw
+
+
+@pytest.mark.slow
+def test_migrating_to_a_linear_image_of_a_model_loses_little(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load_script("migrating.py")
+    model = toy.text_model(tmp_path / "old" / "model")
+    collection = toy.write_beir(tmp_path / "beir", documents=300, queries=40)
+    script.project(str(model), tmp_path / "new" / "model", dim=48)
+    script.measure(str(model), str(tmp_path / "new" / "model"), collection, tmp_path / "work")
+    linear = capsys.readouterr().out.split("beir, linear")[1].split("beir, perceptron")[0]
+    lines = [line for line in linear.splitlines() if line.strip().startswith(("old", "new"))]
+    assert len(lines) == 7
+    # The last column is what a system finds of the new model's ten: of mapped documents nearly all.
+    assert all(float(line.split()[-1]) > 0.9 for line in lines[2:])
+    assert lines[-1].split()[-2:] == ["1.0000", "1.0000"]
