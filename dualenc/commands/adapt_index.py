@@ -20,10 +20,11 @@ from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.frozen import interpolate
 from dualenc.encoders.load import load_model
+from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.evaluation.plots import lines
 from dualenc.evaluation.report import Figure, Table, print_table, write_report
-from dualenc.files import check_folder_target, check_writable, remove, write_json
+from dualenc.files import check_folder_target, check_writable, remove, removed_if_refused, write_json
 from dualenc.objectives import FrozenCorpus
 from dualenc.reading import read_json_object
 from dualenc.search.documents import fingerprint, open_documents
@@ -69,8 +70,11 @@ def adapt_index(
     """Adapt queries to an index, and write the model and the report to a folder."""
     check_writable(folder)
     check_folder_target(folder, _is_own_folder, "adaptation")
+    if (folder / "training").exists() and not resume:
+        remedy = "continue it with --resume, or choose another --out"
+        raise DualencError(f"{folder}: holds an adaptation, finished or not; {remedy}")
     place = start_processes(device)
-    with writing(folder):
+    with writing(folder), removed_if_refused(folder, "training"):
         work = folder / "work"
         checksum = fingerprint(index, qdrant_path=columns.qdrant_path)
         documents = open_documents(index, work, qdrant_path=columns.qdrant_path)
@@ -126,6 +130,7 @@ def adapt_index(
             same = "the same" if after == checksum else "CHANGED"
             facts["checksum of the index"] = f"{checksum[:16]}, {same} after as before"
             _report(folder, facts, points, keep)
+            print(printable(f"next:  {_next_command(index, folder, columns)}"))
             remove(work)
         distributed.barrier()
 
@@ -266,7 +271,10 @@ def _report(
         by_share.append({"original weights kept": f"{point.keep:g}", **means})
     tables = [quality, Table("nDCG@10 by the share of the original weights that is kept", by_share)]
     advice = [_advice(task, points, keep) for task in original.scores if task.startswith(SECOND)]
-    print_table(quality)
+    if rows:
+        print_table(quality)
+    else:
+        advice = ["nothing was measured: no query was held out, and no --test was named"]
     for line in advice:
         print(printable(line))
     plot = lines(curves, xlabel="share of the adapted weights", ylabel="nDCG@10")
@@ -279,10 +287,14 @@ def _report(
     write_json(folder / RESULT, {"task": TASK, **facts, "quality": rows, "by share": by_share})
     print(printable(f"checksum of the index: {facts['checksum of the index']}"))
     print(printable(f"model, metrics and report.html are in {folder}"))
-    following = f"evaluate retrieval {facts['model']} BEIR-FOLDER --documents {facts['index']}"
-    if is_index(str(facts["index"])) or is_pushed(str(facts["index"])):
-        following = f'search {facts["index"]} --model {facts["model"]} "…"'
-    print(printable(f"next:  dualenc {following}"))
+
+
+def _next_command(index: str, folder: Path, columns: ClickOptions) -> str:
+    """How to use the model: search an index or an engine, or evaluate over embeddings."""
+    store = "" if columns.qdrant_path is None else f" --qdrant-path {columns.qdrant_path}"
+    if is_index(index) or is_pushed(index):
+        return f'dualenc search {index} --model {folder}/model{store} "…"'
+    return f"dualenc evaluate retrieval {folder}/model BEIR-FOLDER --documents {index}"
 
 
 def _advice(task: str, points: Sequence[Interpolated], keep: float) -> str:

@@ -211,7 +211,18 @@ def test_refusals(
 ) -> None:
     line = failure(capsys, "adapt", turned / "index", turned / "clicks.parquet", "--out", tmp_path / "run", *options)
     assert named in line
-    assert not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adaptation_is_not_begun_again(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finished run is refused without --resume, and kept; few pairs are not held out."""
+    (tmp_path / "two.csv").write_text("query,doc_id\nant bee,d0\ncat dog,d1\n")
+    words = ["adapt", shop / "index", tmp_path / "two.csv", "--out", tmp_path / "run", "--epochs", 1]
+    run(*words)
+    assert "nothing was measured" in capsys.readouterr().out
+    assert "--resume" in failure(capsys, *words)
+    run(*words, "--resume")
+    assert (tmp_path / "run" / "model" / "modules.json").is_file()
 
 
 def test_another_folder_is_not_overwritten(turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
