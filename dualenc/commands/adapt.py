@@ -31,7 +31,7 @@ class AdaptOptions:
     epochs: int | None = None
     batch_size: int = 32
     learning_rate: float | None = None
-    temperature: float = 0.05
+    temperature: float = 0.03
     held_out: float = 0.1
     keep: float | None = None
     seed: int = 0
