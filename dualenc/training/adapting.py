@@ -244,8 +244,8 @@ def along_the_way(
 
 
 def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[str]) -> float:
-    """The share of the original weights with the best mean over tasks, among those whose mean score on the task
-    `unharmed`, one of them, is at least that of the original; the largest of several, 0 without a task."""
+    """The share of the original weights with the best mean score over the queries of tasks, among those whose mean on
+    the task `unharmed`, one of them, is at least that of the original; the largest of several, 0 without a task."""
     if not tasks:
         return 0.0
     original = max(points, key=lambda point: point.keep)
@@ -253,8 +253,8 @@ def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[st
     allowed = [point for point in points if point.scores[unharmed].mean() >= least]
 
     def quality(point: Interpolated) -> tuple[float, float]:
-        means = [float(point.scores[task].mean()) for task in tasks]
-        return round(sum(means) / len(means), 6), point.keep
+        scores = np.concatenate([point.scores[task] for task in tasks])
+        return round(float(scores.mean()), 6), point.keep
 
     return max(allowed, key=quality).keep
 
