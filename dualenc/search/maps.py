@@ -30,8 +30,8 @@ FOLDS = 5
 """Pairs are held out by fifths."""
 PENALTIES = 10.0 ** np.arange(-4, 2)
 """Ridge penalties to choose from, in units of the mean squared singular value."""
-HIDDEN = 256
-EPOCHS = 40
+HIDDEN = 64
+EPOCHS = 20
 BATCH_SIZE = 256
 LEARNING_RATE = 1e-3
 
