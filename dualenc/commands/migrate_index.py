@@ -105,11 +105,9 @@ class _Steps:
         self.encoder = encoder
         self.batch_size = batch_size
         self.old = open_documents(migration.work / "old", migration.work)
-        judged = (
-            set()
-            if texts.judged is None
-            else {name for own in texts.judged.qrels.values() for name in own}
-        )
+        judged: set[str] = set()
+        if texts.judged is not None:
+            judged.update(*texts.judged.qrels.values())
         is_judged = [name in judged for name in texts.corpus.ids]
         self.rows = sample_rows(len(is_judged), np.flatnonzero(is_judged))
         started = time.perf_counter()
@@ -135,32 +133,27 @@ class _Steps:
         fold = maps.folds(len(old))
         to_new = maps.choose(old, new, fold, maps_queries=False)
         to_old = maps.choose(new, old, fold, maps_queries=True)
-        query_map = maps.FITS[to_old.kind](new, old)
-        both = {"documents": maps.FITS[to_new.kind](old, new), "queries": query_map}
+        both = {"documents": maps.FITS[to_new.kind](old, new), "queries": maps.FITS[to_old.kind](new, old)}
         maps.save_maps(self.migration.work / "maps.safetensors", both)
-        judged = self.texts.judged
-        past = self.texts.past
-        old_tower = None if judged is None and past is None else self._old_tower()
-        order_queries = old
-        if old_tower is not None and past is not None:
-            order_queries = self._embed_queries(old_tower, past, self.old.dim)
-        order = order_by_hits(self.migration.old, order_queries)
+        needs_queries = self.texts.judged is not None or self.texts.past is not None
+        old_tower = self._old_tower() if needs_queries else None
+        past = old
+        if old_tower is not None and self.texts.past is not None:
+            past = self._embed_queries(old_tower, self.texts.past, self.old.dim)
+        order = order_by_hits(self.migration.old, past)
         self.migration.save_order(order)
         mapped = maps.out_of_fold(to_new.kind, old, new, fold)
         sample = measures.Sample(old, new, mapped, np.argsort(order)[self.rows], len(order))
-        if old_tower is not None and judged is not None:
+        if old_tower is not None and self.texts.judged is not None:
             truth = "judged documents"
-            old_queries = self._embed_queries(old_tower, judged.queries, self.old.dim)
-            new_queries = self._embed_queries(self.encoder.left, judged.queries)
-            systems = measures.compared(sample, old_queries, query_map(new_queries), new_queries)
-            scores = measures.judged_scores(systems, judged.queries.ids, self.sample.ids, judged.qrels)
+            scores = self._judged_scores(sample, old_tower, both["queries"], self.texts.judged)
         else:
             truth = "the new model's neighbours of documents"
-            held_out = np.flatnonzero(fold == 0)[:MAX_JUDGED]
-            mapped_queries = maps.out_of_fold(to_old.kind, new, old, fold)[held_out]
-            systems = measures.compared(sample, old[held_out], mapped_queries, new[held_out])
-            scores = measures.neighbour_scores(systems, held_out)
-        rows = measures.summarize(scores)
+            rows = np.flatnonzero(fold == 0)[:MAX_JUDGED]
+            mapped_queries = maps.out_of_fold(to_old.kind, new, old, fold)[rows]
+            systems = measures.compared(sample, old[rows], mapped_queries, new[rows])
+            scores = measures.neighbour_scores(systems, rows)
+        systems_rows = measures.summarize(scores)
         facts = {
             "old model": self.migration.old.meta.get("model"),
             "new model": self.migration.notes["model"],
@@ -169,15 +162,27 @@ class _Steps:
             "sample": len(old),
             "queries": len(scores[measures.NEW]["recall@10"]),
             "relevant are": truth,
-            "queries that decide the order": len(order_queries),
+            "queries that decide the order": len(past),
         }
         if not self.is_resumed:
             rest = self.seconds * (len(order) / len(old) - 1)
             facts |= {"seconds for the sample": self.seconds, "seconds for the others, estimated": rest}
-        kinds = {"documents": to_new._asdict(), "queries": to_old._asdict()}
-        report = {"facts": facts, "systems": rows, "maps": kinds, "served": measures.served_shares(rows)}
+        report = {
+            "facts": facts,
+            "systems": systems_rows,
+            "maps": {"documents": to_new._asdict(), "queries": to_old._asdict()},
+            "served": measures.served_shares(systems_rows),
+        }
         write_json(self.migration.work / "report.json", report)
         return report
+
+    def _judged_scores(
+        self, sample: measures.Sample, old_tower: Tower, query_map: maps.Map, judged: RetrievalSet
+    ) -> dict[str, measures.Scores]:
+        old = self._embed_queries(old_tower, judged.queries, self.old.dim)
+        new = self._embed_queries(self.encoder.left, judged.queries)
+        systems = measures.compared(sample, old, query_map(new), new)
+        return measures.judged_scores(systems, judged.queries.ids, self.sample.ids, judged.qrels)
 
     def _old_tower(self) -> Tower | None:
         """The query tower of the old model; None where it is gone or has changed."""
