@@ -239,7 +239,7 @@ def _training_facts(
         "trained": options.train,
         "objective": f"FrozenCorpus, temperature {options.temperature:g}, batches of {options.batch_size}",
         "steps": trained.steps,
-        "seconds": round(trained.seconds, 1),
+        "seconds": round(trained.seconds),
         "seed": options.seed,
     }
 
