@@ -187,6 +187,8 @@ class _Steps:
     def _old_tower(self) -> Tower | None:
         """The query tower of the old model; None where it is gone or has changed."""
         try:
+            if "model" not in self.migration.old.meta:
+                raise DualencError("the index does not say which one it is")
             device = next(self.encoder.parameters()).device
             encoder = load_model(recorded_model(self.migration.old, self.migration.folder), device)
             if tower_checksum(encoder.right) != self.migration.old.meta.get("model_checksum"):
