@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from adapting_table import RESULTS, report
 from adapting_task import Task
-from adapting_training import EXACT, METHODS, Training
+from adapting_training import EXACT, METHODS, SHARES, Training
 from comparison_table import Runs, Settings
 
 from dualenc.encoders import interpolate
@@ -37,8 +37,6 @@ TEMPERATURES = (0.02, 0.03, 0.05, 0.1)
 RATES = (1e-3, 3e-4, 3e-3)
 """At a batch of 32, the first while τ is chosen; they grow with the square root of the batch."""
 BEYOND_EDGE = 2
-SHARES = tuple(step / 10 for step in range(11))
-"""Of the original weights."""
 FEW = (100, 300, 1000, 3000, 10000)
 MIN_STEPS = 300
 """Of trainings on few pairs, whose epochs are short."""
@@ -56,7 +54,7 @@ class Trainings:
     def __init__(self, task: Task, runs: Runs, **common: Any) -> None:
         self.task = task
         self.runs = runs
-        self.common = {"task": task.name, **common}
+        self.common = {"task": task.name, **common, **({"held_out": "both"} if task.known else {})}
 
     def get(self, **settings: Any) -> dict[str, Any]:
         """One run."""
@@ -93,6 +91,7 @@ def run(
     tower: Literal["dense", "mlp", "linear"] = "dense",
     tuning: float = 0.34,
     seeds: int = 3,
+    hold_known: bool = False,
     results: Path = RESULTS,
 ) -> None:
     """Tune and train every method on every task, those but the exact loss for its seconds.
@@ -105,16 +104,14 @@ def run(
         tower: kind of the map of queries.
         tuning: share of a training's length while τ and rate are chosen.
         seeds: of each method.
+        hold_known: tune, stop, and then choose a share of the original weights by held-out queries of both kinds.
         results: where finished runs are added.
     """
     torch.set_num_threads(1)
     runs = Runs(results)
     for name in tasks:
-        task = Task(data, vectors, name)
-        unadapted = task.grouped(task.quality(lambda queries: queries, task.test))
-        runs.get(
-            [{"task": name, "method": "unadapted"}], lambda missing, own=unadapted: ((one, own) for one in missing)
-        )
+        task = Task(data, vectors, name, hold_known=hold_known)
+        add_unadapted(task, runs)
         steps = steps_of(task, epochs)
         tuned, found = tune_and_train(task, runs, EXACT, tower, {"steps": steps}, tuning, seeds)
         seconds = {"seconds": round(statistics.mean(one["spent"] for one in found), 1)}
@@ -232,8 +229,8 @@ def keep(
             means = {query: statistics.mean(own[query] for own in scores) for query in scores[0]}
             found = paired_bootstrap(unadapted, list(means.values()))
             interval = {"difference": found.difference, "low": found.low, "high": found.high}
-            deviation = statistics.stdev(statistics.mean(own.values()) for own in scores)
-            yield one, {**other.grouped(means), "deviation": deviation, **interval}
+            interval["deviation"] = statistics.stdev(statistics.mean(own.values()) for own in scores)
+            yield one, {**other.grouped(means), **{name: round(value, 4) for name, value in interval.items()}}
 
     runs.get([{**base, "on": name, "keep": share} for name in measured for share in SHARES], compute)
 

@@ -37,8 +37,9 @@ def report(results: Path = RESULTS, figures: Path | None = None) -> None:
     shares = [one for one in found if one["settings"]["method"] == "keep"]
     for task, other in dict.fromkeys((one["settings"]["task"], one["settings"]["on"]) for one in shares):
         points = along(shares, task, other)
+        groups = GROUPS if task == other else GROUPS[:1]
         rows = [
-            {"keep": keep, **{group: one.get(group) for group in GROUPS}, "over unadapted": interval(one)}
+            {"keep": keep, **{group: one[group] for group in groups}, "over unadapted": interval(one)}
             for keep, one in points
         ]
         print_table(Table(f"adapted to {task}, measured on {other}", rows))
@@ -50,7 +51,9 @@ def print_rows(title: str, found: Sequence[dict[str, Any]]) -> None:
     """A row for all seeds of the same settings; single seeds were only tried, unless they are text models."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for one in found:
-        settings = {name: value for name, value in one["settings"].items() if name != "seed"}
+        # Subsets of few pairs have lengths of their own.
+        left_out = {"seed", "seconds", "steps"} if "pairs" in one["settings"] else {"seed"}
+        settings = {name: value for name, value in one["settings"].items() if name not in left_out}
         groups.setdefault(Runs.key(settings), []).append(one)
     rows = []
     for own in groups.values():
@@ -64,11 +67,12 @@ def print_rows(title: str, found: Sequence[dict[str, Any]]) -> None:
             "pairs": settings.get("pairs"),
         }
         for group in GROUPS:
-            row[f"{group} ({own[0][f'{group} queries']})"] = mean_spread([one[group] for one in own if group in one])
+            row[group] = mean_spread([one[group] for one in own if group in one])
         for group in GROUPS:
             row[f"last, {group}"] = mean_spread([one["last"][group] for one in own if group in one.get("last", {})])
-        for name in ("spent", "embedding", "done", "best"):
+        for name in ("spent", "embedding", "done", "best", "share"):
             row[name] = mean_spread([one[name] for one in own if name in one], digits=2)
+        row["queries"] = " / ".join(str(own[0][f"{group} queries"]) for group in GROUPS)
         row |= {"τ": settings.get("temperature"), "rate": settings.get("rate")}
         rows.append({name: value for name, value in row.items() if value is not None})
     if rows:

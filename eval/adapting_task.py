@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from dualenc.evaluation.retrieval import retrieve
 
 HELD_OUT = 0.1
 MAX_HELD_OUT = 500
-"""Share of the training pairs that is held out, and the number of queries at most."""
+"""Share of the training pairs that is held out, and the number of queries of a kind at most."""
 
 Qrels = dict[str, dict[str, int]]
 
@@ -35,15 +35,25 @@ class Task:
         name: of the task.
         pairs: a random part of so many training pairs is all that there is.
         seed: of that part; held-out queries are always drawn with the same seed.
+        hold_known: hold out queries for documents of training, too.
 
     Attributes:
         documents, queries: (N, D) and (Q, D) unit vectors.
         pairs: (P, 2) rows of a query and of a document, to train on.
         positives: (Q, K) rows of the documents that are in a training pair of each query, padded with -1.
-        held_out, test: judgements.
+        new, known, test: judgements of held-out queries whose documents are in no training pair, of held-out queries
+            whose documents are in some, and of test queries.
     """
 
-    def __init__(self, data: Path, vectors: Path, name: str, pairs: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        data: Path,
+        vectors: Path,
+        name: str,
+        pairs: int | None = None,
+        seed: int = 0,
+        hold_known: bool = False,
+    ) -> None:
         documents = Embeddings.open(vectors / name / "corpus")
         queries = Embeddings.open(vectors / name / "queries")
         self.name = name
@@ -58,10 +68,10 @@ class Task:
         all_pairs = all_pairs[(all_pairs >= 0).all(axis=1)]
         if pairs is not None:
             all_pairs = all_pairs[np.random.default_rng(seed).permutation(len(all_pairs))[:pairs]]
-        self.pairs, held_out = hold_out(all_pairs, self.queries.numpy(), self.documents.numpy())
-        self.held_out: Qrels = {}
-        for query, document in held_out.tolist():
-            self.held_out.setdefault(self.query_ids[query], {})[self.document_ids[document]] = 1
+        train_pairs, new, known = divided(all_pairs, self.queries.numpy(), self.documents.numpy())
+        self.pairs = train_pairs if hold_known else np.concatenate([train_pairs, known])
+        self.new = self._judgements(new)
+        self.known = self._judgements(known) if hold_known else {}
         self.positives = torch.full((len(self.queries), int(np.bincount(self.pairs[:, 0]).max())), -1)
         filled = [0] * len(self.queries)
         for query, document in self.pairs.tolist():
@@ -69,6 +79,13 @@ class Task:
             filled[query] += 1
         self.trained = {self.document_ids[row] for row in self.pairs[:, 1].tolist()}
         self.listed = {self.document_ids[row] for row in all_pairs[:, 1].tolist()}
+
+    def _judgements(self, pairs: np.ndarray) -> Qrels:
+        """Of pairs (P, 2)."""
+        qrels: Qrels = {}
+        for query, document in pairs.tolist():
+            qrels.setdefault(self.query_ids[query], {})[self.document_ids[document]] = 1
+        return qrels
 
     def quality(self, encode: Callable[[Tensor], Tensor], qrels: Qrels) -> dict[str, float]:
         """nDCG@10 of each judged query, of which `encode` maps the vectors (n, D)."""
@@ -92,7 +109,7 @@ class Task:
             "seen": [value for query, value in per_query.items() if relevant[query] & self.trained],
             "new": [value for query, value in per_query.items() if not relevant[query] & self.listed],
         }
-        means = {name: statistics.mean(values) for name, values in groups.items() if values}
+        means = {name: round(statistics.mean(values), 4) for name, values in groups.items() if values}
         return means | {f"{name} queries": len(values) for name, values in groups.items()}
 
     def texts(self, collection: RetrievalSet) -> tuple[list[str], np.ndarray]:
@@ -119,18 +136,13 @@ def read_judgements(folder: Path) -> tuple[Qrels, Qrels]:
     return {query: test[query] for query in order[:middle]}, {query: test[query] for query in order[middle:]}
 
 
-def hold_out(pairs: np.ndarray, queries: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs (P, 2) to train on, and those of held-out queries whose documents are in none of them."""
-    split = split_by_documents(
-        PairDataset(queries, documents, *pairs.T, left_modality="vector", right_modality="vector"),
-        share=HELD_OUT,
-        most=MAX_HELD_OUT,
-    )
-    # Queries that the split holds out for documents of training are trained on.
-    parts = [part for part in (split.train, split.known) if part is not None]
-    train = np.concatenate([np.stack([part.left_id, part.right_id], axis=1) for part in parts])
-    assert split.new is not None
-    return train, np.stack([split.new.left_id, split.new.right_id], axis=1)
+def divided(pairs: np.ndarray, queries: np.ndarray, documents: np.ndarray) -> Iterator[np.ndarray]:
+    """Pairs (P, 2) to train on, and of held-out queries with documents in none or in some of these."""
+    items = PairDataset(queries, documents, *pairs.T, left_modality="vector", right_modality="vector")
+    parts = split_by_documents(items, share=HELD_OUT, most=MAX_HELD_OUT)
+    for part in (parts.train, parts.new, parts.known):
+        left, right = (np.zeros(0, np.int64),) * 2 if part is None else (part.left_id, part.right_id)
+        yield np.stack([left, right], axis=1)
 
 
 def unit(vectors: Any) -> Tensor:

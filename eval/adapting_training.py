@@ -14,10 +14,12 @@ from adapting_task import Task
 from comparison_table import Settings
 from torch import Tensor
 
-from dualenc.encoders import VectorEncoder
+from dualenc.encoders import VectorEncoder, interpolate
 from dualenc.objectives import FrozenCorpus, InfoNCE, Objective
 
 EVALUATIONS = 10
+SHARES = tuple(step / 10 for step in range(11))
+"""Of the original weights."""
 
 
 class Method(NamedTuple):
@@ -92,7 +94,7 @@ class Training:
         best = copy.deepcopy(self.model.state_dict())
         for pairs in self.batches():
             if self.progress >= next_evaluation:
-                quality = statistics.mean(self.task.quality(self.encode, self.task.held_out).values())
+                quality, _ = self.held_out_quality()
                 if quality > best_quality:
                     best_quality = quality
                     best_progress = self.progress
@@ -104,11 +106,39 @@ class Training:
             self.step(pairs)
             self.seconds += time.process_time() - begun
         last = self.task.grouped(self.task.quality(self.encode, self.task.test))
+        share = 0.0
         if keep_best:
             self.model.load_state_dict(best)
+            share = self.interpolate()
         tested = self.task.grouped(self.task.quality(self.encode, self.task.test))
-        outcome = {"validation": best_quality, **tested, "last": {name: last[name] for name in last if " " not in name}}
+        outcome = {
+            "validation": round(best_quality, 4),
+            **tested,
+            "last": {name: last[name] for name in last if " " not in name},
+        }
+        outcome |= {"share": share} if self.task.known else {}
         return outcome | {"spent": round(self.seconds, 2), "done": self.steps, "best": round(best_progress, 2)}
+
+    def held_out_quality(self) -> tuple[float, float]:
+        """Mean nDCG@10 over all held-out queries, and over those of new documents."""
+        parts = [self.task.quality(self.encode, qrels) for qrels in (self.task.new, self.task.known) if qrels]
+        new, known = list(parts[0].values()), [value for part in parts[1:] for value in part.values()]
+        return statistics.mean(new + known), statistics.mean(new)
+
+    def interpolate(self) -> float:
+        """Choose and take a share of the original weights, as `dualenc adapt` does: the best for held-out queries among
+        those that cost the ones of new documents nothing. None, where the stopping looked at new documents alone."""
+        if not self.task.known:
+            return 0.0
+        adapted = copy.deepcopy(self.model)
+        measured = []
+        for share in SHARES:
+            self.model.load_state_dict(interpolate(self.original, adapted, share))
+            measured.append((*self.held_out_quality(), share))
+        _, least, _ = measured[-1]
+        _, _, share = max((round(quality, 6), new, share) for quality, new, share in measured if new >= least)
+        self.model.load_state_dict(interpolate(self.original, adapted, share))
+        return share
 
     def batches(self) -> Iterator[Tensor]:
         """Batches (B, 2) of random pairs without end; what is mined at the start of an epoch counts as training."""
