@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Union
 
 from dualenc import __version__
 from dualenc.arguments import run_function
-from dualenc.errors import DualencError, nearest
+from dualenc.errors import BelowTarget, DualencError, nearest
 from dualenc.terminal import printable, without_credentials
 
 
@@ -38,7 +38,7 @@ COMMANDS: Commands = {
     "embed": Command("embed", "embed", "embed a corpus with a model"),
     "index": Command("index", "index", "build a FAISS index from a model or from embeddings"),
     "migrate": Command("migrate", "migrate", "change the model of an index, served meanwhile"),
-    "push": Command("push", "push", "send embeddings to Qdrant, a vector search engine"),
+    "push": Command("push", "push", "send embeddings to PostgreSQL or Qdrant"),
     "adapt": Command("adapt", "adapt", "train queries for an index that stays as it is"),
     "mine": Command("mine", "mine", "mine hard negatives for training with a model"),
     "search": Command("search", "search", "search an index or an engine with a text or an image"),
@@ -50,6 +50,7 @@ COMMANDS: Commands = {
         "probe": Command("evaluate", "probe", "linear and kNN probes on image features"),
         "corrupted": Command("evaluate", "corrupted", "retrieval under image corruptions"),
         "objectives": Command("evaluate", "objectives", "which objective misses how much of the gradient"),
+        "engine": Command("evaluate", "engine", "recall under filters of what push wrote, again"),
         "compare": Command("evaluate", "compare", "metrics of several models side by side"),
     },
 }
@@ -63,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `dualenc` with the given arguments (default: those of the process).
 
     Returns:
-        The exit code: 0, 2 after a user's mistake, 1 after an unexpected error (both reported in one line on stderr),
-        130 after Ctrl-C. With `--debug` errors are raised.
+        The exit code: 0, 2 after a user's mistake, 1 after an unexpected error or a measurement below its target (all
+        reported in one line on stderr), 130 after Ctrl-C. With `--debug` errors are raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug or not is_failure:
             raise
         print(f"dualenc: {_explain(error)}", file=sys.stderr)
-        return 2 if isinstance(error, EXPECTED) else 1
+        return 2 if isinstance(error, EXPECTED) and not isinstance(error, BelowTarget) else 1
     return 0
 
 

@@ -27,6 +27,10 @@ class Unsupported(DualencError):
     """A request that this kind of index cannot answer, whatever it holds."""
 
 
+class BelowTarget(DualencError):
+    """A measurement that does not reach what was asked for or promised; the command line exits with code 1."""
+
+
 def nearest(word: str, valid: Iterable[str]) -> str:
     """` (did you mean …?)`: the valid word that a wrong one abbreviates or resembles most; empty without one."""
     words = list(valid)

@@ -30,7 +30,7 @@ from dualenc.reading import read_json_object
 from dualenc.search.documents import fingerprint, open_documents
 from dualenc.search.embed import embed
 from dualenc.search.index import Index, is_index
-from dualenc.search.qdrant import is_pushed
+from dualenc.search.pushed import is_pushed
 from dualenc.seeds import seed_everything
 from dualenc.terminal import printable
 from dualenc.training.adapting import (

@@ -287,6 +287,21 @@ def objectives(
     evaluate_objectives(model, data, options, columns, output)
 
 
+def engine(folder: str, *, recall: float | None = None) -> None:
+    """Measure recall@10 and the rows returned under the filters of `push --recall` again; exit code 1 below the target.
+
+    What counts is the lower end of the interval of 95 % of the mean over all searches, with the queries of that push.
+
+    Args:
+        folder: written by `dualenc push … --recall … --filters …`, of PostgreSQL.
+        recall: the target; by default the one of the push.
+    """
+    check_options(0, 1, recall=recall)
+    from dualenc.commands.push import evaluate_engine
+
+    evaluate_engine(folder, recall)
+
+
 @dataclass(frozen=True)
 class CompareOptions:
     """The comparison of two runs.

@@ -101,7 +101,7 @@ def index(
 def _add_texts(source: str, data: str | None, items: SourceOptions, *, bm25: bool, texts: bool) -> None:
     """Add BM25 or texts to an index or a pushed collection that is already there."""
     from dualenc.search import is_index
-    from dualenc.search.qdrant import is_pushed
+    from dualenc.search.pushed import is_pushed
 
     if not (bm25 or texts) or not (is_index(source) or is_pushed(source)):
         raise DualencError("dualenc index needs --out; name the folder of the index")

@@ -25,7 +25,7 @@ from dualenc.search.documents import open_documents
 from dualenc.search.embed import embed, tower_checksum
 from dualenc.search.index import rows_in
 from dualenc.search.migrate import Migration, is_started, order_by_hits, remove_work, sample_rows
-from dualenc.search.qdrant import is_pushed
+from dualenc.search.pushed import is_pushed
 from dualenc.search.searcher import recorded_model
 from dualenc.search.texts import TextStore, has_texts
 from dualenc.terminal import printable

@@ -43,10 +43,10 @@ def search(
         k: how many results.
         where: only what meets this, by columns that were kept (`--columns`): year>=2020, lang=en,de (any of them),
             lang!=en, author="Doe, Jane"; may be repeated.
-        filter: in Qdrant, only what matches this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
+        filter: in PostgreSQL, only what meets this SQL expression: "year >= 2020 AND lang = 'en'"; in Qdrant, what matches
+            this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
         json: print JSON, in ASCII, instead of a table.
     """
-    from dualenc.search.qdrant import QdrantIndex
     from dualenc.search.searcher import Query
 
     searcher = _open(index, query, k, ranking, options)
@@ -56,8 +56,7 @@ def search(
     top = 0 if ranking.rerank is None else ranking.rerank_top
     fusion: dict[str, Any] = {"hybrid": ranking.hybrid, "weight": ranking.weight}
     hits = searcher.search(Query(side, item, k=k, where=conditions, filter=filter, rerank=top, **fusion))
-    if isinstance(searcher.index, QdrantIndex):
-        searcher.index.close()
+    searcher.close()
     columns = searcher.index.column_kinds
     results = []
     for rank, hit in enumerate(hits, 1):

@@ -31,7 +31,8 @@ from dualenc.reading import read_json_object
 from dualenc.search.build import STORED_TOLERANCE, Database, reason
 from dualenc.search.index import EMBEDDINGS_META, Index, is_index
 from dualenc.search.parts import split
-from dualenc.search.qdrant import BATCH_ROWS, QdrantIndex, is_pushed
+from dualenc.search.engines import open_engine
+from dualenc.search.pushed import Engine, is_pushed, read_pushed
 
 VECTORS = "documents.npy"
 NOTE = "documents.json"
@@ -39,6 +40,8 @@ LENGTH_TOLERANCE = 0.01
 """Relative difference of lengths from which an inner product ranks otherwise than the cosine."""
 SAMPLED_ROWS = 256
 """In each of 16 places."""
+BATCH_ROWS = 1024
+"""Vectors asked of an engine at once."""
 
 
 class ReadRows:
@@ -104,11 +107,14 @@ def fingerprint(source: str | Path, *, qdrant_path: str | None = None) -> str:
     source = Path(source)
     if is_pushed(source):
         # Compares the fingerprint in meta.json with the one in the collection.
-        QdrantIndex.open(source, qdrant_path).close()
+        open_engine(source, qdrant_path).close()
     return _checksum_of_files(source)
 
 
 def _checksum_of_files(source: Path) -> str:
+    if is_pushed(source):
+        # Search settings may change beside it.
+        return str(read_pushed(source)["fingerprint"])
     pattern = "corpus*" if detect(source) == "beir" else "*"
     paths = [inner for path in source.glob(pattern) for inner in (path, *path.rglob("*"))]
     names = sorted({str(path.relative_to(source)) for path in paths if path.is_file()})
@@ -123,9 +129,9 @@ def _checksum_of_files(source: Path) -> str:
 def _open(source: Path, qdrant_path: str | None, stack: ExitStack) -> tuple[Embeddings, bool]:
     """The documents of a source, and whether their vectors are compared as they are stored."""
     if is_pushed(source):
-        index = QdrantIndex.open(source, qdrant_path)
-        stack.callback(index.close)
-        return _collection_documents(index), _compares_unit_vectors(index.meta)
+        engine = open_engine(source, qdrant_path)
+        stack.callback(engine.close)
+        return _engine_documents(engine), _compares_unit_vectors(engine.meta)
     if qdrant_path is not None:
         raise DualencError(f"{source}: remembers no engine; leave --qdrant-path out")
     if not source.is_dir() or is_index(source):
@@ -178,29 +184,21 @@ def _index_documents(index: Index, source: Path) -> Embeddings:
     return Embeddings(index.ids, vectors, _about(index.meta), index.snippets, index.columns)
 
 
-def _collection_documents(index: QdrantIndex) -> Embeddings:
-    """The points of a collection in the order of their ids, as Qdrant has none of its own."""
-    payloads: list[dict[str, Any]] = []
-    offset = None
-    while not payloads or offset is not None:
-        with index.one_line_errors():
-            points, offset = index.client.scroll(
-                index.collection, limit=BATCH_ROWS, offset=offset, with_payload=["id", "text"]
-            )
-        payloads += [point.payload for point in points]
-    payloads.sort(key=lambda payload: str(payload["id"]))
-    ids = [payload["id"] for payload in payloads]
-    if len(ids) != len(index):
-        problem = f"holds {len(ids)} of {len(index)} vectors"
-        raise DualencError(f"{index.location}: {problem}; run the same `dualenc push` again")
-    snippets = [payload.get("text", "") for payload in payloads] if index.has_snippets else None
+def _engine_documents(engine: Engine) -> Embeddings:
+    """The items of an engine in the order of their ids."""
+    texts = engine.texts_by_id()
+    ids = list(texts)
+    if len(ids) != len(engine):
+        problem = f"holds {len(ids)} of {len(engine)} vectors"
+        raise DualencError(f"{engine.location}: {problem}; run the same `dualenc push` again")
+    snippets = list(texts.values()) if engine.has_snippets else None
 
     def read(rows: range) -> np.ndarray:
         starts = range(rows.start, rows.stop, BATCH_ROWS)
         batches = [ids[start : min(start + BATCH_ROWS, rows.stop)] for start in starts]
-        return np.concatenate([index.vectors(batch) for batch in batches])
+        return np.concatenate([engine.vectors(batch) for batch in batches])
 
-    return Embeddings(ids, ReadRows(len(ids), index.dim, read), _about(index.meta), snippets)
+    return Embeddings(ids, ReadRows(len(ids), engine.dim, read), _about(engine.meta), snippets)
 
 
 def _table_documents(source: Path) -> Embeddings:

@@ -96,6 +96,9 @@ class Index:
         columns: (N,) rows of the columns that searches can be filtered by, if any.
     """
 
+    filter_language = ""
+    takes_conditions = True
+
     def __init__(
         self,
         faiss_index: Any,

@@ -12,7 +12,6 @@ import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,21 +19,17 @@ import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from dualenc.data.identity import digest_of
 from dualenc.data.items import check_ids
 from dualenc.data.metadata import check_column_names
-from dualenc.data.vector_shards import Embeddings, read_head
-from dualenc.errors import DualencError, UnknownId
-from dualenc.files import check_folder_target, is_folder_of, write_json
-from dualenc.reading import read_json_object
+from dualenc.data.vector_shards import Embeddings
+from dualenc.errors import DualencError, UnknownId, Unsupported
+from dualenc.files import check_folder_target
 from dualenc.search.build import Database, as_queries
-from dualenc.search.index import EMBEDDINGS_META, Hit, as_hit, check_recorded
-from dualenc.search.where import column_kinds
+from dualenc.search.index import Hit, as_hit
+from dualenc.search.pushed import AGAIN, Engine, default_metric, describe, read_pushed
+from dualenc.search.where import Condition
 from dualenc.types import Metric
 
-FORMAT = "dualenc engine"
-FORMAT_VERSION = 3
-AGAIN = "run `dualenc push` again"
 BATCH_ROWS = 1024
 """Vectors sent at once; a broken push resumes at a batch."""
 API_KEY = "QDRANT_API_KEY"
@@ -43,13 +38,13 @@ POINT_NAMESPACE = uuid.uuid5(uuid.NAMESPACE_OID, "dualenc")
 """Qdrant names points by numbers or UUIDs: an item's point is UUID 5 of its id in this namespace."""
 PAYLOAD_INDEXES = {"text": "keyword", "integer": "integer", "number": "float", "truth": "bool"}
 FILTER_EXAMPLE = '{"must": [{"key": "year", "range": {"gte": 2020}}]}'
-ENTRIES = {"target": str, "collection": str, "fingerprint": str, "count": int, "dim": int, "metric": str}
-ENTRIES |= {"columns": dict, "has_snippets": bool}
-"""Entries of meta.json that `push_embeddings` adds to those of the embeddings, with their types."""
 
 
-class QdrantIndex:
+class QdrantIndex(Engine):
     """A Qdrant collection searched by vectors: `push_embeddings` returns it, `QdrantIndex.open` finds it again."""
+
+    filter_language = "JSON"
+    takes_conditions = False
 
     def __init__(self, meta: dict[str, Any]) -> None:
         try:
@@ -62,13 +57,9 @@ class QdrantIndex:
             raise DualencError(
                 f"collection is {meta['collection'][:40]!r}; give a name of letters, digits, - and _"
             )
-        self.meta = dict(meta)
+        super().__init__(meta)
         self.collection: str = meta["collection"]
         self.location = f"{meta['target']} collection {self.collection!r}"
-        self.dim: int = meta["dim"]
-        self.column_kinds: dict[str, Any] = meta["columns"]
-        self.has_snippets: bool = meta["has_snippets"]
-        self.items_checksum: str = meta["fingerprint"]
         self.is_server = is_server(meta["target"])
         self.models = qdrant_client.models
         arguments = _client_arguments(meta["target"])
@@ -76,14 +67,6 @@ class QdrantIndex:
             self.client: Any = qdrant_client.QdrantClient(
                 **arguments, timeout=60, check_compatibility=False
             )
-
-    def __len__(self) -> int:
-        return int(self.meta["count"])
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a meta.json with the place and the description of the collection, without the key."""
-        check_push_target(folder)
-        write_json(Path(folder) / "meta.json", {**self.meta, "format": FORMAT, "version": FORMAT_VERSION})
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], qdrant_path: str | None = None) -> QdrantIndex:
@@ -102,7 +85,6 @@ class QdrantIndex:
         return index
 
     def close(self) -> None:
-        """Close the connection."""
         self.client.close()
 
     def stored_fingerprint(self) -> str | None:
@@ -122,10 +104,13 @@ class QdrantIndex:
         queries: np.ndarray,
         k: int = 10,
         filter: str = "",
+        where: Sequence[Condition] = (),
+        *,
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> list[list[Hit]]:
-        """The nearest items of queries (Q, D), best first; fewer than k where fewer match the filter, Qdrant's JSON."""
+        if where:
+            raise Unsupported("Qdrant filters by its own JSON; give a filter in place of conditions")
         if nprobe is not None:
             raise DualencError(f"nprobe is {nprobe}, but Qdrant searches a graph; give ef_search")
         options: dict[str, Any] = {"limit": k, "with_payload": ["id", "text", *self.column_kinds]}
@@ -154,7 +139,6 @@ class QdrantIndex:
             ) from None
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
-        """The stored vectors of some ids: (n, D) float32; `UnknownId` for one that the collection does not have."""
         with self.one_line_errors():
             points = [_point(name) for name in ids]
             records = self.client.retrieve(self.collection, points, ["id"], with_vectors=True)
@@ -165,6 +149,19 @@ class QdrantIndex:
                 f"the collection has no item {missing[0][:200]!r}; give an id that it has returned"
             )
         return np.array([vector_of[name] for name in ids], dtype=np.float32)
+
+    def texts_by_id(self) -> dict[str, str]:
+        payloads: list[dict[str, Any]] = []
+        offset = None
+        while not payloads or offset is not None:
+            with self.one_line_errors():
+                points, offset = self.client.scroll(
+                    self.collection, limit=BATCH_ROWS, offset=offset, with_payload=["id", "text"]
+                )
+            payloads += [point.payload for point in points]
+        # Qdrant orders by its own names of the points.
+        payloads.sort(key=lambda payload: str(payload["id"]))
+        return {payload["id"]: payload.get("text", "") for payload in payloads}
 
     @contextmanager
     def one_line_errors(self) -> Iterator[None]:
@@ -202,18 +199,8 @@ def push_embeddings(
     check_ids(embeddings.ids)
     if embeddings.columns is not None:
         check_column_names(embeddings.columns.column_names)
-    database = Database(embeddings, metric or ("cosine" if embeddings.meta.get("normalized") else "ip"))
-    meta = {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta}
-    meta |= {
-        "target": target,
-        "collection": collection,
-        "fingerprint": _fingerprint(embeddings, database.metric),
-        "count": len(embeddings),
-        "dim": embeddings.dim,
-        "metric": database.metric,
-        "columns": column_kinds(embeddings.columns),
-        "has_snippets": embeddings.snippets is not None,
-    }
+    database = Database(embeddings, metric or default_metric(embeddings))
+    meta = describe(embeddings, target, collection, database.metric)
     index = QdrantIndex(meta)
     existing = index.stored_fingerprint()
     if existing is not None and existing != meta["fingerprint"] and not replace:
@@ -277,34 +264,6 @@ def _client_arguments(target: str) -> dict[str, Any]:
 def is_server(target: str) -> bool:
     """Whether a target is the URL of a server, not a folder of the embedded mode."""
     return target.startswith(("http://", "https://"))
-
-
-def _fingerprint(embeddings: Embeddings, metric: Metric) -> str:
-    """Checksum of ids, vectors, texts and columns, by their files if they are in a folder, and of the metric."""
-    files = embeddings.meta.get("files")
-    if files is None:
-        return digest_of(metric, *(bytes(batch.serialize()) for batch in embeddings.record_batches()))
-    return digest_of(metric, sorted(f"{name} {value}" for name, value in files.items()))
-
-
-def is_pushed(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder remembers a collection, by its meta.json."""
-    return is_folder_of(folder, FORMAT)
-
-
-def check_push_target(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that is not new, not empty, and remembers no collection."""
-    check_folder_target(folder, is_pushed, "collection that dualenc pushed")
-
-
-def read_pushed(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The meta.json of a folder that remembers a collection; Qdrant is not asked."""
-    path = Path(folder) / "meta.json"
-    other = "was not written by `dualenc push`; push embeddings first"
-    read_head(path.parent, FORMAT, FORMAT_VERSION, other)
-    meta = read_json_object(path, ENTRIES)
-    check_recorded(path, meta, AGAIN)
-    return meta
 
 
 def _line(error: object) -> str:

@@ -21,7 +21,8 @@ from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.index import Hit, Index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
-from dualenc.search.qdrant import QdrantIndex, is_pushed
+from dualenc.search.engines import open_engine
+from dualenc.search.pushed import Engine, is_pushed
 from dualenc.search.rerank import Rescore, rerank
 from dualenc.search.texts import TextStore, has_texts
 from dualenc.search.where import Condition, meets, parse_conditions
@@ -35,7 +36,8 @@ class Query(NamedTuple):
         side: the side of the model that encodes the item.
         ids: in place of an item; the mean of their vectors is the query, and the results exclude them.
         where: conditions on columns of an index, all of which must hold.
-        filter: for Qdrant, its JSON; "" for none.
+        filter: in the engine's own language, JSON of Qdrant or SQL of PostgreSQL; "" for none. SQL reads whatever the
+            user of the connection may read: only from whoever owns it.
         hybrid: how to fuse the results of a text's vector with those of BM25; None for the vector alone.
         weight: of the vector's results in the fusion, from 0 to 1; BM25 has the rest.
         rerank: number of best results that the cross-encoder scores for a text; only these are returned. 0 for none.
@@ -57,7 +59,7 @@ class Searcher:
     """An open index with its model, for one thread at a time; create one with `Searcher.open`."""
 
     folder: Path
-    index: Index | QdrantIndex
+    index: Index | Engine
     encoder: DualEncoder
     lexical: Lexical | None = None
     cross_encoder: Rescore | None = None
@@ -107,6 +109,11 @@ class Searcher:
     def __len__(self) -> int:
         return len(self.index)
 
+    def close(self) -> None:
+        """Close the connection to an engine."""
+        if isinstance(self.index, Engine):
+            self.index.close()
+
     @property
     def takes(self) -> tuple[Modality, ...]:
         """The modalities of queries: "text", "image", "vector"."""
@@ -136,7 +143,7 @@ class Searcher:
 
     def conditions(self, words: Sequence[str]) -> tuple[Condition, ...]:
         """Parse conditions such as year>=2020."""
-        if words and self.filter_language:
+        if words and not self.index.takes_conditions:
             raise Unsupported(
                 f"this engine filters in its own language ({self.filter_language}); give a filter"
             )
@@ -146,8 +153,8 @@ class Searcher:
 
     @property
     def filter_language(self) -> str:
-        """The language of `Query.filter`: "JSON" for Qdrant, "" for a FAISS index."""
-        return "JSON" if isinstance(self.index, QdrantIndex) else ""
+        """The language of `Query.filter`: "JSON" for Qdrant, "SQL" for PostgreSQL, "" for a FAISS index."""
+        return self.index.filter_language
 
     def check(self, query: Query) -> None:
         """Refuse a query that this index cannot answer; error messages contain no path, as a server passes them on."""
@@ -164,9 +171,9 @@ class Searcher:
             raise Unsupported(
                 f"k is {query.k}, and {query.rerank} are reranked; ask for fewer, or do not rerank"
             )
-        if query.filter and not isinstance(self.index, QdrantIndex):
+        if query.filter and isinstance(self.index, Index):
             raise Unsupported("only an engine takes a filter; give conditions (where)")
-        if query.filter and isinstance(self.index, QdrantIndex):
+        if query.filter and isinstance(self.index, Engine):
             self.index.check_filter(query.filter)
 
     def search(self, query: Query) -> list[Hit]:
@@ -180,8 +187,8 @@ class Searcher:
         depth = min(depth, len(self))
         vector = self._vector(query)
         allowed_rows = None
-        if isinstance(self.index, QdrantIndex):
-            hits = self.index.search(vector, depth, query.filter, **self.settings)[0]
+        if isinstance(self.index, Engine):
+            hits = self.index.search(vector, depth, query.filter, query.where, **self.settings)[0]
         else:
             if query.where and self.index.columns is not None:
                 allowed_rows = meets(query.where, self.index.columns)
@@ -253,10 +260,10 @@ def check_encoder(encoder: DualEncoder, meta: Mapping[str, Any], dim: int, sourc
 
 def _open_files(
     folder: Path, qdrant_path: str | None, hybrid: bool | None, *, needs_texts: bool
-) -> tuple[Index | QdrantIndex, Lexical | None, TextStore | None]:
-    index: Index | QdrantIndex
+) -> tuple[Index | Engine, Lexical | None, TextStore | None]:
+    index: Index | Engine
     if is_pushed(folder):
-        index = QdrantIndex.open(folder, qdrant_path)
+        index = open_engine(folder, qdrant_path)
     elif qdrant_path is not None:
         raise DualencError(f"{folder}: remembers no engine; leave --qdrant-path out")
     else:
@@ -268,7 +275,7 @@ def _open_files(
         with nullcontext() if needs_texts else suppress(DualencError):
             texts = TextStore(folder, index.items_checksum)
     lexical = None
-    if hybrid and isinstance(index, QdrantIndex):
+    if hybrid and isinstance(index, Engine):
         raise DualencError(
             f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid"
         )
@@ -277,7 +284,7 @@ def _open_files(
     return index, lexical, texts
 
 
-def recorded_model(index: Index | QdrantIndex, folder: Path) -> str:
+def recorded_model(index: Index | Engine, folder: Path) -> str:
     """The recorded path or name of the model, or its path beside the index if both were moved together."""
     recorded = index.meta.get("model")
     if not recorded:

@@ -19,7 +19,7 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, consistent_read, is_folder_of, locked, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.index import Index, rows_in
-from dualenc.search.qdrant import is_pushed, read_pushed
+from dualenc.search.pushed import is_pushed, read_pushed
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus

@@ -29,6 +29,8 @@ MAX_BODY = 16 << 20
 """Bytes of a request."""
 MAX_RESULTS = 1000
 MAX_CHARACTERS = 32_768
+SERVED_FILTERS = ("JSON",)
+"""Filter languages that are data. SQL is not: it reads what the owner of the connection may read."""
 PAGE = resources.files("dualenc.serve").joinpath("page.html").read_text(encoding="utf-8")
 
 log = logging.getLogger("dualenc.serve")
@@ -121,6 +123,8 @@ class Service:
         searcher = self.searcher
         if (request.text is not None) + bool(request.ids) + (image is not None) != 1:
             raise Unsupported("search with one of text, image and ids")
+        if request.filter and searcher.filter_language not in ("", *SERVED_FILTERS):
+            raise Unsupported("this engine takes no filter over HTTP; give conditions (where)")
         if image is not None:
             query = searching.Query(searcher.query_side("image"), decode_upload(image, "the upload"))
         elif request.ids:
@@ -146,13 +150,14 @@ def health(request: Request) -> dict[str, Any]:
     """What is searched: the number of vectors, and what a query may contain."""
     service: Service = request.app.state.service
     searcher = service.searcher
+    language = searcher.filter_language
     return {
         "status": "ok",
         "name": searcher.folder.resolve().name,
         "vectors": len(searcher),
         "takes": list(searcher.takes),
         "columns": dict(searcher.index.column_kinds),
-        "filter": searcher.filter_language,
+        "filter": language if language in SERVED_FILTERS else "",
         "texts": searcher.texts is not None,
         "hybrid": searcher.lexical is not None,
         "rerank": service.rerank_top if searcher.cross_encoder is not None else 0,
