@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch, datasets or transformers are imported: they read these once.
@@ -49,6 +50,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URL of a database with pgvector, on a server of the tests' own."""
+    from tests.postgres_server import running_server
+
+    with running_server() as target:
+        yield target
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Literal
 
 from dualenc.commands.checks import check_options
 from dualenc.errors import BelowTarget, DualencError
-from dualenc.files import check_writable, locked
+from dualenc.files import check_writable, locked, remove
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from dualenc.data.vector_shards import Embeddings
     from dualenc.search.filter_recall import Measurement
     from dualenc.search.postgres import PostgresIndex
@@ -118,15 +120,13 @@ def _push_to_postgres(
     from dualenc.search.engines import postgres_module
     from dualenc.search.pushed import is_pushed, read_pushed
 
-    postgres = postgres_module()
-    filters = None
-    if options.filters is not None:
-        from dualenc.search.filter_recall import read_filters
+    postgres_module()
+    from dualenc.search.filter_recall import RESULT, read_filters, save_measurement, tune
+    from dualenc.search.postgres_push import push_embeddings
 
-        filters = read_filters(options.filters)
-    measured = None
+    filters = None if options.filters is None else read_filters(options.filters)
     with locked(folder, wait=False):
-        index, sent = postgres.push_embeddings(
+        index, sent = push_embeddings(
             embeddings,
             target,
             options.table or source.name,
@@ -141,38 +141,34 @@ def _push_to_postgres(
         if all(earlier.get(name) == index.meta[name] for name in same):
             # A second push keeps the settings that were measured.
             index.meta["settings"] = earlier["settings"]
+        else:
+            remove(folder / RESULT)
+        measured = None
+        target_recall = options.recall or 0.0
         if filters is not None:
-            assert options.recall is not None
-            measured = _measure(index, embeddings, filters, options, folder)
-        index.close()
+            queries = _queries(embeddings, len(filters), options)
+            measured = tune(index, queries, filters, target_recall)
         index.save(folder)
+        if measured is not None:
+            # Those that `tune` has measured with.
+            save_measurement(folder, index, queries[1::2], measured, target_recall)
+        index.close()
     vectors = f"{len(index):,} vectors of dimension {index.dim} ({index.meta['metric']})"
     print(printable(f"{vectors} → {index.location}; {sent:,} sent"))
-    if measured is not None and options.recall is not None:
-        _report(measured, options.recall, index)
+    if measured is not None:
+        _report(measured, target_recall, index)
     print(printable(f'next: dualenc search {folder} "…"'))
 
 
-def _measure(
-    index: PostgresIndex,
-    embeddings: Embeddings,
-    filters: list[str],
-    options: PostgresOptions,
-    folder: Path,
-) -> Measurement:
-    """Set the search to reach the recall, and write the measurement to the folder."""
+def _queries(embeddings: Embeddings, num_filters: int, options: PostgresOptions) -> np.ndarray:
+    """Vectors (Q, D) of real queries, or else of the documents."""
     from dualenc.data.vector_shards import Embeddings
-    from dualenc.search.filter_recall import sample_queries, save_measurement, tune
+    from dualenc.search.filter_recall import sample_queries
 
-    assert options.recall is not None
     vectors = embeddings.vectors
     if options.queries is not None:
         vectors = Embeddings.open(options.queries).vectors
-    queries = sample_queries(vectors, len(filters))
-    measured = tune(index, queries, filters, options.recall)
-    # The queries that `tune` has measured with.
-    save_measurement(folder, index, queries[1::2], measured, options.recall)
-    return measured
+    return sample_queries(vectors, num_filters)
 
 
 def _report(measured: Measurement, target: float, index: PostgresIndex) -> None:

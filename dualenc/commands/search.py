@@ -43,8 +43,8 @@ def search(
         k: how many results.
         where: only what meets this, by columns that were kept (`--columns`): year>=2020, lang=en,de (any of them),
             lang!=en, author="Doe, Jane"; may be repeated.
-        filter: in PostgreSQL, only what meets this SQL expression: "year >= 2020 AND lang = 'en'"; in Qdrant, what matches
-            this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
+        filter: in PostgreSQL, only what meets this SQL expression: "year >= 2020 AND lang = 'en'"; in Qdrant, what
+            matches this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
         json: print JSON, in ASCII, instead of a table.
     """
     from dualenc.search.searcher import Query

@@ -29,9 +29,9 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_path, remove, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.build import STORED_TOLERANCE, Database, reason
+from dualenc.search.engines import open_engine
 from dualenc.search.index import EMBEDDINGS_META, Index, is_index
 from dualenc.search.parts import split
-from dualenc.search.engines import open_engine
 from dualenc.search.pushed import Engine, is_pushed, read_pushed
 
 VECTORS = "documents.npy"

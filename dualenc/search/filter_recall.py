@@ -89,14 +89,14 @@ class Workload:
             pairs = list(zip(found_hits, self.exact[number]))
             own = [_recall(hits, exact) for hits, exact in pairs]
             recalls += own
-            means = [
+            means: list[Any] = [
                 np.mean(own),
                 np.mean([len(hits) for hits, _ in pairs]),
                 np.mean([len(exact) for _, exact in pairs]),
                 1000 * seconds / len(queries),
                 1000 * self.exact_seconds[number] / len(queries),
             ]
-            results.append(FilterResult(filter, *map(float, means)))
+            results.append(FilterResult(filter, *[float(mean) for mean in means]))
         low, high = wilson_interval(float(np.mean(recalls)), len(recalls))
         return Measurement(float(np.mean(recalls)), low, high, len(recalls), results)
 

@@ -17,11 +17,11 @@ from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError, Unsupported
 from dualenc.files import consistent_read
 from dualenc.search.embed import tower_checksum
+from dualenc.search.engines import open_engine
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.index import Hit, Index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
-from dualenc.search.engines import open_engine
 from dualenc.search.pushed import Engine, is_pushed
 from dualenc.search.rerank import Rescore, rerank
 from dualenc.search.texts import TextStore, has_texts

@@ -1,0 +1,112 @@
+"""`dualenc push` to PostgreSQL, and the commands on the folder that it writes, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from dualenc.cli import main
+from dualenc.search.searcher import Searcher
+from dualenc.serve.app import Service, create_app
+from tests.commands.in_process import evaluated, failure, found, run
+from tests.commands.test_push import beir, emb
+
+__all__ = ["beir", "emb"]  # fixtures
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def engine(tmp_path: Path, emb: Path, postgres: str) -> Path:
+    run("push", emb, postgres, "--table", "commands", "--out", tmp_path / "engine")
+    return tmp_path / "engine"
+
+
+def test_push_search_evaluate_and_push_again(
+    tmp_path: Path,
+    toy_text: Path,
+    beir: Path,
+    emb: Path,
+    engine: Path,
+    postgres: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run("push", emb, postgres, "--table", "commands", "--out", engine)
+    assert "; 0 sent" in capsys.readouterr().out
+    run("index", emb, "--out", tmp_path / "index")
+    by_faiss = found(capsys, tmp_path / "index", "wing flow", "-k", 7, "--where", "year>=2004", "--where", "lang=no")
+    for words in (["--filter", "year >= 2004 AND lang = 'no'"], ["--where", "year>=2004", "--where", "lang=no"]):
+        by_engine = found(capsys, engine, "wing flow", "-k", 7, *words)
+        for name in ("id", "snippet", "year", "lang"):
+            assert [hit[name] for hit in by_engine] == [hit[name] for hit in by_faiss]
+        np.testing.assert_allclose([h["score"] for h in by_engine], [h["score"] for h in by_faiss], atol=2e-3)
+    own = evaluated("retrieval", tmp_path / "own", toy_text, beir)
+    stored = evaluated("retrieval", tmp_path / "stored", toy_text, beir, "--documents", engine)
+    metrics = [result["systems"]["toy-text"]["datasets"]["beir"]["metrics"] for result in (own, stored)]
+    assert metrics[1] == pytest.approx(metrics[0], abs=0.02)
+
+
+def test_the_service_takes_conditions_and_no_sql(engine: Path) -> None:
+    searcher = Searcher.open(engine)
+    client = TestClient(create_app(Service(searcher)))
+    assert client.get("/health").json()["filter"] == ""
+    results = client.post("/search", json={"text": "wing", "where": ["year>=2008"]}).json()["results"]
+    assert {row["columns"]["year"] for row in results} == {2008, 2009}
+    for body in ({"filter": "true"}, {"where": ["year>=2008 OR true"]}, {"where": ["1=1); DROP TABLE commands"]}):
+        answer = client.post("/search", json={"text": "wing", **body})
+        assert answer.status_code == 400, body
+    assert len(searcher) == len(client.post("/search", json={"text": "wing", "k": 40}).json()["results"])
+    searcher.close()
+
+
+def test_recall_is_measured_kept_and_promised(
+    tmp_path: Path,
+    emb: Path,
+    postgres: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "workload.jsonl").write_text('{"filter": "year >= 2005"}\n{"filter": "lang = \'no\'"}\n')
+    words: tuple[Any, ...] = ("push", emb, postgres, "--table", "promised", "--out", tmp_path / "engine")
+    run(*words, "--recall", 0.95, "--filters", tmp_path / "workload.jsonl")
+    assert "recall@10 1.000 (95 %: 0.992 to 1.000) in 500 searches; ef_search 40" in capsys.readouterr().out
+    recorded = json.loads((tmp_path / "engine" / "recall.json").read_text())
+    assert recorded["settings"] == json.loads((tmp_path / "engine" / "meta.json").read_text())["settings"]
+    run(*words)
+    assert json.loads((tmp_path / "engine" / "meta.json").read_text())["settings"]["ef_search"] == 40
+    run("evaluate", "engine", tmp_path / "engine")
+    assert main(["evaluate", "engine", str(tmp_path / "engine"), "--recall", "0.999"]) == 1
+    run("push", emb, postgres, "--table", "promised", "--index", "ivfflat", "--out", tmp_path / "engine")
+    assert "no recall was measured" in failure(capsys, "evaluate", "engine", tmp_path / "engine")
+
+
+def test_mistakes_end_in_one_line(
+    tmp_path: Path,
+    emb: Path,
+    engine: Path,
+    postgres: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"filter": "year >= 2005"}\n"year"\n')
+    pushed: tuple[Any, ...] = ("push", emb, postgres, "--table", "commands", "--out", engine)
+    recall = ("--recall", 0.9, "--filters")
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        ((*pushed, "--collection", "a"), "name the table of PostgreSQL by --table"),
+        ((*pushed, "--recall", 0.9), "--recall and --filters need each other"),
+        ((*pushed, *recall, tmp_path / "bad.jsonl"), "bad.jsonl:2: holds no filter"),
+        (("push", emb, tmp_path / "q", "--table", "a"), "are of PostgreSQL; leave them out"),
+        (("search", engine, "wing", "--filter", "year >"), "the filter is no SQL condition"),
+        (("search", engine, "wing", "--nprobe", 3), "nprobe is 3, but the index is of kind hnsw"),
+        (("search", engine, "wing", "--qdrant-path", "x"), "leave --qdrant-path out"),
+        (("search", engine, "wing", "--hybrid", "rrf"), "an engine is searched by vectors alone"),
+    ]
+    for words, message in cases:
+        assert message in failure(capsys, *words), words
+    meta = json.loads((engine / "meta.json").read_text())
+    for settings in ({"search_path": "x"}, {"ef_search": "1; DROP TABLE x"}, {"iterative_scan": "on; DROP TABLE x"}):
+        (engine / "meta.json").write_text(json.dumps(meta | {"settings": meta["settings"] | settings}))
+        assert len(failure(capsys, "search", engine, "wing")) < 400
