@@ -113,7 +113,11 @@ class PostgresIndex(Engine):
     def _connect(self) -> psycopg.Connection:
         # Prepared statements get lost behind a pooler.
         options: dict[str, Any] = {"prepare_threshold": None, "client_encoding": "utf8"}
-        return psycopg.connect(self.target, autocommit=True, **options)
+        connection = psycopg.connect(self.target, autocommit=True, **options)
+        if connection.execute("SELECT to_regtype('vector')").fetchone() != (None,):
+            # Loads pgvector, which then refuses wrong settings in place of ignoring them.
+            connection.execute("SELECT '[1]'::vector")
+        return connection
 
     def stored_state(self) -> dict[str, Any] | None:
         """The comment of the table: `fingerprint`, `rows` and kind of `index`; None without a table."""
