@@ -17,6 +17,7 @@ import pyarrow as pa
 from jsonargparse import auto_cli
 
 from dualenc.search import Embeddings, Index
+from dualenc.search.filter_recall import sample_queries, tune
 from dualenc.search.postgres_push import default_settings, push_embeddings
 
 TABLE = "dualenc_bench_filtered"
@@ -83,10 +84,12 @@ def measure_postgres(
     index = push_embeddings(embeddings, target, TABLE, metric="cosine", replace=True)[0]
     ours = default_settings("hnsw", len(database))
     relaxed = {**ours, "ef_search": 40}
+    tune(index, sample_queries(database, len(shares)), [f"share < {share}" for share in shares], 0.95)
     settings = {
         "pgvector's defaults (ef_search 40)": {**relaxed, "iterative_scan": "off"},
         "iterative_scan relaxed_order (ef_search 40)": relaxed,
-        "what push sets (relaxed_order, ef_search 100)": ours,
+        "push (relaxed_order, ef_search 100)": ours,
+        f"push --recall 0.95 ({index.settings})": index.settings,
     }
     for name, index.settings in settings.items():
         print(name)
