@@ -131,7 +131,8 @@ def _open(source: Path, qdrant_path: str | None, stack: ExitStack) -> tuple[Embe
     if is_pushed(source):
         engine = open_engine(source, qdrant_path)
         stack.callback(engine.close)
-        return _engine_documents(engine), _compares_unit_vectors(engine.meta)
+        # By cosine an engine may compare vectors of any length.
+        return _engine_documents(engine), engine.meta.get("output") == "embedding"
     if qdrant_path is not None:
         raise DualencError(f"{source}: remembers no engine; leave --qdrant-path out")
     if not source.is_dir() or is_index(source):

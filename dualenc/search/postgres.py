@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,8 +104,9 @@ class PostgresIndex(Engine):
         if state is None or state["fingerprint"] != index.items_checksum:
             problem = f"is gone, or holds other embeddings than {folder} says"
             raise DualencError(f"{index.location}: {problem}; {AGAIN}")
-        if state["index"] is None:
-            raise DualencError(f"{index.location}: its push was not finished; {AGAIN}")
+        if state["index"] != meta["index"]:
+            problem = f"its push was not finished, or its index is not {meta['index']}"
+            raise DualencError(f"{index.location}: {problem}; {AGAIN}")
         return index
 
     def close(self) -> None:
@@ -169,13 +171,16 @@ class PostgresIndex(Engine):
         settings = self._session(self._search_settings(k, nprobe, ef_search), exact)
         results = []
         for rows in self._read(statement, parameters, settings):
+            hits = [self._hit(row[0], dict(zip(names, row[1:]))) for row in rows]
             # An iterative scan returns the rows in nearly the right order.
-            ranked = sorted(rows, key=lambda row: row[0])
-            results.append([self._hit(row[0], dict(zip(names, row[1:]))) for row in ranked])
+            results.append(sorted(hits, key=lambda hit: -hit.score))
         return results
 
     def _hit(self, distance: float, columns: dict[str, Any]) -> Hit:
-        score = 1 - distance if self.meta["metric"] == "cosine" else -distance
+        score = -distance
+        if self.meta["metric"] == "cosine":
+            # NaN is the distance of a vector of zeros.
+            score = 0.0 if math.isnan(distance) else 1 - distance
         return as_hit(columns.pop("id"), score, columns.pop("text", None), columns)
 
     def _search_settings(self, k: int, nprobe: int | None, ef_search: int | None) -> dict[str, Any]:

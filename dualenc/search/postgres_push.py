@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from psycopg import sql
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
@@ -171,7 +172,11 @@ def _copy(index: PostgresIndex, batch: pa.RecordBatch) -> None:
     types: list[int | str] = ["text", oid]
     kinds: dict[str, Any] = {"text": "text"} if index.has_snippets else {}
     for name, column_kind in {**kinds, **index.column_kinds}.items():
-        fields[name] = batch.column(name).cast(COLUMN_TYPES[column_kind][2]).to_pylist()
+        column = batch.column(name).cast(COLUMN_TYPES[column_kind][2])
+        if column_kind == "text":
+            # PostgreSQL has no texts with NUL.
+            column = pc.replace_substring(column, "\0", "\ufffd")
+        fields[name] = column.to_pylist()
         types.append(COLUMN_TYPES[column_kind][1])
     names = sql.SQL(", ").join(map(sql.Identifier, fields))
     statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(index.table, names)
