@@ -84,9 +84,9 @@ class Workload:
         results = []
         for number, (filter, queries) in enumerate(zip(self.filters, self.queries)):
             begin = time.perf_counter()
-            found_hits = self.index.search(queries, DEPTH, filter)
+            hits_of_query = self.index.search(queries, DEPTH, filter)
             seconds = time.perf_counter() - begin
-            pairs = list(zip(found_hits, self.exact[number]))
+            pairs = list(zip(hits_of_query, self.exact[number]))
             own = [_recall(hits, exact) for hits, exact in pairs]
             recalls += own
             means: list[Any] = [
@@ -124,13 +124,12 @@ def tune(index: PostgresIndex, queries: np.ndarray, filters: Sequence[str], targ
     same ones they would look better than they are. If none suffice, the last ones stay.
 
     Returns:
-        The measurement by the others, of the settings that `index.settings` then holds.
+        The measurement by the others, of the settings that the meta of the index then holds.
     """
     to_choose = Workload(index, queries[::2], filters)
     to_check = Workload(index, queries[1::2], filters)
     checked = None
     for settings in _ladder(index):
-        index.settings = settings
         index.meta["settings"] = settings
         checked = None
         if to_choose.measure().low >= target:
@@ -148,7 +147,7 @@ def _ladder(index: PostgresIndex) -> Iterator[dict[str, Any]]:
             limits = {"max_scan_tuples": 20_000 * 4**step, "scan_mem_multiplier": 2**step}
             yield {"ef_search": ef_search, "iterative_scan": "relaxed_order", **limits}
     elif kind == "ivfflat":
-        lists = index.settings["max_probes"]
+        lists = index.meta["settings"]["max_probes"]
         for step in range(lists.bit_length()):
             yield {"probes": 2**step, "iterative_scan": "relaxed_order", "max_probes": lists}
     else:
@@ -190,7 +189,7 @@ def save_measurement(
     """Write what was promised and measured beside the engine's meta.json, with the queries (Q, D) that measured it."""
     with atomic_path(folder / VECTORS) as part:
         save_array(part, queries)
-    entries = {"target": target, "k": DEPTH, "settings": index.settings, **measured._asdict()}
+    entries = {"target": target, "k": DEPTH, "settings": index.meta["settings"], **measured._asdict()}
     entries["filters"] = [result._asdict() for result in measured.filters]
     write_json(folder / RESULT, entries)
 

@@ -64,7 +64,6 @@ class PostgresIndex(Engine):
     def __init__(self, meta: dict[str, Any], target: str | None = None) -> None:
         super().__init__(meta)
         self.target: str = target or meta["target"]
-        self.settings: dict[str, Any] = meta["settings"]
         self.name: str = meta["collection"]
         # A percent sign begins a parameter of psycopg, also inside a quoted name.
         if not re.fullmatch("[^\0%]+", self.name) or len(self.name.encode()) > MAX_NAME_BYTES:
@@ -75,9 +74,8 @@ class PostgresIndex(Engine):
         self.location = f"{_place(self.target)} table {self.name!r}"
         self.valid_filters: set[str] = set()
         # Vectors too long for an index are indexed, and compared, in half precision.
-        self.compared = (
-            "halfvec" if self.dim > MAX_DIM["vector"] and meta["index"] != "none" else meta["type"]
-        )
+        is_cast = self.dim > MAX_DIM["vector"] and meta["index"] != "none"
+        self.compared = "halfvec" if is_cast else meta["type"]
         self.vector_type = sql.SQL("{}({})").format(sql.Identifier(self.compared), sql.Literal(self.dim))
         self.vector: sql.Composable = sql.Identifier("embedding")
         if self.compared != meta["type"]:
@@ -92,11 +90,8 @@ class PostgresIndex(Engine):
         path = Path(folder) / "meta.json"
         check_fields(meta, ENTRIES, path)
         parameters = PARAMETERS.get(meta["index"])
-        if (
-            parameters is None
-            or meta["type"] not in VALUE_TYPES
-            or not set(meta["settings"]) <= set(parameters)
-        ):
+        is_vector = meta["type"] in VALUE_TYPES
+        if parameters is None or not is_vector or not set(meta["settings"]) <= set(parameters):
             raise DualencError(f"{path}: type, index or settings are unknown; {AGAIN}")
         check_fields(meta["settings"], parameters, path)
         index = cls(meta)
@@ -185,7 +180,7 @@ class PostgresIndex(Engine):
 
     def _search_settings(self, k: int, nprobe: int | None, ef_search: int | None) -> dict[str, Any]:
         kind = self.meta["index"]
-        settings = dict(self.settings)
+        settings = dict(self.meta["settings"])
         for option, value, fitting in (("nprobe", nprobe, "ivfflat"), ("ef_search", ef_search, "hnsw")):
             if value is not None and kind != fitting:
                 raise DualencError(f"{option} is {value}, but the index is of kind {kind}; leave it out")
@@ -256,9 +251,8 @@ class PostgresIndex(Engine):
         if filter in self.valid_filters:
             return
         for form in (f"{filter}\n", f"({filter}\n)"):
-            statement = sql.SQL("EXPLAIN SELECT FROM {} WHERE ").format(self.table) + sql.SQL(
-                cast(Any, form)
-            )
+            condition = sql.SQL(cast(Any, form))
+            statement = sql.SQL("EXPLAIN SELECT FROM {} WHERE {}").format(self.table, condition)
             try:
                 self._read(statement, [None], self._session({}))
             except DualencError as error:

@@ -89,9 +89,9 @@ def measure_postgres(
         "pgvector's defaults (ef_search 40)": {**relaxed, "iterative_scan": "off"},
         "iterative_scan relaxed_order (ef_search 40)": relaxed,
         "push (relaxed_order, ef_search 100)": ours,
-        f"push --recall 0.95 ({index.settings})": index.settings,
+        f"push --recall 0.95 ({index.meta['settings']})": index.meta["settings"],
     }
-    for name, index.settings in settings.items():
+    for name, index.meta["settings"] in settings.items():
         print(name)
         for share in shares:
             results, milliseconds = {}, {}
