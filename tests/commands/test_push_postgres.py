@@ -96,13 +96,10 @@ def test_mistakes_end_in_one_line(
     recall = ("--recall", 0.9, "--filters")
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((*pushed, "--collection", "a"), "name the table of PostgreSQL by --table"),
-        ((*pushed, "--recall", 0.9), "--recall and --filters need each other"),
         ((*pushed, *recall, tmp_path / "bad.jsonl"), "bad.jsonl:2: holds no filter"),
         (("push", emb, tmp_path / "q", "--table", "a"), "are of PostgreSQL; leave them out"),
         (("search", engine, "wing", "--filter", "year >"), "the filter is no SQL condition"),
         (("search", engine, "wing", "--nprobe", 3), "nprobe is 3, but the index is of kind hnsw"),
-        (("search", engine, "wing", "--qdrant-path", "x"), "leave --qdrant-path out"),
-        (("search", engine, "wing", "--hybrid", "rrf"), "an engine is searched by vectors alone"),
     ]
     for words, message in cases:
         assert message in failure(capsys, *words), words

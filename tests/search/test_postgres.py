@@ -25,6 +25,7 @@ from dualenc.search.where import parse_conditions
 from tests.search.conditions import KINDS, conditions, met_by_pandas
 from tests.search.test_qdrant import DIM, NUM, embeddings, frame, vectors
 
+IDS = [f"id {row} “é”" for row in range(NUM)]
 FORK = multiprocessing.get_context("fork")
 ODD_NAMES = ("it's", '"; DROP TABLE docs; --', "100% %s %(k)s", "日本 😀", "a\\b", "{}")
 
@@ -82,25 +83,19 @@ def test_rows_and_results_are_those_of_numpy(postgres: str, metric: Any, dtype: 
 def test_conditions_are_those_of_pandas(filled: PostgresIndex, words: list[str]) -> None:
     met = np.flatnonzero(met_by_pandas(frame(), words))
     hits = filled.search(vectors(1, seed=9), NUM, where=parse_conditions(words, KINDS))[0]
-    assert {hit.id for hit in hits} == {filled_ids()[row] for row in met}
+    assert {hit.id for hit in hits} == {IDS[row] for row in met}
 
 
-def filled_ids() -> list[str]:
-    return list(embeddings().ids)
-
-
-@pytest.mark.parametrize(
-    ("filter", "condition"),
-    [
-        ("year >= 2019 AND lang = 'it''s' -- a comment", lambda row: (row.year or 0) >= 2019 and row.lang == "it's"),
-        ("lang LIKE '100%' OR lang = 'a\"b'", lambda row: row.lang in ("100%", 'a"b')),
-        ("weight IS NULL", lambda row: row.weight is None),
-    ],
-)
-def test_a_filter_is_sql(filled: PostgresIndex, filter: str, condition: Any) -> None:
-    expected = {filled_ids()[number] for number, row in enumerate(frame().itertuples()) if condition(row)}
-    assert {hit.id for hit in filled.search(vectors(1), NUM, filter)[0]} == expected
-    assert expected
+def test_a_filter_is_sql(filled: PostgresIndex) -> None:
+    rows = frame()
+    for filter, met in {
+        "year >= 2019 AND lang = 'it''s' -- a comment": (rows.year >= 2019) & (rows.lang == "it's"),
+        "lang LIKE '100%' OR lang = 'a\"b'": rows.lang.isin(["100%", 'a"b']),
+        "weight IS NULL": rows.weight.isna(),
+    }.items():
+        expected = {IDS[number] for number in np.flatnonzero(met)}
+        assert {hit.id for hit in filled.search(vectors(1), NUM, filter)[0]} == expected
+        assert expected
 
 
 @pytest.mark.parametrize(
@@ -110,9 +105,7 @@ def test_a_filter_is_sql(filled: PostgresIndex, filter: str, condition: Any) -> 
         ("true) OR (true", "syntax error"),
         ("true; DROP TABLE filled", "multiple commands"),
         ("true) UNION SELECT 0, '', '' FROM filled WHERE (true", "syntax error"),
-        ("true LIMIT 1", "syntax error"),
         ("true /*", "unterminated"),
-        ("year", "must be type boolean"),
         ("writes()", "read-only transaction"),
     ],
 )
@@ -162,13 +155,11 @@ def killed_push(target: str, table: str, function: str, call: int) -> None:
 
 POINTS = [("_create", 1, 0), ("_copy", 1, 0), ("_copy", 4, 36), ("_write_state", 4, 24), ("_build_index", 1, 120)]
 POINTS += [("_write_state", 12, 120)]
-POINTS += [
-    pytest.param("_copy", call, 12 * (call - 1), marks=pytest.mark.nightly) for call in (2, 3, 5, 6, 7, 8, 9, 10)
-]  # type: ignore[misc]
+LATER: list[Any] = [pytest.param("_copy", call, 12 * call - 12, marks=pytest.mark.nightly) for call in (2, 3, 5, 7, 9)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("function", "call", "stored"), POINTS)
+@pytest.mark.parametrize(("function", "call", "stored"), POINTS + LATER)
 def test_a_killed_push_resumes_without_loss_or_copies(postgres: str, function: str, call: int, stored: int) -> None:
     table = f"killed {function} {call}"
     child = FORK.Process(target=killed_push, args=(postgres, table, function, call))
@@ -178,7 +169,7 @@ def test_a_killed_push_resumes_without_loss_or_copies(postgres: str, function: s
     index, sent = push_embeddings(embeddings(), postgres, table)
     assert sent == NUM - stored
     check_whole(postgres, table, embeddings())
-    assert [hits[0].id for hits in index.search(vectors(), k=1)] == embeddings().ids
+    assert [hits[0].id for hits in index.search(vectors(), k=1)] == IDS
     assert push_embeddings(embeddings(), postgres, table)[1] == 0
 
 
@@ -234,10 +225,10 @@ def test_a_failing_server_is_one_line_and_loses_nothing(
     check_whole(postgres, failure, embeddings())
     # A search connects again.
     execute(postgres, "SELECT pg_terminate_backend(%s)", index.connection.info.backend_pid)
-    assert [hits[0].id for hits in index.search(vectors(), k=1)] == embeddings().ids
+    assert [hits[0].id for hits in index.search(vectors(), k=1)] == IDS
 
 
-def test_other_embeddings_are_refused_and_replaced_on_request(postgres: str) -> None:
+def test_tables_of_others_are_refused_and_own_ones_replaced_on_request(postgres: str) -> None:
     push_embeddings(embeddings(), postgres, "mine")
     longer = Embeddings(["a"], np.ones((1, DIM + 1), np.float32))
     for source, options in ((embeddings(seed=1), {}), (embeddings(), {"metric": "ip"}), (longer, {})):
@@ -254,36 +245,23 @@ def test_other_embeddings_are_refused_and_replaced_on_request(postgres: str) -> 
     assert len(kinds) == 1
     with pytest.raises(UnknownId, match="has no item 'nobody'"):
         index.vectors(["nobody"])
-
-
-def test_tables_of_others_are_never_touched(postgres: str) -> None:
     execute(postgres, "CREATE TABLE theirs (id text)")
     execute(postgres, "COMMENT ON TABLE theirs IS 'dualenc {}'")
-    for replace in (False, True):
-        with pytest.raises(DualencError, match="holds no embeddings that dualenc pushed"):
-            push_embeddings(embeddings(), postgres, "theirs", replace=replace)
+    with pytest.raises(DualencError, match="holds no embeddings that dualenc pushed"):
+        push_embeddings(embeddings(), postgres, "theirs", replace=True)
     assert execute(postgres, "SELECT count(*) FROM theirs") == [(0,)]
 
 
-@pytest.mark.parametrize(
-    ("dim", "dtype", "options", "message"),
-    [
-        (2001, "float32", {}, ""),
-        (4000, "float16", {}, ""),
-        (4001, "float16", {"index": "none"}, ""),
-        (4001, "float16", {}, "indexes up to 4000 dimensions"),
-    ],
-)
-def test_long_vectors(postgres: str, dim: int, dtype: str, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("dim", "dtype", "kind"), [(2001, "float32", "hnsw"), (4001, "float16", "none")])
+def test_long_vectors(postgres: str, dim: int, dtype: str, kind: Any) -> None:
     stored = np.random.default_rng(0).normal(size=(6, dim)).astype(dtype)
     source = Embeddings(list("abcdef"), stored)
-    if message:
-        with pytest.raises(DualencError, match=message):
-            push_embeddings(source, postgres, f"long {dim}", replace=True, **options)
-        return
-    index = push_embeddings(source, postgres, f"long {dim}", **options)[0]
+    index = push_embeddings(source, postgres, f"long {dim}", index=kind)[0]
     assert [hits[0].id for hits in index.search(stored, k=1)] == source.ids
     np.testing.assert_array_equal(index.vectors(source.ids), stored.astype(np.float32))
+    if kind == "none":
+        with pytest.raises(DualencError, match="indexes up to 4000 dimensions"):
+            push_embeddings(source, postgres, f"long {dim}")
 
 
 def test_the_folder_holds_no_password_and_is_opened_as_documents(tmp_path: Path, postgres: str) -> None:
@@ -297,7 +275,7 @@ def test_the_folder_holds_no_password_and_is_opened_as_documents(tmp_path: Path,
     assert "application_name=mine" in text
     assert len(PostgresIndex.open(tmp_path / "engine").search(vectors(1), 4)[0]) == 4
     documents = open_documents(tmp_path / "engine", tmp_path / "work")
-    assert documents.ids == sorted(embeddings().ids)
+    assert documents.ids == sorted(IDS)
     rows = [int(name.split()[1]) for name in documents.ids]
     np.testing.assert_allclose(documents.vectors, vectors()[rows], atol=1e-3)
     assert documents.snippets == [f"snippet {row}" for row in rows]
