@@ -14,7 +14,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
+from dualenc.cli import main
 from dualenc.errors import DualencError, UnknownId
 from dualenc.search import Embeddings, postgres_push
 from dualenc.search.documents import fingerprint, open_documents
@@ -24,6 +26,8 @@ from dualenc.search.postgres_push import push_embeddings
 from dualenc.search.where import parse_conditions
 from tests.search.conditions import KINDS, conditions, met_by_pandas
 from tests.search.test_qdrant import DIM, NUM, embeddings, frame, vectors
+
+pytestmark = pytest.mark.slow
 
 IDS = [f"id {row} “é”" for row in range(NUM)]
 FORK = multiprocessing.get_context("fork")
@@ -158,7 +162,6 @@ POINTS += [("_write_state", 12, 120)]
 LATER: list[Any] = [pytest.param("_copy", call, 12 * call - 12, marks=pytest.mark.nightly) for call in (2, 3, 5, 7, 9)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("function", "call", "stored"), POINTS + LATER)
 def test_a_killed_push_resumes_without_loss_or_copies(postgres: str, function: str, call: int, stored: int) -> None:
     table = f"killed {function} {call}"
@@ -178,7 +181,6 @@ def push_in_small_batches(target: str, results: Any) -> None:
     results.put(push_embeddings(embeddings(), target, "shared")[1])
 
 
-@pytest.mark.slow
 def test_pushes_at_the_same_time_share_the_rows(postgres: str) -> None:
     results = FORK.Queue()
     children = [FORK.Process(target=push_in_small_batches, args=(postgres, results)) for _ in range(3)]
@@ -296,8 +298,6 @@ def test_the_folder_holds_no_password_and_is_opened_as_documents(tmp_path: Path,
 def test_recall_under_filters_holds_and_a_regression_is_noticed(
     tmp_path: Path, postgres: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dualenc.cli import main
-
     random = np.random.default_rng(0)
     count = 4000
     stored = random.normal(size=(count, 32)).astype(np.float16)
@@ -331,8 +331,6 @@ def test_recall_under_filters_holds_and_a_regression_is_noticed(
 
 
 def test_the_interval_is_wilsons() -> None:
-    from scipy.stats import binomtest
-
     for hits, count in ((0, 20), (19, 20), (500, 500), (480, 500)):
         interval = binomtest(hits, count).proportion_ci(0.95, method="wilson")
         assert wilson_interval(hits / count, count) == pytest.approx((interval.low, interval.high), abs=1e-6)
