@@ -95,6 +95,7 @@ def push(
 
 
 def _check(to_postgres: bool, collection: str | None, options: PostgresOptions) -> None:
+    """Refuse options of the other engine, and those that need each other."""
     if to_postgres and collection is not None:
         raise DualencError("--collection is of Qdrant; name the table of PostgreSQL by --table")
     if not to_postgres and options != PostgresOptions():
@@ -117,6 +118,7 @@ def _push_to_postgres(
     metric: Literal["cosine", "ip"] | None,
     replace: bool,
 ) -> None:
+    """Send embeddings to a table, tune the search where a recall is asked for, and write the folder."""
     from dualenc.search.engines import postgres_module
     from dualenc.search.pushed import is_pushed, read_pushed
 
@@ -137,8 +139,8 @@ def _push_to_postgres(
         )
         index.meta["embeddings"] = str(source)
         earlier = read_pushed(folder) if is_pushed(folder) else {}
-        same = ("fingerprint", "index", "target", "collection")
-        if all(earlier.get(name) == index.meta[name] for name in same):
+        identity = ("fingerprint", "index", "target", "collection")
+        if all(earlier.get(name) == index.meta[name] for name in identity):
             # A second push keeps the settings that were measured.
             index.meta["settings"] = earlier["settings"]
         else:
@@ -150,7 +152,7 @@ def _push_to_postgres(
             measured = tune(index, queries, filters, target_recall)
         index.save(folder)
         if measured is not None:
-            # Those that `tune` has measured with.
+            # The half of the queries that `tune` measures with.
             save_measurement(folder, index, queries[1::2], measured, target_recall)
         index.close()
     vectors = f"{len(index):,} vectors of dimension {index.dim} ({index.meta['metric']})"

@@ -2,7 +2,7 @@
 
     workload.jsonl    {"filter": "year >= 2020 AND lang = 'en'"} on each line; "" searches all rows
 
-What was measured, and with which queries, stays in the folder of the engine (recall.json, queries.npy).
+The measurement and its queries are saved in the folder of the engine (recall.json, queries.npy).
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Workload:
         self.queries = [queries[number :: len(filters)] for number in range(len(filters))]
         self.exact: list[list[list[Hit]]] = []
         self.exact_seconds: list[float] = []
-        for filter, dealt in zip(self.filters, self.queries):
+        for filter, filter_queries in zip(self.filters, self.queries):
             begin = time.perf_counter()
-            results = index.search(dealt, DEPTH, filter, exact=True)
+            results = index.search(filter_queries, DEPTH, filter, exact=True)
             self.exact_seconds.append(time.perf_counter() - begin)
             if not results[0]:
                 raise DualencError(
@@ -87,10 +87,10 @@ class Workload:
             hits_of_query = self.index.search(queries, DEPTH, filter)
             seconds = time.perf_counter() - begin
             pairs = list(zip(hits_of_query, self.exact[number]))
-            own = [_recall(hits, exact) for hits, exact in pairs]
-            recalls += own
+            filter_recalls = [_recall(hits, exact) for hits, exact in pairs]
+            recalls += filter_recalls
             means: list[Any] = [
-                np.mean(own),
+                np.mean(filter_recalls),
                 np.mean([len(hits) for hits, _ in pairs]),
                 np.mean([len(exact) for _, exact in pairs]),
                 1000 * seconds / len(queries),
@@ -178,7 +178,7 @@ def sample_queries(vectors: np.ndarray, num_filters: int, seed: int = 0) -> np.n
     """Vectors (Q, D) for queries, drawn from N vectors: 1,000, or 20 and 20 for each filter if that is more."""
     count = max(QUERIES, 2 * MIN_QUERIES * num_filters)
     rows = np.random.default_rng(seed).permutation(len(vectors))
-    # Few vectors are asked again, with other filters.
+    # With fewer vectors than queries, they repeat with other filters.
     rows = np.resize(rows, count) if len(rows) < count else rows[:count]
     return np.asarray(vectors[rows], dtype=np.float32)
 
@@ -186,7 +186,7 @@ def sample_queries(vectors: np.ndarray, num_filters: int, seed: int = 0) -> np.n
 def save_measurement(
     folder: Path, index: PostgresIndex, queries: np.ndarray, measured: Measurement, target: float
 ) -> None:
-    """Write what was promised and measured beside the engine's meta.json, with the queries (Q, D) that measured it."""
+    """Write the target, the measurement and its queries (Q, D) beside the engine's meta.json."""
     with atomic_path(folder / VECTORS) as part:
         save_array(part, queries)
     entries = {"target": target, "k": DEPTH, "settings": index.meta["settings"], **measured._asdict()}

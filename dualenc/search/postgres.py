@@ -2,7 +2,7 @@
 
     id text PRIMARY KEY | embedding vector(D) or halfvec(D) | text | the user's columns
 
-`dualenc.search.postgres_push` fills the table. Its comment says of which embeddings it is.
+`dualenc.search.postgres_push` fills the table, whose comment identifies the embeddings.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dualenc.search.pushed import AGAIN, Engine, read_pushed
 from dualenc.search.where import Condition
 
 FETCHED_ROWS = 4096
+"""Rows that a server-side cursor sends at once."""
 SEARCH_TIMEOUT = "60s"
 MAX_NAME_BYTES = 63
 """PostgreSQL cuts longer names off."""
@@ -46,6 +47,7 @@ PARAMETERS: dict[str, dict[str, type]] = {
 }
 """The search settings of each kind of index, which the folder records, with their types."""
 COMMENT = "dualenc "
+"""Beginning of the comment of a pushed table."""
 FILTER_EXAMPLE = "\"year >= 2020 AND lang = 'en'\""
 ENTRIES = {"type": str, "index": str, "settings": dict}
 
@@ -172,6 +174,7 @@ class PostgresIndex(Engine):
         return results
 
     def _hit(self, distance: float, columns: dict[str, Any]) -> Hit:
+        """The hit of a row, whose columns include id and text."""
         score = -distance
         if self.meta["metric"] == "cosine":
             # NaN is the distance of a vector of zeros.
@@ -179,6 +182,7 @@ class PostgresIndex(Engine):
         return as_hit(columns.pop("id"), score, columns.pop("text", None), columns)
 
     def _search_settings(self, k: int, nprobe: int | None, ef_search: int | None) -> dict[str, Any]:
+        """The settings of the index for k results, with the options of a search in place of the recorded ones."""
         kind = self.meta["index"]
         settings = dict(self.meta["settings"])
         for option, value, fitting in (("nprobe", nprobe, "ivfflat"), ("ef_search", ef_search, "hnsw")):
@@ -306,13 +310,14 @@ class PostgresIndex(Engine):
 
 
 def without_secrets(target: str) -> str:
-    """The URL of a database without passwords, by libpq's own list of what is secret."""
+    """The URL of a database without passwords, which libpq marks in its list of parameters."""
     plain = {option.keyword.decode() for option in Conninfo.get_defaults() if not option.dispchar}
     parts = {name: str(value) for name, value in _parse(target).items() if name in plain}
     return f"postgresql://?{urlencode(parts, quote_via=quote)}"
 
 
 def _parse(target: str) -> dict[str, Any]:
+    """The connection parameters in a URL."""
     try:
         return dict(conninfo_to_dict(target))
     except psycopg.Error:
@@ -322,6 +327,7 @@ def _parse(target: str) -> dict[str, Any]:
 
 
 def _place(target: str) -> str:
+    """The server and database of a URL, for messages."""
     parts = _parse(target)
     server = ":".join(str(parts[name]) for name in ("host", "port") if name in parts)
     return f"PostgreSQL at {server or 'the local socket'}, database {parts.get('dbname', 'of the user')}"

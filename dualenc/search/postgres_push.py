@@ -37,7 +37,7 @@ COLUMN_TYPES = {
     "number": ("double precision", "float8", pa.float64()),
     "truth": ("boolean", "bool", pa.bool_()),
 }
-"""Of each kind of column: SQL's name, psycopg's, and Arrow's type."""
+"""The type of each kind of column in SQL, in psycopg and in Arrow."""
 
 
 def push_embeddings(
@@ -89,7 +89,7 @@ def push_embeddings(
             _create(pushed)
     sent = _send(pushed, database, progress)
     with pushed.exclusive() as state:
-        _build_index(pushed, _own(pushed, state))
+        _build_index(pushed, _checked(pushed, state))
     return pushed, sent
 
 
@@ -104,7 +104,7 @@ def _send(index: PostgresIndex, database: Database, progress: bool) -> int:
             if stop > stored:
                 with index.exclusive() as state:
                     # Another push may have stored some meanwhile.
-                    stored = _own(index, state)["rows"]
+                    stored = _checked(index, state)["rows"]
                     first = min(max(stored - start, 0), len(batch))
                     if first < len(batch):
                         database.rows(np.arange(start + first, stop))
@@ -117,7 +117,8 @@ def _send(index: PostgresIndex, database: Database, progress: bool) -> int:
     return sent
 
 
-def _own(index: PostgresIndex, state: dict[str, Any] | None) -> dict[str, Any]:
+def _checked(index: PostgresIndex, state: dict[str, Any] | None) -> dict[str, Any]:
+    """The state of the table, which must still be of these embeddings."""
     if state is None or state["fingerprint"] != index.items_checksum:
         raise DualencError(f"{index.location}: another process has removed or replaced it; {AGAIN}")
     return state
@@ -146,13 +147,14 @@ def _create(index: PostgresIndex) -> None:
 
 
 def _write_state(index: PostgresIndex, state: dict[str, Any]) -> None:
+    """Write the table's comment; inside `exclusive`."""
     comment = COMMENT + json.dumps({"fingerprint": index.items_checksum, **state})
     statement = sql.SQL("COMMENT ON TABLE {} IS {}").format(index.table, sql.Literal(comment))
     index.connection.execute(statement)
 
 
 class VectorDumper(Dumper):
-    """Passes a vector on that is in pgvector's binary form already."""
+    """Dumper for vectors that are in pgvector's binary form already."""
 
     format = Format.BINARY
 
@@ -218,7 +220,7 @@ def _lists(count: int) -> int:
 
 
 def default_settings(kind: IndexKind, count: int) -> dict[str, Any]:
-    """Search settings of an index over N rows that nobody measured: it looks on until k rows meet the filter."""
+    """Default search settings of an index over N rows: the scan continues until k rows meet the filter."""
     if kind == "hnsw":
         scan = {"iterative_scan": "relaxed_order", "max_scan_tuples": 20_000, "scan_mem_multiplier": 1}
         return {"ef_search": 100, **scan}

@@ -30,7 +30,7 @@ class Engine(ABC):
     """N pushed vectors in a database.
 
     Args:
-        meta: what `describe` returns, and the engine's own entries.
+        meta: the entries of `describe`, and the engine's own ones.
 
     Attributes:
         location: the database and the collection, for messages; without credentials.
