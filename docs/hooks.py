@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from typing import Any
 
-from dualenc.arguments import build_parser
-from dualenc.cli import COMMANDS, Command, Commands, _load
+from dualenc.arguments import build_app
+from dualenc.cli import COMMANDS, Commands, load
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -15,13 +17,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return "\n\n".join([markdown, *sections(COMMANDS)]) if page.file.src_uri == "commands.md" else markdown
 
 
-def sections(table: Commands, prog: str = "dualenc") -> list[str]:
+def sections(table: Commands, *words: str) -> list[str]:
     """A section for each command of a table and its sub-tables, in Markdown."""
     parts: list[str] = []
     for name, entry in table.items():
-        if isinstance(entry, Command):
-            help_text = build_parser(_load(entry), f"{prog} {name}").format_help()
-            parts.append(f"## {prog} {name}\n\n```text\n{help_text}```")
-        else:
-            parts += sections(entry, f"{prog} {name}")
+        if isinstance(entry, dict):
+            parts += sections(entry, *words, name)
+            continue
+        prog = " ".join(["dualenc", *words, name])
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            build_app(load(*words, name), prog).help_print()
+        parts.append(f"## {prog}\n\n```text\n{shown.getvalue()}```")
     return parts

@@ -1,228 +1,165 @@
-"""Command-line arguments from the signature of a typed function, parsed by argparse.
+"""Command lines of typed functions, by cyclopts: keyword-only parameters and the fields of dataclasses are options.
 
-Keyword-only parameters become options: `batch_size: int = 32` is `--batch-size 32`. The fields of a dataclass become
-options, too. A list is split at commas; a sequence is not: its texts may hold commas, and the option is repeated.
+`batch_size: int = 32` is `--batch-size 32`. A list with `COMMAS` is split; any other list or sequence is an option that
+may be repeated, because its texts may hold commas.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import inspect
+import itertools
 import re
-import shutil
-import types
+import textwrap
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Literal, NoReturn, Union
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
-import docstring_parser
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError, convert
 
-from dualenc.errors import DualencError, nearest
+from dualenc.errors import DualencError
 
-EMPTY = inspect.Parameter.empty
+MARK = "\0"
+"""Stands before `-` and texts such as `--- a`: values that cyclopts would take for options. No argument can hold it."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DualencError(f"{self.prog}: {message}; see {self.prog} --help")
+def _split(kind: Any, tokens: Sequence[Any]) -> Any:
+    """Convert `1,5` and `10`; double quotes protect commas: `"last, first",year`."""
+    rows = csv.reader([token.value for token in tokens], skipinitialspace=True)
+    return convert(kind, [part.strip() for row in rows for part in row])
+
+
+COMMAS = Parameter(converter=_split, n_tokens=1)
 
 
 def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[str]) -> None:
-    """Parse a command line by the signature of a function, and call the function.
+    """Parse a command line by the signature of a function, and call the function; with --help print its help.
 
     Args:
         function: the typed function of a subcommand.
         prog: what the usage line and error messages call it, such as `dualenc embed`.
         arguments: the words after the command's name.
     """
-    parser = build_parser(function, prog)
-    parsed, unknown = parser.parse_known_intermixed_args([_with_dashes(word) for word in arguments])
-    values = vars(parsed)
-    _check_words(function, prog, values, unknown)
-    positional: list[Any] = []
-    for parameter in _parameters(function):
-        name = parameter.name
-        if _is_group(parameter):
-            values[name] = _group(parameter.annotation, values)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            positional += values.pop(name)
-        elif parameter.kind is not parameter.KEYWORD_ONLY and name in values:
-            positional.append(values.pop(name))
-    function(*positional, **values)
-
-
-def _with_dashes(word: str) -> str:
-    """`--batch_size` is `--batch-size`."""
-    option = re.match(r"--\w[\w-]*", word)
-    if option is None:
-        return word
-    return option[0].replace("_", "-") + word[option.end() :]
-
-
-def _check_words(
-    function: Callable[..., Any], prog: str, values: dict[str, Any], unknown: list[str]
-) -> None:
-    """Refuse words that the parser did not know, and options that are missing or empty."""
-    more = f"see {prog} --help"
-    options = [parameter for parameter in _flattened(function) if parameter.kind is parameter.KEYWORD_ONLY]
-    for word in unknown:
-        if not word.startswith("-"):
-            raise DualencError(f"{prog}: too many arguments, from '{word}' on; {more}")
-        name = word.partition("=")[0]
-        suggestion = nearest(name, map(_label, options))
-        raise DualencError(f"{prog} has no option '{name}'{suggestion}; {more}")
-    # Not checked by argparse, which would then report the missing option in place of its misspelling.
-    for option in options:
-        if option.default is EMPTY and option.name not in values:
-            raise DualencError(f"{prog}: {_label(option)} is required; {more}")
-    if values.get("out") == "":
+    if "--out=" in arguments or ("--out", "") in itertools.pairwise(arguments):
         # Path("") is the current folder.
         raise DualencError(f"{prog}: --out is empty; name a file or folder")
+    words = []
+    for word in arguments:
+        is_text = word.startswith("-") and not re.match(r"--?[A-Za-z][\w-]*(=|$)|-\.?\d|--$", word)
+        words.append(MARK + word if is_text else word)
+    try:
+        command, bound, _ = build_app(function, prog).parse_args(words)
+    except CycloptsError as error:
+        problem = " ".join(str(error).replace(MARK, "").split())
+        if isinstance(error, UnusedCliTokensError):
+            problem = f"too many arguments, from '{(error.unused_tokens or words)[0]}' on."
+        raise DualencError(f"{prog}: {problem} See {prog} --help") from None
+    bound.apply_defaults()
+    command(*_unmarked(bound.args), **{name: _unmarked(value) for name, value in bound.kwargs.items()})
 
 
-def _group(kind: Any, values: dict[str, Any]) -> Any:
-    """A dataclass made of the values that are its fields, which are taken out of the others."""
-    fields = {}
-    for field in dataclasses.fields(kind):
-        if field.name in values:
-            fields[field.name] = values.pop(field.name)
-    return kind(**fields)
+def _unmarked(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.removeprefix(MARK)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_unmarked, value))
+    if dataclasses.is_dataclass(value):
+        values = {name: _unmarked(item) for name, item in vars(value).items()}
+        return dataclasses.replace(typing.cast(Any, value), **values)
+    return value
 
 
-def build_parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:
-    """The parser of a command, by the signature and the docstring of its function."""
-    description, texts = _documentation(function)
-    parameters = list(_flattened(function))
-    # Help as wide as the terminal, up to 120 characters, with options and their meanings in two columns.
-    width = min(shutil.get_terminal_size((100, 24)).columns - 2, 120)
-    parser = _Parser(
-        prog=prog,
-        usage=_usage(prog, parameters),
-        description=description,
-        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width),
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
+def build_app(function: Callable[..., Any], prog: str) -> App:
+    """The command of a function; its `help_print` shows the help."""
+    command = _as_command(function)
+    app = App(
+        name=prog,
+        usage=_usage(prog, inspect.signature(command)),
+        help_format="plaintext",
+        help_formatter=typing.cast(Any, _Help()),
+        group_parameters="Options",
+        version_flags=(),
+        exit_on_error=False,
+        print_error=False,
+        default_parameter=Parameter(negative_iterable=(), negative_none=(), allow_repeating=True),
     )
-    for parameter in parameters:
-        text = _meaning(parameter, texts).replace("%", "%%")
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            parser.add_argument(
-                parameter.name, metavar=_label(parameter), help=text, nargs="*", default=[]
-            )
-        elif parameter.kind is not parameter.KEYWORD_ONLY:
-            number = None if parameter.default is EMPTY else "?"
-            parser.add_argument(parameter.name, metavar=_label(parameter), help=text, nargs=number)
-        else:
-            names = [_label(parameter)]
-            if len(parameter.name) == 1:
-                names.insert(0, f"-{parameter.name}")
-            parser.add_argument(*names, dest=parameter.name, help=text, **_conversion(parameter))
-    return parser
+    app["--help"].group = "Options"
+    app.default(command)
+    return app
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function or dataclass, with evaluated annotations."""
-    hints = typing.get_type_hints(function)
-    parameters = inspect.signature(function).parameters.values()
-    return [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
+def _as_command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for cyclopts: fields of dataclasses without a prefix, arguments by position only."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        hint = hints[parameter.name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            default = hint() if parameter.default is parameter.empty else parameter.default
+            parameter = parameter.replace(default=default)
+            hint = Annotated[hint, Parameter(name="*")]
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            parameter = parameter.replace(kind=parameter.POSITIONAL_ONLY)
+        parameters.append(parameter.replace(annotation=hint))
+
+    def command(*positional: Any, **options: Any) -> None:
+        function(*positional, **options)
+
+    command.__doc__ = function.__doc__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
-def _is_group(parameter: inspect.Parameter) -> bool:
-    return dataclasses.is_dataclass(parameter.annotation)
-
-
-def _flattened(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
-    """The parameters of a function, with the fields of dataclasses in the place of those."""
-    for parameter in _parameters(function):
-        if _is_group(parameter):
-            for field in _parameters(parameter.annotation):
-                yield field.replace(kind=field.KEYWORD_ONLY)
-        else:
-            yield parameter
-
-
-def _label(parameter: inspect.Parameter) -> str:
-    """What messages call an argument: SOURCE, or --batch-size."""
-    if parameter.kind is parameter.KEYWORD_ONLY:
-        return f"--{parameter.name.replace('_', '-')}"
-    return parameter.name.upper()
-
-
-def _usage(prog: str, parameters: Sequence[inspect.Parameter]) -> str:
-    """The required arguments, and those that may be repeated."""
+def _usage(prog: str, signature: inspect.Signature) -> str:
     words = [prog]
-    for parameter in parameters:
+    for parameter in signature.parameters.values():
+        name = parameter.name.upper()
         if parameter.kind is parameter.VAR_POSITIONAL:
-            words.append(f"[{_label(parameter)} …]")
-        elif parameter.default is EMPTY:
-            words.append(_label(parameter))
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                words.append(parameter.name.upper())
+            words.append(f"[{name} …]")
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            words.append(name if parameter.default is parameter.empty else f"[{name}]")
+        elif parameter.default is parameter.empty:
+            words.append(f"--{parameter.name.replace('_', '-')} {name}")
     return " ".join([*words, "[options]"])
 
 
-def _meaning(parameter: inspect.Parameter, texts: dict[str, str]) -> str:
-    """What an argument means, and its default."""
-    text = " ".join(texts.get(parameter.name, "").split())
-    if parameter.default in (EMPTY, None, "") or isinstance(parameter.default, bool):
-        return text
-    return f"{text.removesuffix('.')} (default: {parameter.default})".strip()
+class _Help:
+    """Plain help in two columns, as wide as the terminal up to 120 characters."""
+
+    def render_usage(self, console: Any, _: Any, usage: Any) -> None:
+        print(f"usage: {usage}")
+
+    def render_description(self, console: Any, _: Any, description: Any) -> None:
+        print(description.primary_renderable.plain)
+
+    def __call__(self, console: Any, _: Any, panel: Any) -> None:
+        print(f"\n{panel.title.lower()}:")
+        for entry in panel.entries:
+            text = " ".join(entry.description.primary_renderable.plain.split())
+            if entry.default not in (None, '""', "True", "False"):
+                text = f"{text.removesuffix('.')} (default: {entry.default})"
+            lines = textwrap.wrap(text, min(console.width, 120) - 26)
+            label = f"  {_label(entry)}"
+            if lines and len(label) < 26:
+                label = f"{label:<26}{lines.pop(0)}"
+            print("\n".join([label, *(" " * 26 + line for line in lines)]))
 
 
-def _conversion(option: inspect.Parameter) -> dict[str, Any]:
-    """How argparse converts the text of an option, and what its help shows behind the name."""
-    hint = option.annotation
-    can_be_null = False
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        choices = typing.get_args(hint)
-        can_be_null = type(None) in choices
-        hint = choices[0]
-    origin = typing.get_origin(hint)
-    inner = typing.get_args(hint)
-    if hint is bool:
-        return {"action": "store_true" if option.default is False else argparse.BooleanOptionalAction}
-    if origin is Literal:
-        return {"choices": inner, "metavar": f"{{{','.join(inner)}}}"}
-    word = option.name.rpartition("_")[2].upper()
-    if origin is Sequence:
-        return {"type": inner[0], "action": "append", "metavar": word}
-    numbers = {int: "N", float: "X"}
-    if origin is list:
-        metavar = f"{numbers[inner[0]]},…" if inner[0] in numbers else word
-        return {"type": _list_of(inner[0]), "action": "extend", "metavar": metavar}
-    if hint in numbers and can_be_null and option.default is not None:
-        return {"type": _or_null(hint), "metavar": f"{numbers[hint]}|null"}
-    return {"type": hint, "metavar": numbers.get(hint, word)}
-
-
-def _list_of(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A converter of `1,5,10`; double quotes protect commas: `"last, first",year`."""
-
-    def convert(text: str) -> list[Any]:
-        return [item(part.strip()) for row in csv.reader([text], skipinitialspace=True) for part in row]
-
-    convert.__name__ = f"list of {item.__name__}"
-    return convert
-
-
-def _or_null(number: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A converter of a number or `null`."""
-
-    def convert(text: str) -> Any:
-        return None if text == "null" else number(text)
-
-    convert.__name__ = f"{number.__name__} or null"
-    return convert
-
-
-def _documentation(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The description of a function, and the texts of its arguments, those in dataclasses included, by name."""
-    parsed = docstring_parser.parse(function.__doc__ or "")
-    texts = {entry.arg_name: entry.description or "" for entry in parsed.params}
-    for parameter in _parameters(function):
-        if _is_group(parameter):
-            texts |= _documentation(parameter.annotation)[1]
-    return parsed.description or "", texts
+def _label(entry: Any) -> str:
+    """The names of an argument, and what stands for its value: a number, one of its choices, or a word."""
+    names = [*entry.positive_names, *entry.positive_shorts]
+    kind = str(entry.type)
+    if not names or not names[0].startswith("-"):
+        return ", ".join(names) or str(entry.positional_label)
+    if entry.type is None or "bool" in kind:
+        return ", ".join([*names, *(entry.negative_names if entry.default != "False" else ())])
+    word = names[0].rpartition("-")[2].upper()
+    if entry.choices:
+        word = f"{{{','.join(entry.choices)}}}"
+    elif "int" in kind or "float" in kind:
+        word = "N" if "int" in kind else "X"
+        if "None" in kind and entry.default is not None:
+            word += "|null"
+    return f"{', '.join(names)} {word}{',…' if 'list' in kind else ''}"

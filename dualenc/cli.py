@@ -10,51 +10,39 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Union
+from typing import Any, Union
 
 from dualenc import __version__
-from dualenc.arguments import run_function
 from dualenc.errors import BelowTarget, DualencError, nearest
 from dualenc.terminal import printable, without_credentials
 
-
-class Command(NamedTuple):
-    """The file in `dualenc/commands` and the function in it that a subcommand runs, and a line of help."""
-
-    module: str
-    function: str
-    help: str
-
-
-Commands = dict[str, Union[Command, "Commands"]]
+Commands = dict[str, Union[str, "Commands"]]
 
 COMMANDS: Commands = {
-    "quickstart": Command(
-        "quickstart", "quickstart", "train, index and search text already on this machine"
-    ),
-    "recipe": Command("recipe", "recipe", "list the recipes that come with the package, or print one"),
-    "train": Command("train", "train", "train a dual encoder from a recipe"),
-    "report": Command("report", "report", "an HTML page about a training run, or several side by side"),
-    "embed": Command("embed", "embed", "embed a corpus with a model"),
-    "index": Command("index", "index", "build a FAISS index from a model or from embeddings"),
-    "migrate": Command("migrate", "migrate", "change the model of an index, served meanwhile"),
-    "push": Command("push", "push", "send embeddings to PostgreSQL or Qdrant"),
-    "adapt": Command("adapt", "adapt", "train queries for an index that stays as it is"),
-    "mine": Command("mine", "mine", "mine hard negatives for training with a model"),
-    "search": Command("search", "search", "search an index or an engine with a text or an image"),
-    "serve": Command("serve", "serve", "serve an index over HTTP, with a page to search on"),
+    "quickstart": "train, index and search text already on this machine",
+    "recipe": "list the recipes that come with the package, or print one",
+    "train": "train a dual encoder from a recipe",
+    "report": "an HTML page about a training run, or several side by side",
+    "embed": "embed a corpus with a model",
+    "index": "build a FAISS index from a model or from embeddings",
+    "migrate": "change the model of an index, served meanwhile",
+    "push": "send embeddings to PostgreSQL or Qdrant",
+    "adapt": "train queries for an index that stays as it is",
+    "mine": "mine hard negatives for training with a model",
+    "search": "search an index or an engine with a text or an image",
+    "serve": "serve an index over HTTP, with a page to search on",
     "evaluate": {
-        "retrieval": Command("evaluate", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
-        "image-text": Command("evaluate", "image_text", "recall@k both ways, several captions"),
-        "zero-shot": Command("evaluate", "zero_shot", "classify images by prompts"),
-        "probe": Command("evaluate", "probe", "linear and kNN probes on image features"),
-        "corrupted": Command("evaluate", "corrupted", "retrieval under image corruptions"),
-        "objectives": Command("evaluate", "objectives", "which objective misses how much of the gradient"),
-        "engine": Command("evaluate", "engine", "recall under filters of what push wrote, again"),
-        "compare": Command("evaluate", "compare", "metrics of several models side by side"),
+        "retrieval": "nDCG, recall, MRR and MAP on a BEIR folder",
+        "image-text": "recall@k both ways, several captions",
+        "zero-shot": "classify images by prompts",
+        "probe": "linear and kNN probes on image features",
+        "corrupted": "retrieval under image corruptions",
+        "objectives": "which objective misses how much of the gradient",
+        "engine": "recall under filters of what push wrote, again",
+        "compare": "metrics of several models side by side",
     },
 }
-
+"""A line of help for each command; its function is in the module of `dualenc.commands` with the first word's name."""
 
 EXPECTED = (DualencError, OSError, ModuleNotFoundError)
 """Errors that a user can fix."""
@@ -90,31 +78,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> None:
     """Look up a command in the table and its sub-tables; print help, or run its function."""
-    prog = "dualenc"
-    table = COMMANDS
-    while True:
+    words = ["dualenc"]
+    table: str | Commands = COMMANDS
+    while isinstance(table, dict):
+        prog = " ".join(words)
         word = arguments.pop(0) if arguments else "--help"
         if word == "--version":
             return print(f"dualenc {__version__}")
         if word in ("-h", "--help"):
             print(f"usage: {prog} COMMAND …\n")
             for name, entry in table.items():
-                print(f"  {name:<12} {entry.help if isinstance(entry, Command) else ', '.join(entry)}")
+                print(f"  {name:<12} {entry if isinstance(entry, str) else ', '.join(entry)}")
             print(
                 f"\n{prog} COMMAND --help shows a command's arguments; --debug shows the traceback of an error."
             )
             return None
         if word not in table:
             raise DualencError(f"{prog} has no command '{word}'{nearest(word, table)}; see {prog} --help")
-        entry = table[word]
-        prog = f"{prog} {word}"
-        if isinstance(entry, Command):
-            return run_function(_load(entry), prog, arguments)
-        table = entry
+        words.append(word)
+        table = table[word]
+    # Importing cyclopts takes longer than the help above.
+    from dualenc.arguments import run_function
+
+    return run_function(load(*words[1:]), " ".join(words), arguments)
 
 
-def _load(command: Command) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"dualenc.commands.{command.module}"), command.function)
+def load(*words: str) -> Callable[..., Any]:
+    """The function of a command, such as "evaluate", "image-text"."""
+    module = importlib.import_module(f"dualenc.commands.{words[0]}")
+    return getattr(module, words[-1].replace("-", "_"))
 
 
 def _explain(error: BaseException) -> str:

@@ -1,292 +1,259 @@
-"""Allow-list of recipes: jsonargparse imports whatever an untrusted recipe names where it expects a class.
+"""Checks of recipes: classes from a registry of names, arguments by pydantic from the signatures of constructors.
 
-`Check` therefore walks a recipe beside the types of its classes' arguments before jsonargparse sees it. A class may be
-named only where one is expected, from an allowed module and of the expected type. jsonargparse then checks all other
-values.
+A recipe is untrusted input. Where a constructor expects a class, a recipe may name one of that type from `PACKAGES` or
+a module that the user allows; nothing else is imported or called, and no class is made before all is checked.
 """
 
 from __future__ import annotations
 
 import builtins
-import enum
 import importlib
 import inspect
+import json
 import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import pydantic
+from typing_extensions import NotRequired, Required, TypedDict
 
 from dualenc.errors import DualencError, nearest
 
+PACKAGES = (
+    *("dualenc.data", "dualenc.data.views", "dualenc.encoders", "dualenc.objectives", "dualenc.batching"),
+    *("dualenc.training.evaluators", "dualenc.training.settings"),
+)
+"""The registry: a recipe may name the classes of these packages, with or without the package."""
+FILLED = {
+    "DualEncoder": ("input_dim", "right_input_dim"),
+    "Objective": ("num_left", "num_right", "views", "seed"),
+    "BatchSelector": ("num_pairs", "batch_size", "seed"),
+}
+"""Arguments that `Recipe.build` fills in and a recipe must leave out, by base class."""
 CLASS_KEYS = ("class_path", "init_args")
-RESERVED_KEYS = (*CLASS_KEYS, "dict_kwargs")  # with a meaning for jsonargparse
-TEXTS = (str, os.PathLike)
-LISTS = (list, tuple, Sequence)
-DATA_TYPES = (type(None), bool, int, float, enum.Enum, Mapping, *TEXTS, *LISTS)
 
 
-class Section(NamedTuple):
-    """One section of a recipe.
+class Refusal(DualencError):
+    """A problem of a value in a recipe, and the keys that lead to the value."""
 
-    Attributes:
-        path: of the class that its `class_path` must derive from, or that takes its keys.
-        package: where a class path without a dot is looked up; None when there is one class only.
-        filled: arguments that links fill in, and a recipe must leave out.
-        required: whether a recipe must have the section.
-    """
+    def __init__(self, problem: str, *place: str | int) -> None:
+        keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
+        super().__init__(f"{keys.removeprefix('.')} {problem}")
+        self.problem = problem
+        self.place = place
+
+
+@dataclass(frozen=True)
+class Part:
+    """A class of a recipe, and its checked arguments with all defaults, except those that are filled in."""
 
     path: str
-    package: str | None
-    filled: tuple[str, ...] = ()
-    required: bool = True
+    kind: type
+    arguments: dict[str, Any]
 
-    @property
-    def base(self) -> Any:
-        """The class; imported on access, because that imports its whole package."""
-        module, _, name = self.path.rpartition(".")
-        return getattr(importlib.import_module(module), name)
-
-
-SECTIONS = {
-    "data": Section("dualenc.data.PairDataset", "dualenc.data"),
-    "model": Section("dualenc.encoders.DualEncoder", "dualenc.encoders", ("input_dim", "right_input_dim")),
-    "objective": Section(
-        "dualenc.objectives.Objective", "dualenc.objectives", ("num_left", "num_right", "views", "seed")
-    ),
-    "batching": Section(
-        "dualenc.batching.BatchSelector",
-        "dualenc.batching",
-        ("num_pairs", "batch_size", "seed"),
-        required=False,
-    ),
-    "evaluator": Section(
-        "dualenc.training.evaluators.Evaluator", "dualenc.training.evaluators", required=False
-    ),
-    "trainer": Section("dualenc.training.settings.TrainerSettings", None),
-}
+    def settings(self) -> dict[str, Any]:
+        """The class and its arguments as values of YAML."""
+        plain = {"class_path": self.path, "init_args": self.arguments}
+        settings: dict[str, Any] = json.loads(json.dumps(plain, default=_plain))
+        return settings
 
 
-class Check:
-    """Checks a recipe; `place` in its methods names where a value is, such as `model.augment`.
+def _plain(value: Any) -> Any:
+    return value.settings() if isinstance(value, Part) else str(value)
 
-    Args:
-        source: what errors call the recipe.
-        allow_modules: modules other than `dualenc` whose classes it may name.
-    """
 
-    def __init__(self, source: str, allow_modules: Sequence[str] = ()) -> None:
-        self.source = source
-        self.allowed = ("dualenc", *allow_modules)
+def build(value: Any, source: str, **filled: Any) -> Any:
+    """Make the classes in a value, from the inside out; each takes of `filled` what its constructor has."""
+    if isinstance(value, dict):
+        return {key: build(item, source, **filled) for key, item in value.items()}
+    if isinstance(value, list):
+        return [build(item, source, **filled) for item in value]
+    if not isinstance(value, Part):
+        return value
+    arguments = build(value.arguments, source, **filled)
+    for name in parameters(value.kind).keys() & filled.keys() - arguments.keys():
+        arguments[name] = filled[name]
+    try:
+        return value.kind(**arguments)
+    except (DualencError, OSError) as error:
+        message = str(error).removeprefix(f"{value.kind.__name__}: ")
+        raise DualencError(f"{source}: {value.kind.__name__}: {message}") from error
 
-    def recipe(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings with full class paths, after all checks."""
-        for name in settings:
-            self._check_known(name, SECTIONS, "section ")
-        checked = {}
-        for name, section in SECTIONS.items():
-            value = settings.get(name)
-            if value is None and not section.required:
-                continue
-            if not isinstance(value, Mapping):
-                problem = "is missing; add it" if value is None else f"is {value!r}; it must hold keys"
-                raise self._refusal(name, problem)
-            # Importing a base class imports torch, which takes seconds.
-            if section.package is None:
-                checked[name] = self._arguments(section.base, value, name)
-            else:
-                checked[name] = self._class(value, [section.base], name)
-        return checked
 
-    def _class(self, value: Mapping[str, Any], bases: Sequence[Any], place: str) -> dict[str, Any]:
-        """A class by `class_path` and `init_args`, which must derive from one of the base types."""
-        package = "dualenc.data"
-        filled: tuple[str, ...] = ()
-        # An objective inside another gets its sizes from the data like one in its own section.
-        for section in SECTIONS.values():
-            if section.package is not None and section.base in bases:
-                package = section.package
-                filled = section.filled
-        for key in value:
-            self._check_known(key, CLASS_KEYS, f"key {place}.")
-        if "class_path" not in value:
-            raise DualencError(f"{self.source}: {place}.class_path is missing; name a class of {package}")
-        path, resolved = self._resolve(value["class_path"], bases, f"{place}.class_path", package)
-        arguments = value.get("init_args")
-        if not isinstance(arguments, Mapping | None):
-            raise self._refusal(
-                f"{place}.init_args", f"is {arguments!r}; it must hold the arguments of {path}"
-            )
-        return {"class_path": path, "init_args": self._arguments(resolved, arguments or {}, place, filled)}
+def check_class(value: Any, base: Any, allowed: Sequence[str]) -> Part:
+    """Check a class by class_path and init_args; it must be of a type, and of the registry or an allowed module."""
+    kind_name = getattr(typing.get_origin(base) or base, "__name__", str(base))
+    wanted = f"class of type {kind_name}"
+    if not isinstance(value, Mapping):
+        raise Refusal(f"is {_shown(value)}; it must name a {wanted} by class_path and init_args")
+    for key in value:
+        if key not in CLASS_KEYS:
+            raise Refusal(f"is no key of a class{nearest(str(key), CLASS_KEYS)}", key)
+    path = value.get("class_path")
+    if not isinstance(path, str) or not re.fullmatch(r"([A-Za-z]\w*\.)*[A-Za-z]\w*", path):
+        raise Refusal(f"is {_shown(path)}; name a {wanted}", "class_path")
+    classes = _registry(path, base, allowed)
+    if path not in classes:
+        names = [name for name in classes if "." not in name]
+        others = nearest(path.rpartition(".")[2], names) or f"; there are {', '.join(names) or 'none'}"
+        raise Refusal(f"is {path!r}, which is no {wanted} in the registry{others}", "class_path")
+    full_path, kind = classes[path]
+    values = {} if value.get("init_args") is None else value["init_args"]
+    if not isinstance(values, Mapping):
+        raise Refusal(f"is {values!r}; it must hold the arguments of {path}", "init_args")
+    return Part(full_path, kind, check_arguments(kind, values, allowed, FILLED.get(kind_name, ())))
 
-    def _arguments(
-        self, cls: type, values: Mapping[str, Any], place: str, filled: tuple[str, ...] = ()
-    ) -> dict[str, Any]:
-        hints = argument_types(cls)
-        known = [name for name in hints if name not in filled]
-        for name in values:
-            if name in filled:
-                raise self._refusal(f"{place}.{name}", "is filled in by the training; leave it out")
-            self._check_known(name, known, f"key {place}.")
-        for parameter, _ in _parameters(cls):
-            name = parameter.name
-            is_required = parameter.default is parameter.empty and name in known
-            if is_required and name not in values:
-                raise self._refusal(place, f"{cls.__name__} needs {name}; add {place}.{name}")
-        return {name: self._value(value, hints[name], f"{place}.{name}") for name, value in values.items()}
 
-    def _resolve(self, path: Any, bases: Sequence[Any], place: str, default: str) -> tuple[str, type]:
-        """The full path and the class of a class path, which may be a name of the default package."""
-        if not isinstance(path, str) or not re.fullmatch(r"([A-Za-z]\w*\.)*[A-Za-z]\w*", path):
-            raise self._refusal(place, f"is {path!r}; name a class, such as {default}.NAME")
-        package_name, _, name = path.rpartition(".")
-        package_name = package_name or default
-        if not self._is_allowed(package_name):
-            root = package_name.partition(".")[0]
-            problem = f"{path} is not of dualenc, and making it would run its code; if you trust that, allow it: "
-            raise self._refusal(place, f"{problem}--allow-module {root}")
+def _registry(path: str, base: Any, allowed: Sequence[str]) -> dict[str, tuple[str, type]]:
+    """The classes for a place with their full paths: those of dualenc, or of the module in a path that is allowed."""
+    packages: Sequence[str] = PACKAGES
+    module, _, _ = path.rpartition(".")
+    root = path.partition(".")[0]
+    if module and root != "dualenc":
+        if not _is_within(module, allowed):
+            problem = f"is {path!r}, not of dualenc, and making it would run its code; if you trust that"
+            raise Refusal(f"{problem}, allow it: --allow-module {root}", "class_path")
+        packages = (module,)
+    classes = {}
+    for package in packages:
         try:
-            package = importlib.import_module(package_name)
+            values = vars(importlib.import_module(package))
         except Exception as error:  # a module of the user's may fail in any way
             reason = f"{type(error).__name__}: {error}"
-            raise self._refusal(
-                place, f"cannot import {package_name} ({reason}); check the name"
-            ) from error
-        cls = getattr(package, name, None)
-        if any(self._fits(cls, base) for base in bases):
-            return f"{package_name}.{name}", typing.cast(type, cls)
-
-        names = [
-            key for key, value in vars(package).items() if any(self._fits(value, base) for base in bases)
-        ]
-        alternatives = nearest(name, names) or f"; there are {', '.join(names) or 'none'}"
-        raise self._refusal(place, f"{name!r} in {package_name} is not {_described(bases)}{alternatives}")
-
-    def _fits(self, cls: Any, base: Any) -> bool:
-        """Whether an attribute of a module is a class for a place of this type: a base class, or a Callable."""
-        if not inspect.isclass(cls) or inspect.isabstract(cls) or not self._is_allowed(cls.__module__):
-            return False
-        origin = typing.get_origin(base) or base
-        if origin is Callable:
-            return "__call__" in dir(cls)
-        return inspect.isclass(origin) and issubclass(cls, origin)
-
-    def _is_allowed(self, module: str) -> bool:
-        return any(module == name or module.startswith(f"{name}.") for name in self.allowed)
-
-    def _value(self, value: Any, hint: Any, place: str) -> Any:
-        """The value with full class paths; refused if it names a class where none is expected, or no class of ours."""
-        choices = _alternatives(hint)
-        classes = [choice for choice in choices if _is_class_place(choice)]
-        if isinstance(value, Mapping):
-            mapping_type = _container(choices, Mapping)
-            if classes and ("class_path" in value or mapping_type is None):
-                return self._class(value, classes, place)
-            return self._mapping(value, mapping_type, place)
-        if isinstance(value, (list, tuple)):
-            item_hint, *_ = typing.get_args(_container(choices, LISTS)) or (Any,)
-            return [self._value(item, item_hint, f"{place}[{index}]") for index, item in enumerate(value)]
-        if isinstance(value, str) and classes:
-            # jsonargparse tries the types in order, and imports what a text names before it tries a later `str`.
-            text_type = _container(choices, TEXTS)
-            if text_type is None or choices.index(text_type) > choices.index(classes[0]):
-                expected = f"it must name {_described(classes)}, by class_path and init_args"
-                raise self._refusal(place, f"is {value!r}; {expected}")
-        if value is None and not {type(None), Any, object}.intersection(choices):
-            raise self._refusal(place, f"is null; it must be {_described(choices)}")
-        return value
-
-    def _mapping(self, value: Mapping[str, Any], hint: Any, place: str) -> dict[str, Any]:
-        """Plain data, or classes by name if those are the items of the type."""
-        *_, item_hint = typing.get_args(hint) or (Any,)
-        checked = {}
-        for key, item in value.items():
-            if key in RESERVED_KEYS or str(key).startswith("__"):
-                raise self._refusal(f"{place}.{key}", "no class can be named here; give plain values")
-            checked[key] = self._value(item, item_hint, f"{place}.{key}")
-        return checked
-
-    def _check_known(self, key: str, known: Iterable[str], kind: str) -> None:
-        known = list(known)
-        if key not in known:
-            raise DualencError(f"{self.source}: unknown {kind}{key}{nearest(str(key), known)}")
-
-    def _refusal(self, place: str, problem: str) -> DualencError:
-        joint = " " if problem.startswith("is ") else ": "
-        return DualencError(f"{self.source}: {place}{joint}{problem}")
+            raise Refusal(f"is {path!r}; cannot import {package} ({reason})", "class_path") from error
+        for name, value in values.items():
+            if _fits(value, base) and _is_within(value.__module__, ("dualenc", *allowed)):
+                classes[f"{package}.{name}"] = (f"{package}.{name}", value)
+                classes.setdefault(name, (f"{package}.{name}", value))
+    return classes
 
 
-def argument_types(cls: type) -> dict[str, Any]:
-    """Types of the arguments that a class takes, those behind `**arguments` of its base classes included."""
-    return {parameter.name: hint for parameter, hint in _parameters(cls)}
+def _fits(value: Any, base: Any) -> bool:
+    """Whether a value is a class that can be made for a place of this type."""
+    kind = typing.get_origin(base) or base
+    if not inspect.isclass(value) or inspect.isabstract(value) or not inspect.isclass(kind):
+        return False
+    return "__call__" in dir(value) if kind is Callable else issubclass(value, kind)
 
 
-def _parameters(cls: type) -> Iterator[tuple[inspect.Parameter, Any]]:
-    """The constructor's parameters with their types; where base classes repeat a name, that of the most derived."""
-    seen = set()
-    for base in inspect.getmro(cls):
-        if "__init__" not in vars(base):
-            continue
-        constructor = vars(base)["__init__"]
-        hints = _type_hints(constructor)
-        parameters = list(inspect.signature(constructor).parameters.values())[1:]
-        passes_on = False
-        for parameter in parameters:
-            passes_on |= parameter.kind is parameter.VAR_KEYWORD
-            by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if by_name and parameter.name not in seen:
-                seen.add(parameter.name)
-                yield parameter, hints.get(parameter.name, Any)
-        if not passes_on:
-            break
+def _is_within(module: str, packages: Sequence[str]) -> bool:
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
-class _Unknown:
+def check_arguments(
+    kind: type, values: Any, allowed: Sequence[str], filled: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Check the arguments of a class strictly by its signature, and add the defaults of the others."""
+    known = {name: each for name, each in parameters(kind).items() if name not in filled}
+    fields: dict[str, Any] = {}
+    for name, parameter in known.items():
+        presence: Any = Required if parameter.default is parameter.empty else NotRequired
+        fields[name] = presence[_checked_type(parameter.annotation)]
+    make_type: Any = TypedDict  # mypy reads names and fields of the literal kind only
+    model = make_type(kind.__name__, fields)
+    model.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)
+    try:
+        checked = pydantic.TypeAdapter(model).validate_python(dict(values), context=allowed)
+    except pydantic.ValidationError as error:
+        # Misspelled keys are reported before what is missing.
+        first = ("extra_forbidden", "value_error")
+        details = sorted(error.errors(), key=lambda each: each["type"] not in first)
+        if details[0]["type"] == "extra_forbidden" and details[0]["loc"][0] in filled:
+            raise Refusal("is filled in by the training; leave it out", *details[0]["loc"]) from None
+        raise _refusal(details, values, kind.__name__, known) from None
+    return {name: checked.get(name, parameter.default) for name, parameter in known.items()}
+
+
+def _refusal(details: Sequence[Any], value: Any, kind_name: str, known: Mapping[str, Any]) -> Refusal:
+    """The first of pydantic's errors in our words."""
+    keys = details[0]["loc"]
+    if details[0]["type"] == "extra_forbidden":
+        return Refusal(f"is no key of {kind_name}{nearest(str(keys[-1]), known)}", *keys)
+    if details[0]["type"] == "missing":
+        return Refusal(f"is missing; {kind_name} needs it", *keys)
+    place = []
+    for key in keys:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            break  # the name of a type, in a union
+        place.append(key)
+    if details[0]["type"] == "value_error":
+        cause = details[0]["ctx"]["error"]
+        return Refusal(cause.problem, *place, *cause.place)
+    reasons = [each["msg"] for each in details if list(each["loc"][: len(place)]) == place]
+    reason = " or ".join(dict.fromkeys(reasons)).replace("Input should be", "it must be")
+    reason = reason.replace(" or it must be ", " or ")
+    return Refusal(f"is {_shown(value)}; {reason}", *place)
+
+
+def _checked_type(hint: Any) -> Any:
+    """A constructor's type as pydantic checks it in a recipe; what is no plain data there is a class by name."""
+    kind = typing.get_origin(hint) or hint
+    if kind in (bool, int, float, str, type(None), Literal, ...):
+        return hint
+    if kind in (Any, object):
+        return Annotated[Any, pydantic.AfterValidator(_plain_data)]
+    if inspect.isclass(kind) and issubclass(kind, os.PathLike):
+        return str
+    inner = tuple(map(_checked_type, typing.get_args(hint) or (Any,)))
+    if kind in (typing.Union, types.UnionType):
+        if isinstance(getattr(inner[0], "__metadata__", (None,))[0], pydantic.PlainValidator):
+            # Where a class comes first, a text without keys is more likely to be meant as its name.
+            inner = tuple(each for each in inner if each is not str)
+        return typing.Union[inner]  # noqa: UP007  of a computed tuple
+    if kind is tuple:
+        return Annotated[tuple[inner], pydantic.Strict(False)]  # type: ignore[valid-type]
+    if kind in (list, Sequence):
+        return Annotated[list[inner[0]], pydantic.Strict(False)]  # type: ignore[valid-type]
+    if kind in (dict, Mapping):
+        return dict[str, inner[-1]]  # type: ignore[valid-type]
+    return Annotated[Any, pydantic.PlainValidator(partial(_class_by_name, base=hint))]
+
+
+def _class_by_name(value: Any, info: pydantic.ValidationInfo, base: Any) -> Part:
+    return check_class(value, base, info.context or ())
+
+
+def _plain_data(value: Any) -> Any:
+    """Refuse what looks like a class in free data."""
+    for key in value if isinstance(value, dict) else ():
+        if key in (*CLASS_KEYS, "dict_kwargs") or str(key).startswith("__"):
+            raise Refusal(f"holds {key}, but can name no class; give plain values")
+    items = value.values() if isinstance(value, dict) else value
+    for item in items if isinstance(value, (dict, list)) else ():
+        _plain_data(item)
+    return value
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)
+
+
+class Object:
     """Stands for a type that is imported for type checkers only; no class of a recipe fits it."""
 
 
-class _Names(dict[str, Any]):
-    def __missing__(self, name: str) -> Any:
-        return getattr(builtins, name, _Unknown)
-
-
-def _type_hints(function: Any) -> dict[str, Any]:
-    module_names = getattr(inspect.unwrap(function), "__globals__", {})
-    return typing.get_type_hints(function, localns=_Names(module_names))
-
-
-def _alternatives(hint: Any) -> list[Any]:
-    """The members of a union, nested ones included."""
-    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
-        return [hint]
-    return [choice for option in typing.get_args(hint) for choice in _alternatives(option)]
-
-
-def _container(choices: Iterable[Any], kinds: Any) -> Any:
-    """The first of the types that is one of the kinds, or None."""
-    for choice in choices:
-        origin = typing.get_origin(choice) or choice
-        is_text = origin is str and kinds is LISTS
-        if inspect.isclass(origin) and issubclass(origin, kinds) and not is_text:
-            return choice
-    return None
-
-
-def _is_class_place(hint: Any) -> bool:
-    """Whether jsonargparse makes or imports something for a value of this type."""
-    origin = typing.get_origin(hint) or hint
-    if hint in (Any, object) or origin is Literal:
-        return False
-    return not inspect.isclass(origin) or not issubclass(origin, DATA_TYPES)
-
-
-def _described(choices: Iterable[Any]) -> str:
-    """Types as an error shows them."""
-    words = []
-    for choice in choices:
-        if _is_class_place(choice) and inspect.isclass(choice):
-            words.append(f"a class derived from {choice.__module__}.{choice.__qualname__}")
-        else:
-            words.append(getattr(choice, "__name__", str(choice)))
-    return " or ".join(words)
+def parameters(kind: type) -> dict[str, inspect.Parameter]:
+    """The parameters of a constructor with their types, those behind `**arguments` of its base classes included."""
+    known: dict[str, inspect.Parameter] = {}
+    for base in inspect.getmro(kind):
+        if "__init__" not in vars(base):
+            continue
+        constructor = vars(base)["__init__"]
+        names = vars(builtins) | getattr(inspect.unwrap(constructor), "__globals__", {})
+        hints = typing.get_type_hints(constructor, localns=defaultdict(lambda: Object, names))
+        kinds = set()
+        for name, parameter in list(inspect.signature(constructor).parameters.items())[1:]:
+            kinds.add(parameter.kind)
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                known.setdefault(name, parameter.replace(annotation=hints.get(name, Any)))
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            break
+    return known

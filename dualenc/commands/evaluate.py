@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from dualenc.arguments import COMMAS
 from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, MAX_WORKERS, check_options
 from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
 from dualenc.errors import DualencError
@@ -177,8 +178,8 @@ class ProbeOptions:
         batch_size: images encoded at once.
     """
 
-    l2: list[float] | None = None
-    shots: list[int] | None = None
+    l2: Annotated[list[float] | None, COMMAS] = None
+    shots: Annotated[list[int] | None, COMMAS] = None
     batch_size: int = 256
 
 
@@ -213,9 +214,9 @@ class CorruptionOptions:
     """
 
     clean: str | None = None
-    corruptions: list[str] | None = None
+    corruptions: Annotated[list[str] | None, COMMAS] = None
     severity: int = 1
-    severities: list[int] | None = None
+    severities: Annotated[list[int] | None, COMMAS] = None
     augmentation: Literal["simclr", "model"] = "simclr"
 
 
@@ -257,7 +258,7 @@ class ObjectivesOptions:
     split: str = "train"
     batch_size: int = 32
     temperature: float | None = None
-    objectives: list[str] | None = None
+    objectives: Annotated[list[str] | None, COMMAS] = None
     pairs: int = 2000
     warm_up: int = 10
     max_epochs: int = 64

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from dualenc.arguments import COMMAS
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class SourceOptions:
     image_column: str | None = None
     vector_column: str | None = None
     id_column: str | None = None
-    columns: list[str] | None = None
+    columns: Annotated[list[str] | None, COMMAS] = None
     quotes: bool | None = None
 
 

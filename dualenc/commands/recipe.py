@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
+import re
+import textwrap
 from pathlib import Path
 
 import yaml
 
 from dualenc.errors import DualencError, nearest
-from dualenc.recipe_check import SECTIONS
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 
@@ -36,17 +37,26 @@ def recipe(name: str | None = None, *, keys: bool = False) -> None:
 
 
 def _keys(text: str) -> str:
-    """Every key that a recipe's classes take, by section."""
-    from jsonargparse import ArgumentParser
+    """Every key that a recipe's classes take, by section: type, default and description."""
+    import docstring_parser
 
-    parser = ArgumentParser(usage="section.key=value", add_help=False, default_env=False)
-    settings = yaml.safe_load(text)
-    for name, section in SECTIONS.items():
-        if name in settings:
-            cls = section.base
-            if section.package is not None:
-                class_name = settings[name]["class_path"].rpartition(".")[2]
-                cls = getattr(importlib.import_module(section.package), class_name)
-            parser.add_class_arguments(cls, name, skip=set(section.filled))
-    lines = parser.format_help().replace("--", "").splitlines(keepends=True)
-    return "".join(line for line in lines if "Path to a configuration file" not in line)
+    from dualenc.recipe import make_recipe
+    from dualenc.recipe_check import parameters
+
+    lines = []
+    for section, part in make_recipe(yaml.safe_load(text)).sections.items():
+        texts = {}
+        for base in reversed(part.kind.__mro__):
+            for entry in docstring_parser.parse(base.__doc__ or "").params:
+                texts[entry.arg_name] = " ".join((entry.description or "").split())
+        lines.append(f"{section}: {part.kind.__name__}")
+        for name, parameter in parameters(part.kind).items():
+            if name in part.arguments:
+                kind = re.sub(r"\w+\.", "", inspect.formatannotation(parameter.annotation))
+                is_required = parameter.default is parameter.empty
+                default = "required" if is_required else f"default: {parameter.default}"
+                lines.append(f"  {section}.{name} ({kind}, {default})")
+                lines += textwrap.wrap(
+                    texts.get(name, ""), 100, initial_indent=" " * 6, subsequent_indent=" " * 6
+                )
+    return "\n".join(lines) + "\n"

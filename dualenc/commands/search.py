@@ -6,7 +6,9 @@ import sys
 from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 from dualenc.commands.checks import check_options
 from dualenc.commands.options import SEARCH, RankingOptions, SearchOptions
@@ -24,7 +26,7 @@ def search(
     index: str,
     query: str,
     *,
-    k: int = 10,
+    k: Annotated[int, Parameter(alias="-k")] = 10,
     where: Sequence[str] | None = None,
     filter: str = "",
     ranking: RankingOptions = RANKING,

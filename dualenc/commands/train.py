@@ -6,8 +6,9 @@ import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from dualenc.arguments import COMMAS
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -24,7 +25,10 @@ _EVALUATIONS = {
 
 
 def train(
-    recipe: str, *overrides: str, resume: bool = False, allow_module: list[str] | None = None
+    recipe: str,
+    *overrides: str,
+    resume: bool = False,
+    allow_module: Annotated[list[str] | None, COMMAS] = None,
 ) -> None:
     """Train a dual encoder from a recipe.
 

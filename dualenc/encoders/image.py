@@ -28,7 +28,6 @@ PROJECTOR_FILE = "projector.safetensors"
 SMALL = 64
 """Images of at most this many pixels per side get the small-image stem, and are not cropped for evaluation."""
 
-# jsonargparse would take a class as the result's type to be one whose making gives the result; hence Any.
 Augment = Callable[[Image.Image, int], Any]
 """An RGB image and a seed to pixels (3, H, W), float32; a pure function of both."""
 

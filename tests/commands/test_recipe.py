@@ -25,8 +25,7 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_keys_are_those_that_recipes_take(capsys: pytest.CaptureFixture[str]) -> None:
     keys = " ".join(printed(capsys, "text-pairs", "--keys").split())
-    assert "data.left_column LEFT_COLUMN " in keys
-    assert "(required, type: str)" in keys
-    assert "objective.positive_in_softmax {true,false}" in keys
+    assert "data.left_column (str, required) query or image." in keys
+    assert "objective.positive_in_softmax (bool, default: False)" in keys
     for filled in ("objective.num_left", "objective.seed", "model.left "):
         assert filled not in keys

@@ -26,7 +26,7 @@ from dualenc.objectives import (
     Objective,
     SogCLR,
 )
-from dualenc.recipe_check import argument_types
+from dualenc.recipe_check import parameters
 from tests.objectives.every import CLASSES, momentum_keys
 
 EYE, IDS = torch.eye(4), torch.arange(4)
@@ -132,7 +132,7 @@ def test_constructor_names_the_class_and_the_argument(kind: type[Objective]) -> 
     """Every argument of every objective; numpy's numbers are numbers."""
     kind(num_left=np.int64(5), temperature=np.float32(0.2))
     kind(num_left=5, temperature=1)
-    hints = {name: hint for name, hint in argument_types(kind).items() if hint is not bool}
+    hints = {name: each.annotation for name, each in parameters(kind).items() if each.annotation is not bool}
     assert hints.keys() <= BAD_VALUES.keys() | {"seed", "bias"}
     for name in hints.keys() & BAD_VALUES:
         for value in BAD_VALUES[name] + ("x", math.nan) * (hints[name] in (int, float)):
