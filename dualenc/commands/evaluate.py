@@ -63,8 +63,9 @@ def retrieval(
 
     Args:
         model: model folder or name.
-        data: BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv, or embeddings in their place; or pairs: a table
-            of two columns (csv, tsv, jsonl, parquet, a folder of them, a hub name).
+        data: BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv, or embeddings in their place; a collection of
+            the hub (mteb/scifact), or NanoBEIR for its thirteen; or pairs: a table of two columns (csv, tsv, jsonl,
+            parquet, a folder of them, a hub name).
         more: further folders or tables; the table of results then has a mean row.
     """
     check_options(

@@ -15,6 +15,7 @@ from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_beir, read_corpus, read_judged_queries
 from dualenc.data.corpus import Corpus, RetrievalSet, held_out
 from dualenc.data.detect import default_split, detect
+from dualenc.data.hub import expand_name, is_collection
 from dualenc.data.item_lists import VectorItems
 from dualenc.data.items import rows_of
 from dualenc.data.sources import open_pairs
@@ -72,6 +73,7 @@ def evaluate_retrieval(
             f"depth={options.depth}: the metrics look at {least} documents; retrieve that many or more"
         )
     evaluation = Evaluation("retrieval", model, data[0], output)
+    data = [name for source in data for name in expand_name(source)]
     needs_texts = "--rerank" if ranking.rerank is not None else ""
     if options.bm25 or ranking.hybrid is not None:
         needs_texts = "--bm25"
@@ -272,7 +274,7 @@ def _open_collection(
 ) -> tuple[str, RetrievalSet]:
     """A collection, and the name of its folder or file."""
     split = options.split or default_split(source, "test")
-    if detect(source) == "beir":
+    if detect(source) == "beir" or is_collection(source):
         name = Path(source).resolve().name
         if indexed is None:
             collection = read_beir(source, split, titles=options.titles)

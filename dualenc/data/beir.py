@@ -1,4 +1,4 @@
-"""BEIR folders: corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; or vectors in place of the texts."""
+"""BEIR folders (corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv; or vectors in place of texts) and those of the hub."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.detect import detect
+from dualenc.data.hub import collection_table, hub_judgements
 from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_texts
 from dualenc.data.metadata import check_column_names
@@ -26,9 +27,9 @@ _HEADERS = ("score", "relevance", "grade")  # of the last column of a qrels file
 
 
 class Judgement(NamedTuple):
-    """One line of a qrels file."""
+    """A grade that a document has for a query, and where that is written (file:line, or row of a hub data set)."""
 
-    line: int
+    position: str
     query: str
     document: str
     grade: int
@@ -44,8 +45,8 @@ class BeirPairs(PairDataset):
     queries.parquet with columns `_id` and `vector`.
 
     Args:
-        path: the BEIR folder.
-        split: the qrels file to train on, without `.tsv`.
+        path: the BEIR folder, or a collection of the Hugging Face hub: mteb/scifact, zeta-alpha-ai/NanoSciFact.
+        split: the qrels file to train on, without `.tsv`, or the split of the hub's judgements.
         titles: join a document's title to its text.
         min_grade: lowest grade that counts as relevant.
         weigh_grades: multiply a pair's loss by its grade over the mean grade, so that weights are 1 on average.
@@ -111,11 +112,13 @@ def read_beir(
 
     Args:
         folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz. Vectors may
-            take the place of texts, as for `BeirPairs`, whose arguments the others are.
+            take the place of texts, and a name of the hub that of a folder, as for `BeirPairs`, whose arguments the
+            others are.
     """
     folder = Path(folder)
     bad_rows = BadRows(folder, on_error)
-    check_split(folder, split)
+    if detect(folder) != "hub":
+        check_split(folder, split)
     corpus = read_corpus(folder, "corpus", titles=titles, bad_rows=bad_rows)
     queries, qrels = read_judged_queries(folder, split, corpus.ids, bad_rows)
     corpus.skipped = bad_rows.report()
@@ -139,20 +142,18 @@ def read_judged_queries(
     folder: Path, split: str, document_ids: Iterable[str], bad_rows: BadRows
 ) -> tuple[Corpus, dict[str, dict[str, int]]]:
     """The queries of a BEIR folder that a split judges, and its judgements; no documents are read."""
-    file = check_split(folder, split)
+    judgements = judgements_of_split(folder, split, bad_rows)
     queries = read_corpus(folder, "queries", bad_rows=bad_rows)
     query_row = {name: row for row, name in enumerate(queries.ids)}
     documents = set(document_ids)
     qrels: dict[str, dict[str, int]] = {}
-    for line, query, document, grade in read_judgements(file, bad_rows):
+    for position, query, document, grade in judgements:
         if query not in query_row:
-            bad_rows.add(
-                "judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl"
-            )
+            bad_rows.add("judgement of an unknown query", position, f"{query!r} is none of the queries")
             continue
         if document not in documents:
             reason = "judged document that is not in the corpus (kept as never found)"
-            bad_rows.add(reason, f"{file}:{line}", f"{document!r} is missing")
+            bad_rows.add(reason, position, f"{document!r} is missing")
         qrels.setdefault(query, {})[document] = grade
     bad_rows.require(len(qrels), "judgement")
     # In the order of queries.jsonl, so that the result does not depend on the order of the judgements.
@@ -171,6 +172,13 @@ def read_corpus(
     """The documents (part "corpus") or queries (part "queries") of a BEIR folder; `columns` are kept for filters."""
     check_column_names(columns)
     folder = Path(folder)
+    what = "query" if part == "queries" else "document"
+    if detect(folder) == "hub":
+        table, id_column = collection_table(folder, part, bad_rows)
+        title_column = "title" if titles and part == "corpus" and table.has("title") else None
+        return table_corpus(
+            table, "text", title_column=title_column, id_column=id_column, columns=columns, what=what
+        )
     if detect(folder / part) == "vectors":
         return open_vectors(folder / part, columns=columns, bad_rows=bad_rows)
     if (folder / f"{part}.parquet").is_file():
@@ -190,17 +198,26 @@ def read_corpus(
         to_read["title"] = "value"
         optional = ("title", "text")
     table = open_table(file, to_read, bad_rows, optional=optional)
-    what = "query" if part == "queries" else "document"
     return table_corpus(
         table, "text", title_column=title_column, id_column="_id", columns=columns, what=what
     )
+
+
+def judgements_of_split(folder: Path, split: str, bad_rows: BadRows) -> Iterator[Judgement]:
+    """The judgements of a split of a BEIR folder or of a collection of the hub."""
+    if detect(folder) == "hub":
+        return _checked(hub_judgements(folder, split), bad_rows)
+    return read_judgements(check_split(folder, split), bad_rows)
 
 
 def read_judgements(file: Path, bad_rows: BadRows) -> Iterator[Judgement]:
     """The judgements of a BEIR file (`query-id, corpus-id, score` by tabs, with or without that header) or a TREC one
     (`query 0 document grade`); grades of 0 and below mean judged not relevant, as in trec_eval.
     """
-    seen: set[tuple[str, str]] = set()
+    return _checked(_fields_of_lines(file, bad_rows), bad_rows)
+
+
+def _fields_of_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, list[str]]]:
     for number, line in read_texts(file, bad_rows):
         fields = line.split("\t")
         if number == 1 and fields[-1].strip() in _HEADERS:
@@ -209,17 +226,24 @@ def read_judgements(file: Path, bad_rows: BadRows) -> Iterator[Judgement]:
         words = line.split()
         if len(fields) != 3 and len(words) == 4:
             fields = [words[0], *words[2:]]
+        yield f"{file}:{number}", fields
+
+
+def _checked(entries: Iterable[tuple[str, list[str]]], bad_rows: BadRows) -> Iterator[Judgement]:
+    """Judgements of positions and fields; malformed and repeated ones are bad rows."""
+    seen: set[tuple[str, str]] = set()
+    for position, fields in entries:
         grade = fields[-1].strip()
-        if len(fields) != 3 or not _GRADE.fullmatch(grade):
+        if len(fields) != 3 or not all(fields[:2]) or not _GRADE.fullmatch(grade):
             fix = "write query-id, corpus-id and a whole score of at most 6 digits, by tabs"
-            bad_rows.add("malformed judgement", f"{file}:{number}", fix)
+            bad_rows.add("malformed judgement", position, fix)
             continue
         query, document, _ = fields
         if (query, document) in seen:
-            bad_rows.add("pair judged twice", f"{file}:{number}", "keep one of the lines")
+            bad_rows.add("pair judged twice", position, "keep one of them")
             continue
         seen.add((query, document))
-        yield Judgement(number, query, document, int(float(grade)))
+        yield Judgement(position, query, document, int(float(grade)))
 
 
 def read_qrels(file: str | Path) -> dict[str, dict[str, int]]:

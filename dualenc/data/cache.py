@@ -14,6 +14,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from dualenc.data.bad_rows import BadRows
+from dualenc.data.identity import digest_of, file_identity
 from dualenc.errors import explain
 from dualenc.files import atomic_path, write_json
 from dualenc.reading import read_json_object
@@ -34,6 +35,17 @@ def cache_folder() -> Path:
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE) / "dualenc"
+
+
+def cache_option(source: str | Path) -> dict[str, str]:
+    """The `cache_dir` to load a folder with: `datasets` notices no change of files in a folder with a README.md."""
+    files = (
+        sorted(file for file in Path(source).rglob("*") if file.is_file()) if Path(source).is_dir() else []
+    )
+    if not files:
+        return {}
+    digest = digest_of([f"{file} {file_identity(file, read=False).decode()}" for file in files])
+    return {"cache_dir": str(cache_folder() / "folders" / digest)}
 
 
 def dataset_of_batches(

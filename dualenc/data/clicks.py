@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import read_corpus, read_judgements
+from dualenc.data.beir import judgements_of_split, read_corpus
 from dualenc.data.columns import Column, read_column
 from dualenc.data.corpus import Corpus
 from dualenc.data.detect import detect
+from dualenc.data.hub import is_collection
 from dualenc.data.item_lists import Picked, VectorItems, number_distinct
 from dualenc.data.line_tables import ColumnKind
 from dualenc.data.pairs import PairDataset
@@ -66,7 +67,7 @@ class IndexPairs(PairDataset):
         on_error: OnError = "skip",
     ) -> None:
         bad_rows = BadRows(source, on_error)
-        if detect(source) == "beir":
+        if detect(source) == "beir" or is_collection(source):
             judged = _read_beir(Path(source), split, documents, bad_rows)
         else:
             judged = _read_table(str(source), split, query_column, document_column, documents, bad_rows)
@@ -138,21 +139,19 @@ def _document_rows(ids: Column, documents: Embeddings) -> np.ndarray:
 
 def _read_beir(folder: Path, split: str, documents: Embeddings, bad_rows: BadRows) -> Judged:
     """The queries of a BEIR folder that a split judges, with the rows of their relevant documents."""
-    file = folder / "qrels" / f"{split}.tsv"
-    if not file.is_file():
-        raise DualencError(f"{file}: no such file; name another split")
+    judgements = [entry for entry in judgements_of_split(folder, split, bad_rows) if entry.grade >= 1]
     queries: Corpus = read_corpus(folder, "queries", bad_rows=bad_rows)
     query_row = {name: row for row, name in enumerate(queries.ids)}
-    judgements = [entry for entry in read_judgements(file, bad_rows) if entry.grade >= 1]
     document_rows = documents.rows_of([entry.document for entry in judgements])
     query_rows = []
     right_id = []
     for entry, row in zip(judgements, document_rows.tolist(), strict=True):
-        position = f"{file}:{entry.line}"
         if entry.query not in query_row:
-            bad_rows.add("judgement of an unknown query", position, f"{entry.query!r} is not a query")
+            reason = "judgement of an unknown query"
+            bad_rows.add(reason, entry.position, f"{entry.query!r} is not a query")
         elif row < 0:
-            bad_rows.add("id that is not among the documents", position, f"{entry.document!r} is missing")
+            reason = "id that is not among the documents"
+            bad_rows.add(reason, entry.position, f"{entry.document!r} is missing")
         else:
             query_rows.append(query_row[entry.query])
             right_id.append(row)

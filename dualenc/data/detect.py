@@ -13,12 +13,13 @@ from dualenc.data.vector_shards import is_embeddings
 
 Kind = Literal["beir", "tars", "vectors", "images", "saved", "saved_splits", "files", "folder", "hub"]
 """vectors: a folder of embeddings or a .npy file. saved, saved_splits: written by `datasets`. files: a table by name,
-glob or URL. folder: of tables. hub: a name on the hub."""
+glob or URL. folder: of tables. hub: a name on the hub, or a retrieval collection in a folder laid out as on the hub."""
 
 ONLY_SPLIT = "train"
 """What `datasets` calls the rows of a file."""
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
 
+_CARD_BYTES = 1 << 20  # of a README.md that is looked at
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -40,6 +41,9 @@ def detect(source: str | Path) -> Kind:
 
 def _kind_of_folder(folder: Path) -> Kind:
     entries = {entry.name: entry for entry in folder.iterdir()}
+    has_tsv = any((folder / "qrels").glob("*.tsv"))
+    if "README.md" in entries and not has_tsv and {"corpus", "queries"} <= _configurations(folder):
+        return "hub"
     if entries.keys() & {"corpus.jsonl", "corpus.jsonl.gz", "qrels"}:
         return "beir"
     if "state.json" in entries:
@@ -56,6 +60,19 @@ def _kind_of_folder(folder: Path) -> Kind:
     # The hub stores the tables of a data set in `data`.
     has_tables = has_tables or (folder / "data").is_dir()
     return "folder" if has_tables and not suffixes & set(IMAGE_SUFFIXES) else "images"
+
+
+def _configurations(folder: Path) -> set[str]:
+    """The configurations that the header of a folder's README.md names, as on the hub; none if files lie elsewhere."""
+    card = folder / "README.md"
+    if not card.is_file() or card.stat().st_size > _CARD_BYTES:
+        return set()
+    parts = re.split(
+        r"^---\s*$", card.read_text("utf-8-sig", errors="replace"), maxsplit=2, flags=re.MULTILINE
+    )
+    if len(parts) < 3 or parts[0].strip() or re.search(r"path:.*(://|\.\.|[\s\"']/)", parts[1]):
+        return set()
+    return set(re.findall(r"^[ -]*config_name:\s*[\"']?([\w.-]+)", parts[1], flags=re.MULTILINE))
 
 
 def default_split(source: str | Path, default: str) -> str:

@@ -9,6 +9,7 @@ from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import BeirPairs, read_corpus
 from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.detect import detect
+from dualenc.data.hub import is_collection
 from dualenc.data.images import ImageFiles, find_images, split_folder
 from dualenc.data.labels import labels_of_folders
 from dualenc.data.line_tables import ColumnKind
@@ -61,7 +62,8 @@ def open_corpus(
 
     Args:
         path: file, folder, glob, hub name, or URL (`dualenc.data.remote`) of tables or tars.
-        part: "corpus" or "queries" of a BEIR folder; of a table with a column of each, its documents or its queries.
+        part: "corpus" or "queries" of a BEIR folder, also of the hub; of a table with a column of each, its documents
+            or its queries.
         modality: "text", "image" or "vector", where a table or tar holds several; images, then texts, are preferred.
         text_column: by default `text` or another common name, or the only column. A list of texts gives several items.
         title_column: joined in front of the text; by default `title`, if there is one next to a default text column.
@@ -94,7 +96,7 @@ def open_corpus(
         names = find_images(folder)
         numbers, class_names = labels_of_folders(names) or (None, None)
         corpus = Corpus(names, ImageFiles(folder, names), "image", labels=numbers, class_names=class_names)
-    elif kind == "beir":
+    elif kind == "beir" or (subset is None and is_collection(path)):
         corpus = read_corpus(path, part, columns=columns, bad_rows=bad_rows)
     elif kind == "vectors" or modality == "vector" or vector_column is not None:
         corpus = open_vectors(
@@ -164,7 +166,7 @@ def open_pairs(
 
     """
     kind = detect(path)
-    if kind == "beir":
+    if kind == "beir" or (subset is None and is_collection(path)):
         return BeirPairs(path, split, on_error=on_error)
     if kind == "tars":
         check_whole(path, split)

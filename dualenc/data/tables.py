@@ -15,7 +15,7 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.cache import BATCH_ROWS, dataset_of_batches
+from dualenc.data.cache import BATCH_ROWS, cache_option, dataset_of_batches
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, detect
 from dualenc.data.identity import file_identity
 from dualenc.data.line_tables import (
@@ -168,7 +168,7 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
     with explain(
         f"{source}: no such file here, and as a dataset of the hub it does not load", _HUB_ADVICE
     ):
-        return datasets.load_dataset(source, subset, split=split)
+        return datasets.load_dataset(source, subset, split=split, **cache_option(source))
 
 
 def _from_parquet(

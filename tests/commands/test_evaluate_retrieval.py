@@ -14,6 +14,7 @@ import torch
 from sentence_transformers import CrossEncoder
 
 from dualenc.data.beir import read_beir, read_qrels
+from dualenc.data.hub import expand_name
 from dualenc.encoders import load_model
 from dualenc.encoders.frozen import IndexEncoder
 from dualenc.evaluation.runs import read_per_query, read_trec
@@ -22,6 +23,7 @@ from dualenc.search.documents import fingerprint
 from dualenc.search.fusion import fuse
 from tests.commands.in_process import evaluated, failure, run
 from tests.commands.toy import ANIMALS, WORDS, cross_encoder, text_model, write_beir
+from tests.data.test_hub import nano
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,34 @@ def test_a_table_of_pairs_is_a_test_set_beside_a_beir_folder(
     assert scores["metrics"]["ndcg@10"] == pytest.approx(expected)
     values = [system["datasets"][name]["metrics"]["mrr@10"] for name in ("toy", "pairs")]
     assert system["mean"]["mrr@10"] == pytest.approx(sum(values) / 2)
+
+
+@pytest.mark.slow
+def test_nano_beir_is_thirteen_collections_of_the_hub_and_their_mean(
+    toy_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders where the hub's names lead, in the hub's layout, give what BEIR folders of the same rows give."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    values = []
+    for number, name in enumerate(expand_name("NanoBEIR")):
+        folder = write_beir(tmp_path / f"beir{number}", 20, 4, seed=number)
+        documents, queries = (
+            [json.loads(line) for line in (folder / f"{part}.jsonl").read_text().splitlines()]
+            for part in ("corpus", "queries")
+        )
+        qrels = read_qrels(folder / "qrels" / "test.tsv")
+        nano(Path(name), documents, queries, [(query, document) for query in qrels for document in qrels[query]])
+    system = evaluated("retrieval", tmp_path / "out", toy_text, "NanoBEIR")["systems"]["toy-text"]
+    for number, name in enumerate(expand_name("NanoBEIR")):
+        qrels = read_qrels(tmp_path / f"beir{number}" / "qrels" / "test.tsv")
+        values.append(trec_ndcg(qrels, tmp_path / "out" / Path(name).name / "run.trec"))
+        scores = system["datasets"][Path(name).name]
+        assert (scores["queries"], scores["documents"]) == (4, 20)
+        assert scores["metrics"]["ndcg@10"] == pytest.approx(values[-1])
+    assert (len(values), system["mean"]["ndcg@10"]) == (13, pytest.approx(sum(values) / 13))
+    one = evaluated("retrieval", tmp_path / "one", toy_text, "beir0")["systems"]["toy-text"]
+    assert one["mean"]["ndcg@10"] == pytest.approx(values[0])
 
 
 @pytest.mark.slow
