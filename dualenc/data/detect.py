@@ -20,6 +20,10 @@ ONLY_SPLIT = "train"
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
 
 _CARD_BYTES = 1 << 20  # of a README.md that is looked at
+_HEADER = re.compile(r"---[ \t\r]*\n(?:(?!---).*\n)*?configs:[ \t\r]*\n((?:(?!---)[ -].*\n)+)")
+_ELSEWHERE = re.compile(
+    r"\.\.|:/|\\|[\s\"']/|[:-]\s+[*&]"
+)  # absolute paths, URLs, escapes and anchors of YAML
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -65,14 +69,12 @@ def _kind_of_folder(folder: Path) -> Kind:
 def _configurations(folder: Path) -> set[str]:
     """The configurations that the header of a folder's README.md names, as on the hub; none if files lie elsewhere."""
     card = folder / "README.md"
-    if not card.is_file() or card.stat().st_size > _CARD_BYTES:
+    if not card.is_file() or card.stat().st_size > _CARD_BYTES or (folder / ".huggingface.yaml").exists():
         return set()
-    parts = re.split(
-        r"^---\s*$", card.read_text("utf-8-sig", errors="replace"), maxsplit=2, flags=re.MULTILINE
-    )
-    if len(parts) < 3 or parts[0].strip() or re.search(r"path:.*(://|\.\.|[\s\"']/)", parts[1]):
+    header = _HEADER.match(card.read_text("utf-8-sig", errors="replace"))
+    if header is None or _ELSEWHERE.search(header[1]):
         return set()
-    return set(re.findall(r"^[ -]*config_name:\s*[\"']?([\w.-]+)", parts[1], flags=re.MULTILINE))
+    return set(re.findall(r"config_name:\s*[\"']?([\w.-]+)", header[1]))
 
 
 def default_split(source: str | Path, default: str) -> str:

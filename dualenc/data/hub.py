@@ -89,7 +89,7 @@ def _load_judgements(source: str | Path) -> tuple[str, dict[str, Dataset]]:
 
     try:
         datasets.load_dataset_builder(str(source), "qrels", **cache_option(source))
-    except ValueError:
+    except Exception:  # mteb's layout, or nothing at all, which the next call says
         return "default", _load(source, "default")
     return "qrels", _load(source, "qrels")
 

@@ -159,8 +159,18 @@ def test_other_data_sets_of_the_hub_are_tables(tmp_path: Path, monkeypatch: pyte
     (folder / "README.md").write_text(card({"default": {"train": "train.parquet"}}))
     assert (detect(folder), len(open_pairs(folder))) == ("folder", 1)
     # A header that leads out of the folder is not followed.
-    (folder / "README.md").write_text(card({"corpus": {"train": "../x.parquet"}, "queries": {"train": "y.parquet"}}))
-    assert detect(folder) == "folder"
+    for path in (
+        "../x.parquet",
+        "/etc/x.csv",
+        '"/etc/x.csv"',
+        "https://host/x.csv",
+        '"\\x2e./x"',
+        "*a",
+        "[y, /x]",
+        "\n - /x",
+    ):
+        (folder / "README.md").write_text(card({"corpus": {"train": path}, "queries": {"train": "y.parquet"}}))
+        assert detect(folder) == "folder", path
     monkeypatch.chdir(tmp_path)
     assert not is_collection("owner/nothing")
     with pytest.raises(DualencError, match=r"owner/nothing: no such folder, and its .* does not load from the hub"):
