@@ -43,7 +43,10 @@ def glob_files(pattern: str) -> list[Path]:
 
 def is_utf8(text: str) -> bool:
     """Whether a text can be encoded: lone surrogates, as in names of files that are not UTF-8, cannot."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def read_json(source: StrPath) -> Any:

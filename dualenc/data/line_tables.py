@@ -17,8 +17,8 @@ import pyarrow as pa
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import BATCH_ROWS, dataset_of_batches
 from dualenc.data.identity import file_identity
-from dualenc.data.lines import is_json, read_records
-from dualenc.data.urls import display_name
+from dualenc.data.lines import read_records
+from dualenc.data.urls import display_name, file_format
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def kinds_of_records(
     counts: dict[str, Counter[str]] = {}
     for file in files:
         # The records of other formats than JSON all have the columns of the first.
-        examined = _RECORDS_EXAMINED if is_json(file) else 1
+        examined = _RECORDS_EXAMINED if file_format(file) not in (".csv", ".tsv", ".txt") else 1
         for _, record in islice(read_records(file, bad_rows, quotes), examined):
             for name, value in record.items():
                 counts.setdefault(name, Counter())[_kind_of_value(value)] += 1

@@ -28,6 +28,7 @@ from dualenc.data.line_tables import (
     kinds_of_records,
     table_of_lines,
 )
+from dualenc.data.lines import check_distinct
 from dualenc.data.remote import local_copies
 from dualenc.data.urls import display_name, file_format, is_url, url_suffix
 from dualenc.errors import DualencError, explain, first_line
@@ -174,16 +175,23 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
 def _from_parquet(
     source: str, files: Sequence[Path], columns: Mapping[str, ColumnKind], required: Sequence[str]
 ) -> Dataset:
-    """The named columns of parquet files, as far as they have them."""
+    """The named columns of parquet files, as far as they have them; columns that a file lacks are null in its rows."""
     schema = _one_schema(files)
     check_columns(source, schema.names, required)
     names = [name for name in schema.names if name in columns] or schema.names
     schema = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
 
+    def batches() -> Iterator[pa.RecordBatch]:
+        for file in files:
+            advice = "write all files with the same types, or fetch it again"
+            with explain(f"{file}: cannot be read", advice):
+                data = pyarrow.dataset.dataset(file, schema=schema, format="parquet")
+                yield from data.to_batches(batch_size=BATCH_ROWS)
+
     def key() -> str:
         return json.dumps(["parquet", [file_identity(file).decode() for file in files], names])
 
-    return dataset_of_batches(_parquet_batches(files, schema), schema, files, key, BadRows(source))
+    return dataset_of_batches(batches(), schema, files, key, BadRows(source))
 
 
 def _one_schema(files: Sequence[Path]) -> pa.Schema:
@@ -193,6 +201,7 @@ def _one_schema(files: Sequence[Path]) -> pa.Schema:
     for file in files:
         with explain(f"{file}: not a readable parquet file", "fetch it again"):
             schema = pq.read_schema(file)
+        check_distinct(str(file), schema.names)
         metadata = metadata or schema.metadata
         for column in schema:
             # Dictionaries differ from row group to row group.
@@ -207,24 +216,18 @@ def _one_schema(files: Sequence[Path]) -> pa.Schema:
 
 
 def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType:
-    """The type that the values of both can be cast to; an ArrowException if there is none."""
+    """The type that the values of both can be cast to, at worst a text; an ArrowException for lists beside others."""
     schemas = [pa.schema([("value", kind)]) for kind in (left, right)]
+    is_nested = pa.types.is_nested(left) or pa.types.is_nested(right)
+    # No integer holds the values of both kinds.
+    is_mixed = {pa.int64(), pa.uint64()} == {left, right}
     try:
-        return pa.unify_schemas(schemas, promote_options="permissive").field("value").type
+        common = pa.unify_schemas(schemas, promote_options="permissive").field("value").type
+        return pa.large_string() if is_mixed else common
     except pa.ArrowException:
-        # What is a number in one file may be a text in another.
-        is_nested = pa.types.is_nested(left) or pa.types.is_nested(right)
-        if is_nested or not {left, right} & {pa.string(), pa.large_string()}:
+        if is_nested:
             raise
         return pa.large_string()
-
-
-def _parquet_batches(files: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The rows with all columns of a schema; columns that a file lacks are null."""
-    for file in files:
-        with explain(f"{file}: not a readable parquet file", "fetch it again"):
-            data = pyarrow.dataset.dataset(file, schema=schema, format="parquet")
-            yield from data.to_batches(batch_size=BATCH_ROWS)
 
 
 def find_files(source: str, split: str) -> list[Path]:

@@ -40,8 +40,8 @@ def split_url(url: str) -> SplitResult:
 
 
 def file_format(path: PurePath) -> str:
-    """The suffix that decides how a file is read, in lower case and without `.gz`."""
-    return PurePath(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
+    """The suffix that decides how a file is read, in lower case and without `.gz` or `.zst`."""
+    return PurePath(path.stem if path.suffix.lower() in (".gz", ".zst") else path.name).suffix.lower()
 
 
 def url_suffix(url: str) -> str:

@@ -4,6 +4,7 @@ import gzip
 import os
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +45,7 @@ BLANK_AND_NAN = '\ufeff{"a": "é"}\n\n{"a": NaN}\n'
     [
         ("list.json", b'[\n {"a": 1},\n {"a": 2}\n]', [(1, {"a": 1}), (2, {"a": 2})]),
         ("list.json", '\ufeff [{"a": "é"}]'.encode(), [(1, {"a": "é"})]),
+        ("list.jsonl", b'\n\n[{"a": 1}]', [(1, {"a": 1})]),
         ("lines.json", b'{"a": 1}\n{"a": 2}', [(1, {"a": 1}), (2, {"a": 2})]),
         ("x.jsonl.gz", gzip.compress(BLANK_AND_NAN.encode(), mtime=0), [(1, {"a": "é"}), (3, {"a": None})]),
         ("x.txt", b"one\r\n\n  two \n", [(1, {"text": "one"}), (3, {"text": "  two "})]),
@@ -123,7 +125,9 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content
     ("name", "content", "message"),
     [
         ("x.csv", b"", "its first line must name the columns"),
-        ("x.csv", "a,b\n1,2\n".encode("utf-16"), "not UTF-8"),
+        ("x.csv", "a,b\n1,2\n".encode("utf-16")[:-1], "broken utf-16"),
+        ("x.jsonl.zst", b"no zstd", "ZSTD decompress failed"),
+        ("x.jsonl.zst", pa.compress(b'{"a": 1}\n' * 99, "zstd", asbytes=True)[:-8], "Truncated"),
         ("x.csv", b"a,b,b\n1,2,3\n", "x.csv:1: two columns are called 'b'; rename one"),
         ("x.json", b'[{"a": 1},]', "x.json:1: malformed JSON"),
         ("x.json", b"[" * 100_000, "nested too deeply"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import logging
 import random
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,74 @@ from dualenc.errors import BadSample, DualencError
 
 from .make import picture, shade_of, write_beir, write_csv, write_jsonl, write_rows
 
+ACCENTS = "id,text\n1,café\n2,“naïve”\n"
+READ = {"1": "café", "2": "“naïve”"}
+TWO = {"1": "one", "2": "two"}
+BIG = 2**63 + 5
 NAN = float("nan")
+FILES: list[tuple[str, bytes, dict[str, str]]] = [
+    ("x.csv", ACCENTS.encode(), READ),
+    ("x.csv", ACCENTS.encode("utf-8-sig"), READ),
+    ("x.csv", ACCENTS.encode("cp1252"), READ),
+    ("x.csv", ACCENTS.encode("utf-16"), READ),
+    ("x.csv", ACCENTS.encode("utf-16-le"), READ),
+    ("x.csv", ACCENTS.encode("utf-16-be"), READ),
+    ("x.csv", ("id,text\n" + "0,x\n" * 300_000 + ACCENTS[8:]).encode("cp1252"), {"0": "x"} | READ),
+    ("x.csv", ACCENTS.replace(",", ";").replace("\n", "\r\n").encode("cp1252"), READ),
+    ("x.csv", b"sep=;\r\nid;text\r\n1;one\r\n2;two\r\n", TWO),
+    ("x.csv", b"id;text\n1;one, two\n", {"1": "one, two"}),
+    ("x.csv", b'"id","text","a;b;c;d"\n1,one,2\n', {"1": "one"}),
+    ("x.csv", b"id\ttext\n1\tone\n2\ttwo\n", TWO),
+    ("x.tsv", ACCENTS.replace(",", "\t").encode("utf-16"), READ),
+    ("x.csv", b"\n\nid,text\r1,one\r2,two\r", TWO),
+    ("x.csv", b'id,text\n1,"one\r\nand"\n2,two\n', {"1": "one\r\nand", "2": "two"}),
+    ("x.csv", b"id,text\n1,one,\n2,two,\n", TWO),
+    ("x.csv", b"id,text,\n1,one\n2,two\n", TWO),
+    ("x.csv", b"id,text,\n1,one,\n2,two,\n", TWO),
+    ("x.csv", b'"","id","text"\n"0","1","one"\n"1","2","two"\n', TWO),
+    ("x.csv", b",text\n7,one\n8,two\n", {"0": "one", "1": "two"}),
+    ("x.csv", b"id,text\n1,o\0ne\n", {"1": "o\0ne"}),
+    ("x.csv", b"id,text\n1,one\n2,caf\xc3\xa9 \xe9\n3,\xc3\xa9\n", {"1": "one", "3": "é"}),
+    ("x.csv", b"id,text" + b",c" * 3000 + b"\n", {}),
+    ("x.csv.gz", gzip.compress(ACCENTS.encode("cp1252")), READ),
+    ("x.csv.zst", pa.compress(ACCENTS.encode(), "zstd", asbytes=True), READ),
+    ("x.jsonl.zst", pa.compress(b'{"id":1,"text":"one"}\n', "zstd", asbytes=True), {"1": "one"}),
+    ("x.jsonl", '\ufeff{"id":1,"text":"é"}\r\n{"id":2,"text":"a\u2028b"}'.encode(), {"1": "é", "2": "a\u2028b"}),
+    ("x.jsonl", '{"id":1,"text":"é"}\n{"id":2,"text":"b"}\n'.encode("utf-16"), {"1": "é", "2": "b"}),
+    ("x.jsonl", b'[\n{"id":1,"text":"one"},\n{"id":2,"text":"two"}\n]\n', TWO),
+    ("x.json", '[{"id":1,"text":"é"}]'.encode("utf-16"), {"1": "é"}),
+    (
+        "x.jsonl",
+        f'{{"id":{BIG},"text":"a"}}\n{{"id":{2**53 + 1},"text":"b"}}'.encode(),
+        {str(BIG): "a", str(2**53 + 1): "b"},
+    ),
+    ("x.jsonl", b'{"id":1,"text":5}\n{"id":"a","text":{"en":1}}\n{"id":2.5,"text":true}', {"1": "5", "2.5": "true"}),
+    ("x.txt", "one\ncafé\n".encode("utf-16"), {"0": "one", "1": "café"}),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "expected"), FILES)
+def test_files_as_excel_pandas_and_annotators_write_them(
+    tmp_path: Path, name: str, content: bytes, expected: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    if not expected:
+        with pytest.raises(DualencError, match=r"x\.csv:1: two columns are called 'c'; rename one of them"):
+            open_corpus(path)
+        return
+    with caplog.at_level(logging.WARNING, logger="dualenc.data"):
+        assert texts(open_corpus(path)) == expected
+    # One line names the encoding, if it is not UTF-8.
+    reports = [record.getMessage() for record in caplog.records if "read as" in record.getMessage()]
+    plain = gzip.decompress(content) if name.endswith(".gz") else content
+    try:
+        is_other = "zst" not in name and "\0" in plain.decode()[:4]
+    except UnicodeDecodeError:
+        is_other = b"\xc3" not in plain
+    assert len(reports) == is_other
+
+
 FORMS = ["jsonl", "json", "csv", "tsv", "parquet", "saved"]
 
 
@@ -237,6 +306,14 @@ def test_parquet_shards_of_other_types(tmp_path: Path) -> None:
         table([1, 2.5], first)
         corpus = open_corpus(f"{tmp_path}/*.parquet", text_column="text", columns=[])
         assert len(corpus) == 2
+    for ids in ([np.uint64(BIG), -5], [date(2020, 1, 2), datetime(2020, 1, 3)]):
+        table(ids, "a")
+        assert [name[:10] for name in open_corpus(f"{tmp_path}/*.parquet").ids] == [str(one)[:10] for one in ids]
+    table([2**53 + 1, 1.5], "a")
+    with pytest.raises(
+        DualencError, match=r"a\.parquet: cannot be read .*not in range.* write all files with the same types"
+    ):
+        open_corpus(f"{tmp_path}/*.parquet")
     table([[1], 2], "a")
     with pytest.raises(
         DualencError, match=r"b\.parquet: int64 in column 'id' where files before it have list"
