@@ -19,7 +19,7 @@ class AdaptOptions:
         epochs: passes over the pairs at most; training ends earlier where held-out queries gain nothing. By default 12
             of a map, 3 of a text model.
         batch_size: queries in a step.
-        learning_rate: by default 3e-4 (perceptron), 1e-3 (linear), 2e-4 (lora) or 2e-5 (all).
+        learning_rate: by default 1e-3 of a map, 2e-4 (lora) or 2e-5 (all).
         temperature: τ of the softmax over all documents.
         held_out: share of the pairs to hold out, by their documents; 0 trains on all, without a measure of the result.
         keep: share of the original weights in the result, from 0 to 1; by default the best one for held-out queries

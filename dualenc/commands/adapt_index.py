@@ -55,7 +55,7 @@ KNOWN = "documents in training"
 SECOND = "second task"
 PATIENCE = 3
 EPOCHS = {"perceptron": 12, "linear": 12, "lora": 3, "all": 3}
-LEARNING_RATES = {"perceptron": 3e-4, "linear": 1e-3, "lora": 2e-4, "all": 2e-5}
+LEARNING_RATES = {"perceptron": 1e-3, "linear": 1e-3, "lora": 2e-4, "all": 2e-5}
 
 
 def adapt_index(
