@@ -14,7 +14,6 @@ from dualenc.commands.output import RESULT, start_processes, writing
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_judged_queries
 from dualenc.data.clicks import DocumentSplit, IndexPairs, split_by_documents
-from dualenc.data.pairs import PairDataset
 from dualenc.data.sources import open_corpus
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
@@ -85,49 +84,32 @@ def adapt_index(
             document_column=columns.document_column,
             split=columns.split,
         )
-        side = QuerySide(
-            documents, clicked.left_modality, options.train, model=columns.model, work=work, device=place
-        )
+        modality = clicked.left_modality
+        side = QuerySide(documents, modality, options.train, model=columns.model, work=work, device=place)
         pairs = side.pairs(clicked)
         parts = split_by_documents(pairs, options.held_out, MAX_HELD_OUT, options.seed)
         trained_ids = [documents.ids[row] for row in sorted(set(parts.train.right_id.tolist()))]
-        held_out = {NEW: parts.new, KNOWN: parts.known}
-        tasks = {
-            name: IndexEvaluator.of_pairs(part, documents)
-            for name, part in held_out.items()
-            if part is not None
-        }
+        tasks = _held_out_tasks(parts, documents)
+        held_out = list(tasks)
         tasks |= _beir_tasks(columns, side, set(trained_ids))
 
         seed_everything(options.seed)
         original = side.new_model(pairs.left_dim)
-        trained = _train(
-            copy.deepcopy(original),
-            parts.train,
-            _objective(index, documents, pairs.num_left, options),
-            None if parts.held_out is None else IndexEvaluator.of_pairs(parts.held_out, documents),
-            folder / "training",
-            options,
-            resume,
-        )
+        objective = _objective(index, documents, pairs.num_left, options)
+        output = folder / "training"
+        trained = _train(copy.deepcopy(original), parts, documents, objective, output, options, resume)
         adapted = load_model(trained.model_folder, place)
-        chosen = () if options.keep is None else (options.keep,)
-        points = along_the_way(original, adapted, tasks, sorted({*SHARES, *chosen}))
-        keep = options.keep
-        if keep is None:
-            keep = best_share(points, NEW, [name for name in held_out if name in tasks])
+        shares = {*SHARES} if options.keep is None else {*SHARES, options.keep}
+        points = along_the_way(original, adapted, tasks, sorted(shares))
+        keep = best_share(points, NEW, held_out) if options.keep is None else options.keep
         adapted.load_state_dict(interpolate(original, adapted, keep))
         if distributed.is_main():
             side.finished(adapted, trained_ids).save(folder / "model")
-            facts: dict[str, object] = {
-                "index": index,
-                "documents": len(documents),
-                "queries from": clicks,
-            }
-            facts |= _training_facts(parts, trained, options)
-            facts |= {"original weights kept": keep, "model": str(folder / "model")}
             after = fingerprint(index, qdrant_path=columns.qdrant_path)
             same = "the same" if after == checksum else "CHANGED"
+            facts = {"index": index, "documents": len(documents), "queries from": clicks}
+            facts |= _training_facts(parts, trained, options)
+            facts |= {"original weights kept": keep, "model": str(folder / "model")}
             facts["checksum of the index"] = f"{checksum[:16]}, {same} after as before"
             _report(folder, facts, points, keep)
             print(printable(f"next:  {_next_command(index, folder, columns)}"))
@@ -139,6 +121,15 @@ def _is_own_folder(folder: Path) -> bool:
     if (folder / RESULT).is_file():
         return read_json_object(folder / RESULT).get("task") == TASK
     return (folder / "work").is_dir() or (folder / "training").is_dir()
+
+
+def _held_out_tasks(parts: DocumentSplit, documents: Embeddings) -> dict[str, IndexEvaluator]:
+    """The held-out queries by name."""
+    tasks = {}
+    for name, part in ((NEW, parts.new), (KNOWN, parts.known)):
+        if part is not None:
+            tasks[name] = IndexEvaluator.of_pairs(part, documents)
+    return tasks
 
 
 def _beir_tasks(
@@ -206,14 +197,18 @@ def _objective(index: str, documents: Embeddings, num_left: int, options: AdaptO
 
 def _train(
     model: DualEncoder,
-    pairs: PairDataset,
+    parts: DocumentSplit,
+    documents: Embeddings,
     objective: FrozenCorpus,
-    evaluator: IndexEvaluator | None,
     output: Path,
     options: AdaptOptions,
     resume: bool,
 ) -> TrainingResult:
     """Train until held-out queries gain nothing; the model folder has the best weights."""
+    pairs = parts.train
+    evaluator = None
+    if parts.held_out is not None:
+        evaluator = IndexEvaluator.of_pairs(parts.held_out, documents)
     batch_size = min(options.batch_size, len(pairs))
     is_map = options.train in TOWERS
     trainer = Trainer(
