@@ -18,10 +18,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, Required
 
 import pydantic
-from typing_extensions import NotRequired, Required, TypedDict
+from typing_extensions import TypedDict
 
 from dualenc.errors import DualencError, nearest
 

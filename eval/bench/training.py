@@ -39,7 +39,7 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -298,7 +298,7 @@ def main(
             "device": device_name(),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "batch_size": batch_size,
             "steps": steps,
             "repeats": repeats,
