@@ -162,13 +162,6 @@ def _index_documents(index: Index, source: Path) -> Embeddings:
     base, refine = split(index.faiss)
     stored: Any = base if refine is None else refine
     ivf = faiss.try_extract_index_ivf(stored)
-    if isinstance(stored, faiss.IndexPreTransform):
-        chain: Any = stored.chain
-        for number in range(chain.size()):
-            transform = faiss.downcast_VectorTransform(chain.at(number))
-            # FAISS reads a whitening as orthonormal, and would reverse it wrongly.
-            if isinstance(transform, faiss.LinearTransform):
-                transform.set_is_orthonormal()
 
     def read(rows: range) -> np.ndarray:
         try:

@@ -437,11 +437,20 @@ def write_contents(
 
 def _open_faiss(folder: Path, refine_factor: int | None = None) -> Any:
     path = folder / "index.faiss"
-    if not (folder / LISTS).exists():
-        return open_alone(path)
-    index = open_merged(path)
-    if refine_factor is not None:
-        set_parameter(index, "k_factor_rf", refine_factor)
+    if (folder / LISTS).exists():
+        index = open_merged(path)
+        if refine_factor is not None:
+            set_parameter(index, "k_factor_rf", refine_factor)
+    else:
+        index = open_alone(path)
+    base = split(index)[0]
+    if isinstance(base, faiss.IndexPreTransform):
+        chain: Any = base.chain
+        for number in range(chain.size()):
+            transform = faiss.downcast_VectorTransform(chain.at(number))
+            # FAISS reads a whitening as orthonormal, and would reconstruct wrong vectors.
+            if isinstance(transform, faiss.LinearTransform):
+                transform.set_is_orthonormal()
     return index
 
 
