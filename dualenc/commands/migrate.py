@@ -16,6 +16,7 @@ def migrate(
     data: str | None = None,
     queries: str | None = None,
     report_only: bool = False,
+    anyway: bool = False,
     rollback: bool = False,
     batch_size: int = 32,
     device: str | None = None,
@@ -35,6 +36,7 @@ def migrate(
             With a BEIR folder that has test judgements the report measures nDCG@10.
         queries: table of past queries, which decide the order; by default those of the BEIR folder, else the sample.
         report_only: stop after the report; the same command without it goes on.
+        anyway: go on although the report shows that the new model finds significantly less than the old one.
         rollback: put the old index back and end the migration.
         batch_size: texts per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
@@ -55,5 +57,11 @@ def migrate(
         else:
             texts = (data, queries)
             migrate_index(
-                index, new_model, texts, report_only=report_only, batch_size=batch_size, device=device
+                index,
+                new_model,
+                texts,
+                report_only=report_only,
+                anyway=anyway,
+                batch_size=batch_size,
+                device=device,
             )

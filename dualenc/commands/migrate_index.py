@@ -54,6 +54,7 @@ def migrate_index(
     sources: tuple[str | None, str | None],
     *,
     report_only: bool,
+    anyway: bool,
     batch_size: int,
     device: str | None,
 ) -> None:
@@ -72,7 +73,8 @@ def migrate_index(
     mapped = meta.get("mapped", 0)
     if meta.get("model_checksum") == checksum and not mapped:
         remove_work(folder)
-        return print(printable(f"all {len(index):,} vectors are of this model → {folder}"))
+        print(printable(f"all {len(index):,} vectors are of this model → {folder}"))
+        return
     if mapped and not is_started(folder):
         raise DualencError(
             f"{folder}: {mapped:,} vectors are mapped, and its work folder is gone; rebuild it"
@@ -91,9 +93,12 @@ def migrate_index(
     steps = _Steps(migration, texts, encoder, batch_size)
     report = migration.report or steps.measure()
     _show(report, Path(f"{migration.work}.html"))
-    if not report_only:
-        steps.embed_all(report["served"])
-    return None
+    if report_only:
+        return
+    if measures.is_below(report["systems"], measures.NEW) and not anyway:
+        remedy = "choose another model, or go on with --anyway"
+        raise DualencError(f"{name}: finds significantly less than the old model; {remedy}")
+    steps.embed_all(report["served"])
 
 
 class _Steps:

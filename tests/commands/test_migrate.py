@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dualenc.encoders import load_model
 from dualenc.files import locked
 from dualenc.search import Index
 from dualenc.search.migrate import SHARES, Migration
@@ -110,6 +111,24 @@ def test_migrated_index_is_that_of_the_new_model(
         assert [hit["id"] for hit in results[0]] == [hit["id"] for hit in results[1]]
     run("migrate", index, made / "new")
     assert "all 300 vectors are of this model" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_model_that_finds_less_is_not_taken(
+    made: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model to which all words are one ends with the report, and the index as it was; --anyway goes on."""
+    blind = load_model(made / "new")
+    for name, weight in blind.named_parameters():
+        if "word_embeddings" in name:
+            weight.data.zero_()
+    blind.save(tmp_path / "blind")
+    before = contents(index)
+    words = ["migrate", index, tmp_path / "blind"]
+    assert "significantly less" in failure(capsys, *words)
+    assert contents(index) == before
+    run(*words, "--anyway")
+    assert Index.open(index).meta["model"] == str(tmp_path / "blind")
 
 
 @pytest.mark.slow
