@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy as np
 from tqdm.auto import tqdm
 
@@ -25,13 +24,12 @@ from dualenc.data.beir import read_corpus
 from dualenc.data.detect import detect
 from dualenc.data.vector_shards import Embeddings, ShardedVectors, is_embeddings
 from dualenc.data.vectors import load_npy
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, Unsupported
 from dualenc.files import atomic_path, remove, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.build import STORED_TOLERANCE, Database, reason
+from dualenc.search.build import STORED_TOLERANCE, Database
 from dualenc.search.engines import open_engine
 from dualenc.search.index import EMBEDDINGS_META, Index, is_index
-from dualenc.search.parts import split
 from dualenc.search.pushed import Engine, is_pushed, read_pushed
 
 VECTORS = "documents.npy"
@@ -159,20 +157,12 @@ def _about(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _index_documents(index: Index, source: Path) -> Embeddings:
-    base, refine = split(index.faiss)
-    stored: Any = base if refine is None else refine
-    ivf = faiss.try_extract_index_ivf(stored)
-
     def read(rows: range) -> np.ndarray:
         try:
-            # FAISS finds a row in inverted lists only with a direct map, which takes 8 bytes per vector.
-            if ivf is not None and ivf.direct_map.no():
-                ivf.make_direct_map(True)
-            return stored.reconstruct_batch(np.asarray(rows))
-        except RuntimeError as error:
-            problem = f"an index of kind {index.meta.get('factory', '?')} gives no vectors back"
+            return index.reconstruct(np.asarray(rows))
+        except Unsupported as error:
             remedy = "embed the documents, and name that folder"
-            raise DualencError(f"{source}: {problem} ({reason(error)}); {remedy}") from None
+            raise DualencError(f"{source}: {error}; {remedy}") from None
 
     vectors = ReadRows(len(index), index.dim, read)
     return Embeddings(index.ids, vectors, _about(index.meta), index.snippets, index.columns)

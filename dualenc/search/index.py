@@ -309,17 +309,24 @@ class Index:
         if (rows < 0).any():
             name = ids[int(np.argmin(rows))][:200]
             raise UnknownId(f"the index has no item {name!r}; give an id that it has returned")
-        ivf = faiss.try_extract_index_ivf(self.faiss)
+        try:
+            return self.reconstruct(rows)
+        except Unsupported as error:
+            raise Unsupported(f"{error}; search by text") from None
+
+    def reconstruct(self, rows: np.ndarray) -> np.ndarray:
+        """The vectors (n, D) float32 of rows (n,), of a refined index as its second stage has them."""
+        base, refine = split(self.faiss)
+        stored: Any = base if refine is None else refine
+        ivf = faiss.try_extract_index_ivf(stored)
         try:
             # FAISS finds a row in inverted lists only with a direct map, which takes 8 bytes per vector.
             if ivf is not None and ivf.direct_map.no():
                 ivf.make_direct_map(True)
-            return self.faiss.reconstruct_batch(rows)
+            return stored.reconstruct_batch(rows)
         except RuntimeError as error:
-            why = (
-                f"an index of kind {self.meta.get('factory', '?')} gives no vectors back ({reason(error)})"
-            )
-            raise Unsupported(f"{why}; search by text") from None
+            kind = self.meta.get("factory", "?")
+            raise Unsupported(f"an index of kind {kind} gives no vectors back ({reason(error)})") from None
 
 
 def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | None) -> Embeddings:
