@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dualenc.data.vector_shards import Embeddings
     from dualenc.search.filter_recall import Measurement
     from dualenc.search.postgres import PostgresIndex
+    from dualenc.search.pushed import Engine
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,16 @@ def push(
         index.close()
         index.meta["embeddings"] = str(source)
         index.save(folder)
-    vectors = f"{len(index):,} vectors of dimension {index.dim} ({index.meta['metric']})"
-    print(printable(f"{vectors} → {index.location}; {sent:,} sent"))
+    _print_sent(index, sent)
     store = "" if is_server(target) else f" --qdrant-path {target}"
     print(printable(f'next: dualenc search {folder} "…"{store}'))
     return None
+
+
+def _print_sent(index: Engine, sent: int) -> None:
+    """Say where the vectors are, and how many were missing there."""
+    vectors = f"{len(index):,} vectors of dimension {index.dim} ({index.meta['metric']})"
+    print(printable(f"{vectors} → {index.location}; {sent:,} sent"))
 
 
 def _check(to_postgres: bool, collection: str | None, options: PostgresOptions) -> None:
@@ -155,8 +161,7 @@ def _push_to_postgres(
             # The half of the queries that `tune` measures with.
             save_measurement(folder, index, queries[1::2], measured, target_recall)
         index.close()
-    vectors = f"{len(index):,} vectors of dimension {index.dim} ({index.meta['metric']})"
-    print(printable(f"{vectors} → {index.location}; {sent:,} sent"))
+    _print_sent(index, sent)
     if measured is not None:
         _report(measured, target_recall, index)
     print(printable(f'next: dualenc search {folder} "…"'))
