@@ -38,7 +38,7 @@ def embed(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.commands.output import start_processes
+    from dualenc.commands.output import recorded_name, start_processes
     from dualenc.data.sources import open_corpus
     from dualenc.data.urls import display_name
     from dualenc.encoders import load_model
@@ -66,10 +66,7 @@ def embed(
     corpus = open_corpus(data, part=part, modality=modality, on_error=options.on_error, **columns)
     if side is None:
         side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
-    # The absolute path of a folder finds it again, from wherever the index is searched.
-    folder = Path(model).expanduser()
-    recorded = str(folder.resolve()) if folder.is_dir() else model
-    notes = {"model": recorded, "kind": encoder.kind, "data": display_name(data)}
+    notes = {"model": recorded_name(model), "kind": encoder.kind, "data": display_name(data)}
     embeddings = embed_corpus(
         encoder.tower(side), corpus, out, **vars(options), identity={"side": side}, notes=notes
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dualenc.commands.output import open_model, start_processes
+from dualenc.commands.output import open_model, recorded_name, start_processes
 from dualenc.data import Corpus, RetrievalSet
 from dualenc.data.beir import read_beir
 from dualenc.data.sources import open_corpus
@@ -85,9 +85,12 @@ def migrate_index(
     # The kind of index must fit the new dimension, too.
     new_index(encoder.right.dim, meta["factory"], meta["metric"], len(index))
     texts = _open_texts(folder, index, *sources)
-    path = Path(name).expanduser()
-    recorded = str(path.resolve()) if path.is_dir() else name
-    notes = {"model": recorded, "model_checksum": checksum, "side": "right", "kind": encoder.kind}
+    notes = {
+        "model": recorded_name(name),
+        "model_checksum": checksum,
+        "side": "right",
+        "kind": encoder.kind,
+    }
     queries = "" if texts.past is None else texts.past.identity()
     migration = Migration(folder, notes, {"texts": texts.corpus.identity(), "queries": queries})
     steps = _Steps(migration, texts, encoder, batch_size)

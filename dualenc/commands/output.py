@@ -114,6 +114,12 @@ def _distinct_name(data: str) -> str:
     return f"{path.stem}-{hashlib.sha256(whole.encode('utf-8', 'surrogateescape')).hexdigest()[:6]}"
 
 
+def recorded_name(model: str) -> str:
+    """What meta.json calls a model: the absolute path of a folder, by which it is found from anywhere, or its name."""
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model
+
+
 def start_processes(device: str | None = None) -> torch.device:
     """Join the other processes of `accelerate launch`, if there are any. Returns the device to work on.
 
