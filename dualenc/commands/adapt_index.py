@@ -23,6 +23,7 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.evaluation.plots import lines
 from dualenc.evaluation.report import Figure, Table, print_table, write_report
+from dualenc.evaluation.retrieval import divide_by_training
 from dualenc.files import check_folder_target, check_writable, remove, removed_if_refused, write_json
 from dualenc.objectives import FrozenCorpus
 from dualenc.reading import read_json_object
@@ -84,14 +85,21 @@ def adapt_index(
             document_column=columns.document_column,
             split=columns.split,
         )
-        modality = clicked.left_modality
-        side = QuerySide(documents, modality, options.train, model=columns.model, work=work, device=place)
+        side = QuerySide(
+            documents,
+            clicked.left_modality,
+            options.train,
+            source=index,
+            model=columns.model,
+            work=work,
+            device=place,
+        )
         pairs = side.pairs(clicked)
         parts = split_by_documents(pairs, options.held_out, MAX_HELD_OUT, options.seed)
         trained_ids = [documents.ids[row] for row in sorted(set(parts.train.right_id.tolist()))]
         tasks = _held_out_tasks(parts, documents)
         held_out = list(tasks)
-        tasks |= _beir_tasks(columns, side, set(trained_ids))
+        tasks |= _beir_tasks(columns, side, trained_ids)
 
         seed_everything(options.seed)
         original = side.new_model(pairs.left_dim)
@@ -133,20 +141,16 @@ def _held_out_tasks(parts: DocumentSplit, documents: Embeddings) -> dict[str, In
 
 
 def _beir_tasks(
-    columns: ClickOptions, side: QuerySide, trained_ids: set[str]
+    columns: ClickOptions, side: QuerySide, trained_ids: Sequence[str]
 ) -> dict[str, IndexEvaluator]:
     """The test queries of --test, by whether a relevant document is in training, and those of --second."""
     tasks = {}
     if columns.test is not None:
         test = _beir_task(columns.test, "test", side, side.documents)
-        is_known = {}
-        for query, grades in test.qrels.items():
-            relevant = {document for document, grade in grades.items() if grade >= 1}
-            is_known[query] = not relevant.isdisjoint(trained_ids)
-        for part, wanted in ((NEW, False), (KNOWN, True)):
-            queries = [query for query, known in is_known.items() if known == wanted]
-            if queries:
-                tasks[f"{Path(columns.test).name}: {part}"] = test.among(queries)
+        known, new = divide_by_training(test.qrels, trained_ids)
+        for part, qrels in ((NEW, new), (KNOWN, known)):
+            if qrels:
+                tasks[f"{Path(columns.test).name}: {part}"] = test.among(list(qrels))
     if columns.second is not None:
         documents = _second_documents(columns.second, side)
         tasks[f"{SECOND}: {Path(columns.second).name}"] = _beir_task(

@@ -149,13 +149,7 @@ def split_by_training(result: Result, trained_ids: Iterable[str]) -> list[Result
 
     A part without queries is left out.
     """
-    trained = set(trained_ids)
-    seen: dict[str, Any] = {}
-    unseen: dict[str, Any] = {}
-    for query, grades in result.qrels.items():
-        relevant = {name for name, grade in grades.items() if grade > 0}
-        part = unseen if relevant.isdisjoint(trained) else seen
-        part[query] = grades
+    seen, unseen = divide_by_training(result.qrels, trained_ids)
     parts = []
     for name, qrels in (("documents seen in training", seen), ("documents not seen", unseen)):
         if qrels:
@@ -163,6 +157,18 @@ def split_by_training(result: Result, trained_ids: Iterable[str]) -> list[Result
             about = (f"{result.system}: {name}", result.dataset, run, qrels, result.num_documents)
             parts.append(Result(*about, keep_self_matches=True))
     return parts
+
+
+def divide_by_training(qrels: Qrels, trained_ids: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The judgements of queries with a relevant document that was in training, and those of queries with none."""
+    trained = set(trained_ids)
+    seen: dict[str, Any] = {}
+    unseen: dict[str, Any] = {}
+    for query, grades in qrels.items():
+        relevant = {name for name, grade in grades.items() if grade > 0}
+        part = unseen if relevant.isdisjoint(trained) else seen
+        part[query] = grades
+    return seen, unseen
 
 
 def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:

@@ -22,7 +22,8 @@ from dualenc.encoders.vector import TowerKind, VectorEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import CUTOFFS, Qrels, Scores, mean_scores, paired_bootstrap, score_queries
 from dualenc.evaluation.retrieval import HEADLINES, retrieve
-from dualenc.search.embed import embed, tower_checksum
+from dualenc.search.embed import embed
+from dualenc.search.searcher import check_encoder
 from dualenc.training.evaluators import Evaluator, RetrievalEvaluator, embed_side
 
 Trained = Literal["perceptron", "linear", "lora", "all"]
@@ -44,6 +45,7 @@ class QuerySide:
         documents: of the index, see `dualenc.search.documents.open_documents`.
         modality: of the queries, "text" or "vector".
         trained: what is trained.
+        source: the index, for errors.
         model: the index's model; by default the one that it records.
         work: folder for query vectors.
         device: to compute on.
@@ -58,12 +60,14 @@ class QuerySide:
         modality: str,
         trained: Trained,
         *,
+        source: str,
         model: str | None,
         work: Path,
         device: torch.device,
     ) -> None:
         self.documents = documents
         self.trained = trained
+        self.source = source
         self.work = work
         self.device = device
         self.name = model or documents.meta.get("model")
@@ -81,12 +85,7 @@ class QuerySide:
         model = load_model(self.name, self.device)
         if not isinstance(model, TextEncoder):
             raise DualencError(f"{self.name}: is of kind {model.kind}; only text models can be adapted")
-        recorded = self.documents.meta.get("model_checksum")
-        side = self.documents.meta.get("side", "right")
-        if recorded is not None and tower_checksum(model.tower(side)) != recorded:
-            raise DualencError(
-                f"{self.name}: has other weights than the index was made with; name its model"
-            )
+        check_encoder(model, self.documents.meta, self.documents.dim, self.source)
         return model
 
     def inputs(self, queries: Corpus, name: str) -> Corpus:
