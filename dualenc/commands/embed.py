@@ -40,7 +40,6 @@ def embed(
     from dualenc import distributed
     from dualenc.commands.output import recorded_name, start_processes
     from dualenc.data.sources import open_corpus
-    from dualenc.data.urls import display_name
     from dualenc.encoders import load_model
     from dualenc.encoders.frozen import IndexEncoder
     from dualenc.search.embed import embed as embed_corpus
@@ -66,7 +65,7 @@ def embed(
     corpus = open_corpus(data, part=part, modality=modality, on_error=options.on_error, **columns)
     if side is None:
         side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
-    notes = {"model": recorded_name(model), "kind": encoder.kind, "data": display_name(data)}
+    notes = {"model": recorded_name(model), "kind": encoder.kind, "data": data}
     embeddings = embed_corpus(
         encoder.tower(side), corpus, out, **vars(options), identity={"side": side}, notes=notes
     )

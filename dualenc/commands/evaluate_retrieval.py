@@ -19,7 +19,6 @@ from dualenc.data.hub import expand_name, is_collection
 from dualenc.data.item_lists import VectorItems
 from dualenc.data.items import rows_of
 from dualenc.data.sources import open_pairs
-from dualenc.data.urls import display_name, is_url
 from dualenc.encoders.frozen import IndexEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import CUTOFFS, Run
@@ -283,7 +282,7 @@ def _open_collection(
     elif indexed is not None:
         raise DualencError(f"{source}: names no documents of the index; --documents needs a BEIR folder")
     else:
-        name = Path(display_name(source)).stem
+        name = Path(source).stem
         collection = _open_pairs(source, split, columns)
     if collection.corpus.modality != "text" and needs_texts:
         raise DualencError(f"{source}: {needs_texts} needs texts, and it holds vectors; leave it out")
@@ -323,19 +322,18 @@ def _over_index(
 
 def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet:
     """Pairs as a test: left items are the queries, the right items of all pairs the corpus."""
-    shown = display_name(source)
     try:
         pairs = open_pairs(source, **vars(columns), split=split)
     except DualencError as error:
-        if Path(source).is_file() or is_url(source):
+        if Path(source).is_file():
             raise
         forms = (
             "a BEIR folder (corpus.jsonl, queries.jsonl, qrels/) nor pairs (csv, jsonl, parquet, hub name)"
         )
-        reason = str(error).removeprefix(f"{shown}: ")
-        raise DualencError(f"{shown}: neither {forms}: {reason}") from error
+        reason = str(error).removeprefix(f"{source}: ")
+        raise DualencError(f"{source}: neither {forms}: {reason}") from error
     if "image" in (pairs.left_modality, pairs.right_modality):
-        raise DualencError(f"{shown}: holds images; use `dualenc evaluate image-text`")
+        raise DualencError(f"{source}: holds images; use `dualenc evaluate image-text`")
     return held_out(pairs)
 
 

@@ -13,7 +13,6 @@ from dualenc.commands.output import open_model, recorded_name, start_processes
 from dualenc.data import Corpus, RetrievalSet
 from dualenc.data.beir import read_beir
 from dualenc.data.sources import open_corpus
-from dualenc.data.urls import is_url
 from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration as measures
@@ -226,7 +225,7 @@ def _open_texts(folder: str, index: Index, data: str | None, queries: str | None
     if has_texts(folder):
         store = TextStore(folder, index.items_checksum)
         corpus = Corpus(store.ids, store.texts)
-    elif data or is_url(source) or (source and Path(source).exists()):
+    elif data or (source and Path(source).exists()):
         corpus = open_corpus(source, modality="text")
         corpus = corpus.take(rows_in(corpus, index, folder))
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualenc.errors import DualencError
-from dualenc.terminal import printable
+from dualenc.terminal import printable, without_credentials
 
 if TYPE_CHECKING:
     from dualenc.evaluation.query_scores import QueryScores
@@ -120,11 +120,9 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 def _as_setting(value: object) -> str:
     """A setting as text; a URL without credentials."""
-    from dualenc.data.urls import display_name
-
     if isinstance(value, list):
         return ", ".join(map(_as_setting, value))
-    return "–" if value is None else display_name(value)
+    return "–" if value is None else without_credentials(str(value))
 
 
 def _logged_names(runs: Sequence[RunRecords]) -> list[str]:

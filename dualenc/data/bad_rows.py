@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from typing import get_args
 
-from dualenc.data.urls import display_name
 from dualenc.errors import BadSample, DualencError
 from dualenc.types import OnError
 
@@ -22,7 +21,7 @@ class BadRows:
     def __init__(self, source: object, on_error: OnError = "skip") -> None:
         if on_error not in get_args(OnError):
             raise DualencError(f"on_error: {on_error!r} is not a choice; take skip or raise")
-        self.source = display_name(source)
+        self.source = str(source)
         self.on_error = on_error
         self.counts: Counter[str] = Counter()
         self.first: dict[str, str] = {}

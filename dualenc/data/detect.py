@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 from dualenc.data.images import IMAGE_SUFFIXES
-from dualenc.data.lines import LINE_FORMATS
-from dualenc.data.urls import file_format, is_url, url_suffix
+from dualenc.data.lines import LINE_FORMATS, file_format
 from dualenc.data.vector_shards import is_embeddings
+from dualenc.errors import DualencError
+from dualenc.terminal import without_credentials
 
 Kind = Literal["beir", "tars", "vectors", "images", "saved", "saved_splits", "files", "folder", "hub"]
-"""vectors: a folder of embeddings or a .npy file. saved, saved_splits: written by `datasets`. files: a table by name,
-glob or URL. folder: of tables. hub: a name on the hub, or a retrieval collection in a folder laid out as on the hub."""
+"""vectors: a folder of embeddings or a .npy file. saved, saved_splits: written by `datasets`. files: a table by name or
+glob. folder: of tables. hub: a name on the hub, or a retrieval collection in a folder laid out as on the hub."""
 
 ONLY_SPLIT = "train"
 """What `datasets` calls the rows of a file."""
@@ -24,13 +25,13 @@ _HEADER = re.compile(r"---[ \t\r]*\n(?:(?!---).*\n)*?configs:[ \t\r]*\n((?:(?!--
 _ELSEWHERE = re.compile(
     r"\.\.|:/|\\|[\s\"']/|[:-]\s+[*&]"
 )  # absolute paths, URLs, escapes and anchors of YAML
+_URL = re.compile(r"[A-Za-z][\w+.-]+(:/|::)")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def detect(source: str | Path) -> Kind:
     """The kind of a source; "files" for one that does not exist."""
-    if is_url(source):
-        return "tars" if url_suffix(str(source)) == ".tar" else "files"
+    refuse_url(source)
     path = Path(source)
     if path.is_dir():
         return _kind_of_folder(path)
@@ -41,6 +42,13 @@ def detect(source: str | Path) -> Kind:
     # A name with a table's suffix is a file that is missing, not a data set of the hub.
     is_name = _HUB_NAME.fullmatch(str(source)) and file_format(path) not in TABLE_FORMATS
     return "hub" if is_name and not path.is_file() else "files"
+
+
+def refuse_url(source: str | Path) -> None:
+    """Raise a `DualencError` for a URL, which a `Path` writes with one slash."""
+    if _URL.match(str(source)) and not Path(source).exists():
+        url = without_credentials(str(source))
+        raise DualencError(f"{url}: URLs are not opened; download the files first and name these")
 
 
 def _kind_of_folder(folder: Path) -> Kind:

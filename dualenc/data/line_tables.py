@@ -17,8 +17,7 @@ import pyarrow as pa
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import BATCH_ROWS, dataset_of_batches
 from dualenc.data.identity import file_identity
-from dualenc.data.lines import read_records
-from dualenc.data.urls import display_name, file_format
+from dualenc.data.lines import file_format, read_records
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def check_columns(source: str, available: Iterable[str], required: Iterable[str]
                 if nearest
                 else "it has no columns"
             )
-            raise DualencError(f"{display_name(source)}: no column {name!r}; {hint}")
+            raise DualencError(f"{source}: no column {name!r}; {hint}")
 
 
 def _text(value: Any) -> str | None:

@@ -20,13 +20,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal, TextIO, cast
 
 import pyarrow as pa
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.urls import file_format
 from dualenc.errors import DualencError
 from dualenc.reading import is_utf8, open_regular
 
@@ -40,6 +39,11 @@ _BLOCK_BYTES = 1 << 16
 _MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 # NaN, as `json.dumps` writes the missing values of pandas, is null.
 _parse_json = partial(json.loads, parse_constant=lambda name: None)
+
+
+def file_format(path: PurePath) -> str:
+    """The suffix that decides how a file is read, in lower case and without `.gz` or `.zst`."""
+    return PurePath(path.stem if path.suffix.lower() in (".gz", ".zst") else path.name).suffix.lower()
 
 
 def read_records(path: Path, bad_rows: BadRows, quotes: bool | None = None) -> Iterator[Numbered]:

@@ -17,7 +17,6 @@ from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
 from dualenc.data.tables import check_whole, default_column, first_of, open_table, peek_columns
-from dualenc.data.urls import display_name
 from dualenc.data.vectors import ID_NAMES, default_ids, open_vectors
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, tar_corpus
 from dualenc.errors import DualencError
@@ -61,7 +60,7 @@ def open_corpus(
     """Open items to embed: a BEIR folder, a table, a folder of images, tars, texts line by line, or vectors.
 
     Args:
-        path: file, folder, glob, hub name, or URL (`dualenc.data.remote`) of tables or tars.
+        path: file, folder, glob, or hub name.
         part: "corpus" or "queries" of a BEIR folder, also of the hub; of a table with a column of each, its documents
             or its queries.
         modality: "text", "image" or "vector", where a table or tar holds several; images, then texts, are preferred.
@@ -86,7 +85,7 @@ def open_corpus(
     kind = detect(path)
     if columns and kind in ("tars", "images"):
         reason = "has no columns to keep; give a table that names the images and their columns"
-        raise DualencError(f"{display_name(path)}: {reason}")
+        raise DualencError(f"{path}: {reason}")
     if kind == "tars":
         check_whole(path, split)
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
@@ -235,4 +234,4 @@ def _main_column(
         modality or "", "text_column or image_column"
     )
     reason = f"cannot tell which column to read; name {argument} (columns: {', '.join(kinds)})"
-    raise DualencError(f"{display_name(source)}: {reason}")
+    raise DualencError(f"{source}: {reason}")

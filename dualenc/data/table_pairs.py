@@ -24,7 +24,6 @@ from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_records
 from dualenc.data.pairs import PairDataset
 from dualenc.data.tables import DataTable, default_column, open_table, peek_columns
-from dualenc.data.urls import display_name
 from dualenc.data.vectors import default_ids, open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, OnError
@@ -148,7 +147,7 @@ class MinedPairs(ColumnPairs):
     ) -> None:
         if (queries is None) != (documents is None):
             fix = "queries and documents are given together; name the vectors of both"
-            raise DualencError(f"{display_name(path)}: {fix}")
+            raise DualencError(f"{path}: {fix}")
         bad_rows = BadRows(path, on_error)
         left = _vectors_by_id(queries, bad_rows)
         right = _vectors_by_id(documents, bad_rows)

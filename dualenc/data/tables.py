@@ -1,4 +1,4 @@
-"""Tables: files, URLs, saved data sets and hub names, all as a memory-mapped `datasets.Dataset`."""
+"""Tables: files, saved data sets and hub names, all as a memory-mapped `datasets.Dataset`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from dualenc.data.line_tables import (
     kinds_of_records,
     table_of_lines,
 )
-from dualenc.data.lines import check_distinct
-from dualenc.data.remote import local_copies
-from dualenc.data.urls import display_name, file_format, is_url, url_suffix
+from dualenc.data.lines import check_distinct, file_format
 from dualenc.errors import DualencError, explain, first_line
 from dualenc.reading import glob_files
 
@@ -95,7 +93,7 @@ def open_table(
     """Open some columns of a table wherever it is; other arguments are those of `dualenc.data.TablePairs`.
 
     Args:
-        source: as for `TablePairs`, or a URL of files (`dualenc.data.remote`).
+        source: as for `TablePairs`.
         columns: how to read each of these columns.
         bad_rows: counts malformed lines.
         optional: columns of these that may be missing.
@@ -105,18 +103,17 @@ def open_table(
     import datasets
 
     source = str(source)
-    name = display_name(source)
     files = find_files(source, split)
     required = [column for column in columns if column not in optional]
     if not files:
         dataset = _from_datasets(source, subset, split)
     elif file_format(files[0]) == ".parquet":
-        dataset = _from_parquet(name, files, columns, required)
+        dataset = _from_parquet(source, files, columns, required)
     else:
         dataset = table_of_lines(files, columns, optional, bad_rows, quotes, reshape)
-    check_columns(name, dataset.column_names, required)
+    check_columns(source, dataset.column_names, required)
     if files:
-        dataset = select_split({split_name(split): dataset}, split, name)
+        dataset = select_split({split_name(split): dataset}, split, source)
     # Columns are read as stored, without the indices of a selection.
     if dataset._indices is not None:
         dataset = dataset.flatten_indices()
@@ -127,7 +124,7 @@ def open_table(
         root = Path(
             source if detect(source) in ("saved", "saved_splits") else datasets.config.HF_CACHE_HOME
         )
-    return DataTable(name, dataset, bad_rows, root, files, allow_outside and not is_url(source))
+    return DataTable(source, dataset, bad_rows, root, files, allow_outside)
 
 
 def peek_columns(
@@ -153,7 +150,7 @@ def default_column(
     name = first_of(columns, names, but)
     if name is None:
         reason = f"cannot tell which column is {argument}; name it (columns: {', '.join(columns)})"
-        raise DualencError(f"{display_name(source)}: {reason}")
+        raise DualencError(f"{source}: {reason}")
     return name
 
 
@@ -231,7 +228,7 @@ def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType:
 
 
 def find_files(source: str, split: str) -> list[Path]:
-    """The table files that a path, glob, folder or URL stands for, sorted; none of a saved data set or a hub name.
+    """The table files that a path, glob or folder stands for, sorted; none of a saved data set or a hub name.
 
     Of a folder, the files named SPLIT.*, SPLIT-* or SPLIT_* in it or in its `data` folder, as the hub lays them out;
     everything else is one split, train.
@@ -239,12 +236,9 @@ def find_files(source: str, split: str) -> list[Path]:
     kind = detect(source)
     # Refused rather than ignored: another split of the same file would be the training data again.
     if kind in ("files", "saved") and split_name(split) != ONLY_SPLIT:
-        raise DualencError(f"{display_name(source)}: no split {split!r}; there are: {ONLY_SPLIT}")
+        raise DualencError(f"{source}: no split {split!r}; there are: {ONLY_SPLIT}")
     if kind in ("saved", "saved_splits", "hub"):
         return []
-    if is_url(source):
-        _check_one_format(source, {url_suffix(source)})
-        return local_copies(source)
     files = _files_of_split(Path(source), split) if Path(source).is_dir() else glob_files(source)
     if not files:
         raise DualencError(f"{source}: no such file; give a file, folder or glob of {_FORMATS}")
@@ -256,7 +250,7 @@ def _check_one_format(source: str, formats: set[str]) -> None:
     if len(formats) > 1 or not formats <= set(TABLE_FORMATS):
         present = ", ".join(sorted(formats)) or "no suffix"
         fix = f"give files of one format among {_FORMATS}, or .tar files"
-        raise DualencError(f"{display_name(source)}: no table of one format ({present}); {fix}")
+        raise DualencError(f"{source}: no table of one format ({present}); {fix}")
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
@@ -282,7 +276,7 @@ def check_whole(source: str | Path, split: str) -> None:
     """Refuse splits and slices of sources that have neither: tars and vectors."""
     if split != ONLY_SPLIT:
         reason = f"no split {split!r}, for it has neither splits nor slices; leave it out"
-        raise DualencError(f"{display_name(source)}: {reason}")
+        raise DualencError(f"{source}: {reason}")
 
 
 def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Dataset:

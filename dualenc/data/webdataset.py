@@ -13,13 +13,12 @@ import pyarrow.compute as pc
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.corpus import Corpus
+from dualenc.data.detect import refuse_url
 from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES
 from dualenc.data.item_lists import Picked, number_distinct
 from dualenc.data.pairs import PairDataset
-from dualenc.data.remote import local_copies
 from dualenc.data.tar_index import index_tar, read_member
-from dualenc.data.urls import is_url
 from dualenc.decoding import MAX_BYTES, decode_image
 from dualenc.errors import BadSample, DualencError
 from dualenc.reading import glob_files
@@ -35,8 +34,7 @@ class WebDatasetPairs(PairDataset):
     Each tar is scanned once for an index, stored in the cache folder.
 
     Args:
-        path: a tar, a folder of tars, a glob of tars, a URL (`dualenc.data.remote`; `{000..123}` counts up), or a list
-            of these.
+        path: a tar, a folder of tars, a glob of tars, or a list of these.
         left: extension of the left file, or several by ";", the first that a sample has.
         right: the same for the right file; `json:FIELD` is a text in a field of a JSON file.
         deduplicate: equal texts and equal images of one side share an id; this reads texts and images of equal size.
@@ -90,7 +88,7 @@ def tar_corpus(path: str | Path, member: str = IMAGES, *, on_error: OnError = "s
 
 
 class _Shards:
-    """The tars of a file name, folder, glob or URL, sorted, and the rows of their indexes in that order."""
+    """The tars of a file name, folder or glob, sorted, and the rows of their indexes in that order."""
 
     def __init__(self, path: str | Path | list[str], bad_rows: BadRows) -> None:
         tars = _find_tars(path)
@@ -107,8 +105,7 @@ class _Shards:
 def _find_tars(path: str | Path | list[str]) -> list[Path]:
     if isinstance(path, list):
         return [tar for part in path for tar in _find_tars(part)]
-    if is_url(path):
-        return local_copies(str(path))
+    refuse_url(path)
     return glob_files(str(Path(path) / "*.tar") if Path(path).is_dir() else str(path))
 
 

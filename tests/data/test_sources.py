@@ -19,6 +19,7 @@ from dualenc.data import (
     MinedPairs,
     TablePairs,
     TableViews,
+    VectorPairs,
     WebDatasetPairs,
     open_corpus,
     open_pairs,
@@ -174,6 +175,16 @@ def test_what_has_to_be_named(tmp_path: Path, read: Any, options: dict, message:
     path = write_csv(tmp_path / "x.csv", ["first", "second"], [["a", "b"]])
     with pytest.raises(DualencError, match=message):
         read(path, **options)
+
+
+@pytest.mark.parametrize("url", ["s3://b/x.jsonl", "https://me:secret@h/x.jsonl?key=secret", "hf://u/x.tar", "zip::f"])
+@pytest.mark.parametrize("read", [open_corpus, open_pairs, WebDatasetPairs, BeirPairs, VectorPairs, TableViews])
+def test_urls_are_refused_without_their_keys(read: Any, url: str) -> None:
+    """A URL ends in one line that says to download the files, and repeats no key."""
+    arguments = [url, url] if read is VectorPairs else [url]
+    with pytest.raises(DualencError, match="download the files first") as error:
+        read(*arguments)
+    assert "secret" not in str(error.value)
 
 
 def test_snippets_are_in_one_line(tmp_path: Path) -> None:
