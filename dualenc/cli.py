@@ -30,7 +30,6 @@ COMMANDS: Commands = {
     "adapt": "train queries for an index that stays as it is",
     "mine": "mine hard negatives for training with a model",
     "search": "search an index or an engine with a text or an image",
-    "serve": "serve an index over HTTP, with a page to search on",
     "evaluate": {
         "retrieval": "nDCG, recall, MRR and MAP on a BEIR folder",
         "image-text": "recall@k both ways, several captions",

@@ -18,10 +18,6 @@ MAX_BYTES = 256 << 20
 """Larger image files are not read."""
 MAX_PIXELS = 89_478_485
 """Images with more pixels are not decoded (a quarter of a GB in memory), unless `PIL.Image.MAX_IMAGE_PIXELS` is set."""
-MAX_UPLOAD_RATIO = 64
-"""Of an upload's sides: models scale the shorter one to their size, and the longer one would take gigabytes."""
-UPLOAD_FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
-"""Formats of uploads: decoded in little more memory than the pixels need, without holding Python's lock."""
 
 _ORIENTATION = 0x0112  # EXIF tag
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
@@ -29,15 +25,9 @@ _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF
 _COMMON_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 
 
-def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None) -> Image.Image:
-    """Decode a whole image file to an upright RGB image.
-
-    Args:
-        data: contents of the file.
-        where: names it in errors.
-        formats: Pillow's names of the allowed formats; by default all that are safe.
-    """
-    formats = formats or _formats()
+def decode_image(data: bytes, where: str) -> Image.Image:
+    """Decode the contents of an image file to an upright RGB image; errors name the file by `where`."""
+    formats = _formats()
     try:
         if len(data) > MAX_BYTES:
             raise ValueError(f"{len(data):,} bytes are more than {MAX_BYTES:,}")
@@ -82,15 +72,6 @@ def rgb_item(item: Any, where: str) -> Any:
         return _to_rgb(item)
     except (ValueError, OSError) as error:  # a file may be read only here
         raise BadSample(f"{where}: image cannot be used ({error})") from None
-
-
-def decode_upload(data: bytes, where: str) -> Image.Image:
-    """`decode_image` with bounds on format and shape."""
-    image = decode_image(data, where, UPLOAD_FORMATS)
-    if max(image.size) > MAX_UPLOAD_RATIO * min(image.size):
-        shape = f"{image.width} x {image.height} pixels"
-        raise BadSample(f"{where}: image of {shape} is too narrow to search with; crop it")
-    return image
 
 
 @cache

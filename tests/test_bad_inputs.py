@@ -36,9 +36,6 @@ MISTAKES = (
     "search emb wing",
     "search beir wing",
     "search idx ␣",
-    "serve text --port=0",
-    "serve idx --port=99999",
-    "serve idx --port=0 --rerank=text",
     "quickstart --steps=0 --out out",
     "quickstart --steps=x --out out",
 )

@@ -8,11 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastapi.testclient import TestClient
 
 from dualenc.cli import main
-from dualenc.search.searcher import Searcher
-from dualenc.serve.app import Service, create_app
 from tests.commands.in_process import evaluated, failure, found, run
 from tests.commands.test_push import beir, emb
 
@@ -49,19 +46,6 @@ def test_push_search_evaluate_and_push_again(
     stored = evaluated("retrieval", tmp_path / "stored", toy_text, beir, "--documents", engine)
     metrics = [result["systems"]["toy-text"]["datasets"]["beir"]["metrics"] for result in (own, stored)]
     assert metrics[1] == pytest.approx(metrics[0], abs=0.02)
-
-
-def test_the_service_takes_conditions_and_no_sql(engine: Path) -> None:
-    searcher = Searcher.open(engine)
-    client = TestClient(create_app(Service(searcher)))
-    assert client.get("/health").json()["filter"] == ""
-    results = client.post("/search", json={"text": "wing", "where": ["year>=2008"]}).json()["results"]
-    assert {row["columns"]["year"] for row in results} == {2008, 2009}
-    for body in ({"filter": "true"}, {"where": ["year>=2008 OR true"]}, {"where": ["1=1); DROP TABLE commands"]}):
-        answer = client.post("/search", json={"text": "wing", **body})
-        assert answer.status_code == 400, body
-    assert len(searcher) == len(client.post("/search", json={"text": "wing", "k": 40}).json()["results"])
-    searcher.close()
 
 
 def test_recall_is_measured_kept_and_promised(

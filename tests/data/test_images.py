@@ -15,7 +15,7 @@ from PIL import Image
 from dualenc.data import ImageViews, open_image
 from dualenc.data.images import ImageFiles, find_images
 from dualenc.data.views import SimCLR
-from dualenc.decoding import decode_image, decode_upload
+from dualenc.decoding import decode_image
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture
@@ -118,12 +118,3 @@ def test_links_between_folders_are_followed_once(tmp_path: Path) -> None:
     elsewhere.mkdir()
     (elsewhere / "class").symlink_to(tmp_path / "b")
     assert find_images(elsewhere) == ["class/1.png"], "a link to a class folder is followed"
-
-
-def test_an_upload_is_decoded_as_other_images_are_within_bounds() -> None:
-    data = encoded(picture(90), "JPEG")
-    assert np.array_equal(np.asarray(decode_upload(data, "x")), np.asarray(decode_image(data, "x")))
-    with pytest.raises(BadSample, match="x: image of 6500 x 100 pixels is too narrow"):
-        decode_upload(encoded(Image.new("L", (6500, 100))), "x")
-    with pytest.raises(BadSample, match="no image of a known format: GIF, JPEG, PNG, WEBP"):
-        decode_upload(encoded(picture(1), "TIFF"), "x")
