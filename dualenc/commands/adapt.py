@@ -46,8 +46,6 @@ class ClickOptions:
         document_column: of a table, with ids of documents, where it has no usual name.
         split: of a BEIR folder, a folder of tables or a hub name.
         model: the model of the index, if it has moved.
-        qdrant_path: the folder of Qdrant's embedded mode, if INDEX was pushed there; its files can run code, so name
-            only one that you trust.
         test: BEIR folder whose test queries are measured, too; its documents are those of the index.
         second: BEIR folder of another task, whose test queries are measured, too: what does the model forget?
     """
@@ -56,7 +54,6 @@ class ClickOptions:
     document_column: str | None = None
     split: str = "train"
     model: str | None = None
-    qdrant_path: str | None = None
     test: str | None = None
     second: str | None = None
 

@@ -76,8 +76,8 @@ def adapt_index(
     place = start_processes(device)
     with writing(folder), removed_if_refused(folder, "training"):
         work = folder / "work"
-        checksum = fingerprint(index, qdrant_path=columns.qdrant_path)
-        documents = open_documents(index, work, qdrant_path=columns.qdrant_path)
+        checksum = fingerprint(index)
+        documents = open_documents(index, work)
         clicked = IndexPairs(
             clicks,
             documents,
@@ -113,14 +113,14 @@ def adapt_index(
         adapted.load_state_dict(interpolate(original, adapted, keep))
         if distributed.is_main():
             side.finished(adapted, trained_ids).save(folder / "model")
-            after = fingerprint(index, qdrant_path=columns.qdrant_path)
+            after = fingerprint(index)
             same = "the same" if after == checksum else "CHANGED"
             facts = {"index": index, "documents": len(documents), "queries from": clicks}
             facts |= _training_facts(parts, trained, options)
             facts |= {"original weights kept": keep, "model": str(folder / "model")}
             facts["checksum of the index"] = f"{checksum[:16]}, {same} after as before"
             _report(folder, facts, points, keep)
-            print(printable(f"next:  {_next_command(index, folder, columns)}"))
+            print(printable(f"next:  {_next_command(index, folder)}"))
             remove(work)
         distributed.barrier()
 
@@ -288,11 +288,10 @@ def _report(
     print(printable(f"model, metrics and report.html are in {folder}"))
 
 
-def _next_command(index: str, folder: Path, columns: ClickOptions) -> str:
+def _next_command(index: str, folder: Path) -> str:
     """How to use the model: search an index or an engine, or evaluate over embeddings."""
-    store = "" if columns.qdrant_path is None else f" --qdrant-path {columns.qdrant_path}"
     if is_index(index) or is_pushed(index):
-        return f'dualenc search {index} --model {folder}/model{store} "…"'
+        return f'dualenc search {index} --model {folder}/model "…"'
     return f"dualenc evaluate retrieval {folder}/model BEIR-FOLDER --documents {index}"
 
 

@@ -29,8 +29,6 @@ class RetrievalOptions:
         batch_size: texts encoded at once.
         documents: an index, embeddings or what `push` wrote, whose vectors are the documents of a BEIR folder, by their
             ids; none is embedded, and the folder needs no corpus.jsonl but for --bm25, --hybrid and --rerank.
-        qdrant_path: the folder of Qdrant's embedded mode, if the documents were pushed there; its files can run code,
-            so name only one that you trust.
     """
 
     split: str | None = None
@@ -40,7 +38,6 @@ class RetrievalOptions:
     keep_self_matches: bool = False
     batch_size: int = 32
     documents: str | None = None
-    qdrant_path: str | None = None
 
 
 def retrieval(

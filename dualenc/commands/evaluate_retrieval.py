@@ -80,7 +80,7 @@ def evaluate_retrieval(
     with removed_if_refused(evaluation.folder, RESULT):
         indexed = None
         if options.documents is not None:
-            indexed = open_documents(options.documents, evaluation.folder, qdrant_path=options.qdrant_path)
+            indexed = open_documents(options.documents, evaluation.folder)
         # Before the data, which an adapted model without --documents may lack.
         encoder = _open_encoder(model, options, indexed, evaluation.device)
         collections = _open_collections(data, options, columns, needs_texts, indexed)

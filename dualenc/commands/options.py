@@ -90,15 +90,12 @@ class SearchOptions:
         model: model folder or name, if the one that made the index has moved.
         nprobe: lists that an IVF index visits; by default what the build or the engine chose.
         ef_search: candidates that an HNSW index keeps; by default what the build or the engine chose.
-        qdrant_path: the folder of Qdrant's embedded mode, if INDEX was pushed there; its files can run code, so name
-            only one that you trust.
         device: such as cpu or cuda:0.
     """
 
     model: str | None = None
     nprobe: int | None = None
     ef_search: int | None = None
-    qdrant_path: str | None = None
     device: str = "cpu"
 
 

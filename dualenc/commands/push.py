@@ -59,8 +59,7 @@ def push(
 
     Args:
         embeddings: folder that `dualenc embed` wrote.
-        target: postgresql://user@host/database; the URL of a Qdrant server; or a folder for Qdrant's embedded mode,
-            whose files can run code: name only a new one, or one that you trust.
+        target: postgresql://user@host/database, or the URL of a Qdrant server.
         out: folder to write, with where the vectors are; by default EMBEDDINGS-engine.
         collection: of Qdrant; by default named as the folder of embeddings.
         metric: cosine, or ip for the inner product; by default cosine for embeddings of length one, ip for others.
@@ -69,12 +68,10 @@ def push(
     from dualenc.data.vector_shards import Embeddings
     from dualenc.search.engines import is_postgres
     from dualenc.search.pushed import check_push_target
-    from dualenc.search.qdrant import is_server, push_embeddings
+    from dualenc.search.qdrant import push_embeddings
 
     to_postgres = is_postgres(target)
     folder = Path(out or f"{embeddings.rstrip('/')}-engine")
-    if not target or (not to_postgres and folder.resolve() == Path(target).resolve()):
-        raise DualencError(f"TARGET is {target!r}; name a folder other than --out, or a URL")
     _check(to_postgres, collection, postgres)
     check_push_target(folder)
     check_writable(folder)
@@ -89,8 +86,7 @@ def push(
         index.meta["embeddings"] = str(source)
         index.save(folder)
     _print_sent(index, sent)
-    store = "" if is_server(target) else f" --qdrant-path {target}"
-    print(printable(f'next: dualenc search {folder} "…"{store}'))
+    print(printable(f'next: dualenc search {folder} "…"'))
     return None
 
 

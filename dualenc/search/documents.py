@@ -58,9 +58,7 @@ class ReadRows:
         return self.read(range(len(self))[rows])
 
 
-def open_documents(
-    source: str | Path, work: str | Path | None = None, *, qdrant_path: str | None = None
-) -> Embeddings:
+def open_documents(source: str | Path, work: str | Path | None = None) -> Embeddings:
     """Open the vectors (N, D) that a search compares queries with; the source is only read.
 
         documents = open_documents("index", "runs/adapted")
@@ -72,7 +70,6 @@ def open_documents(
         source: an index, a folder of embeddings, a BEIR folder whose corpus is vectors, or what `dualenc push` wrote.
         work: folder for the vectors in half precision, unless they can be mapped where they are; a second call with
             the same source uses them again.
-        qdrant_path: the store of an embedded Qdrant, see `QdrantIndex.open`.
 
     Raises:
         DualencError: the source is corrupt or of another kind, its index gives no vectors back, or its inner products
@@ -80,7 +77,7 @@ def open_documents(
     """
     source = Path(source)
     with ExitStack() as stack:
-        documents, is_ready = _open(source, qdrant_path, stack)
+        documents, is_ready = _open(source, stack)
         if documents.meta["metric"] == "ip" and not is_ready:
             _check_lengths(documents, source)
         if isinstance(documents.vectors, ShardedVectors) and (is_ready or _are_unit(documents)):
@@ -97,15 +94,12 @@ def open_documents(
     return Embeddings(documents.ids, load_npy(path), meta, documents.snippets, documents.columns)
 
 
-def fingerprint(source: str | Path, *, qdrant_path: str | None = None) -> str:
-    """SHA-256 of the names and contents of a source's files; of a collection by the fingerprint that it stores.
-
-    The arguments are those of `open_documents`.
-    """
+def fingerprint(source: str | Path) -> str:
+    """SHA-256 of the names and contents of a source's files; of a collection by the fingerprint that it stores."""
     source = Path(source)
     if is_pushed(source):
         # Compares the fingerprint in meta.json with the one in the collection.
-        open_engine(source, qdrant_path).close()
+        open_engine(source).close()
     return _checksum_of_files(source)
 
 
@@ -124,15 +118,13 @@ def _checksum_of_files(source: Path) -> str:
     return digest.hexdigest()
 
 
-def _open(source: Path, qdrant_path: str | None, stack: ExitStack) -> tuple[Embeddings, bool]:
+def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
     """The documents of a source, and whether their vectors are compared as they are stored."""
     if is_pushed(source):
-        engine = open_engine(source, qdrant_path)
+        engine = open_engine(source)
         stack.callback(engine.close)
         # By cosine an engine may compare vectors of any length.
         return _engine_documents(engine), engine.meta.get("output") == "embedding"
-    if qdrant_path is not None:
-        raise DualencError(f"{source}: remembers no engine; leave --qdrant-path out")
     if not source.is_dir() or is_index(source):
         opened = Index.open(source)
         return _index_documents(opened, source), _compares_unit_vectors(opened.meta)
@@ -144,7 +136,7 @@ def _open(source: Path, qdrant_path: str | None, stack: ExitStack) -> tuple[Embe
         problem = "no index, embeddings, BEIR folder of vectors or pushed collection"
         raise DualencError(f"{source}: {problem}; make an index with `dualenc index MODEL DATA`")
     if (source / "corpus").is_dir():
-        return _open(source / "corpus", None, stack)
+        return _open(source / "corpus", stack)
     return _table_documents(source), False
 
 

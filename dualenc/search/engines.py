@@ -12,18 +12,11 @@ from dualenc.search.qdrant import QdrantIndex
 SCHEMES = ("postgresql://", "postgres://")
 
 
-def open_engine(folder: str | os.PathLike[str], qdrant_path: str | None = None) -> Engine:
-    """Open the database that a folder remembers, which `dualenc push` wrote.
-
-    Args:
-        folder: the folder.
-        qdrant_path: the store of an embedded Qdrant, see `QdrantIndex.open`.
-    """
-    if not is_postgres(read_pushed(folder)["target"]):
-        return QdrantIndex.open(folder, qdrant_path)
-    if qdrant_path is not None:
-        raise DualencError(f"{folder}: its vectors are in PostgreSQL; leave --qdrant-path out")
-    return postgres_module().PostgresIndex.open(folder)
+def open_engine(folder: str | os.PathLike[str]) -> Engine:
+    """Open the database that a folder remembers, which `dualenc push` wrote."""
+    if is_postgres(read_pushed(folder)["target"]):
+        return postgres_module().PostgresIndex.open(folder)
+    return QdrantIndex.open(folder)
 
 
 def is_postgres(target: str) -> bool:

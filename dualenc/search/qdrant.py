@@ -1,8 +1,4 @@
-"""Qdrant: push embeddings to a collection, remember it in a folder, and search it with Qdrant's own filters.
-
-The target is the URL of a server, or a folder for the client's embedded mode: exact, slow, for one process at a time.
-The client unpickles what such a folder holds, which can run code: only a folder that the user names is opened.
-"""
+"""Qdrant: push embeddings to a collection of a server, and search it with Qdrant's own filters."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from dualenc.data.items import check_ids
 from dualenc.data.metadata import check_column_names
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, UnknownId, Unsupported
-from dualenc.files import check_folder_target
 from dualenc.search.build import Database, as_queries
 from dualenc.search.index import Hit, as_hit
 from dualenc.search.pushed import AGAIN, Engine, default_metric, describe, read_pushed
@@ -60,7 +55,6 @@ class QdrantIndex(Engine):
         super().__init__(meta)
         self.collection: str = meta["collection"]
         self.location = f"{meta['target']} collection {self.collection!r}"
-        self.is_server = is_server(meta["target"])
         self.models = qdrant_client.models
         arguments = _client_arguments(meta["target"])
         with self.one_line_errors():
@@ -69,15 +63,10 @@ class QdrantIndex(Engine):
             )
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], qdrant_path: str | None = None) -> QdrantIndex:
-        """Open the collection that a folder remembers; of an embedded Qdrant the caller names the folder."""
+    def open(cls, folder: str | os.PathLike[str]) -> QdrantIndex:
+        """Open the collection that a folder remembers; the key comes from QDRANT_API_KEY."""
         meta = read_pushed(folder)
-        if is_server(meta["target"]) and qdrant_path is not None:
-            raise DualencError(f"{folder}: its collection is on a server; leave --qdrant-path out")
-        if not is_server(meta["target"]) and qdrant_path is None:
-            problem = "names an embedded Qdrant, whose files can run code; if you trust them, name it by --qdrant-path"
-            raise DualencError(f"{folder}: {problem}")
-        index = cls({**meta, "target": qdrant_path or meta["target"]})
+        index = cls(meta)
         if index.stored_fingerprint() != meta["fingerprint"]:
             raise DualencError(
                 f"{index.location}: is gone, or holds other embeddings than {folder} says; {AGAIN}"
@@ -192,7 +181,7 @@ def push_embeddings(
 
     Args:
         embeddings: N vectors.
-        target: URL of a server, whose key is in the environment variable QDRANT_API_KEY, or a folder that is trusted.
+        target: URL of a server, whose key is in the environment variable QDRANT_API_KEY.
         metric: by default cosine for embeddings that are normalized, and ip for others.
         replace: first remove a collection that holds other embeddings.
     """
@@ -250,20 +239,13 @@ def _add(index: QdrantIndex, batch: pa.RecordBatch, vectors: np.ndarray) -> None
 
 
 def _client_arguments(target: str) -> dict[str, Any]:
-    if not is_server(target):
-        if "://" in target or re.match(r"[\w.-]+:\d+(/|$)", target):
-            raise DualencError(f"{target}: no URL of a Qdrant server, such as http://localhost:6333")
-        check_folder_target(target, lambda folder: (folder / ".lock").exists(), "Qdrant collections")
-        return {"path": target}
+    # The client would unpickle what a folder holds, which can run code.
+    if not target.startswith(("http://", "https://")):
+        raise DualencError(f"{target}: no URL of a Qdrant server, such as http://localhost:6333")
     parts = urlsplit(target)
     if parts.username or parts.password or parts.query:
         raise DualencError(f"the URL of {parts.hostname} carries a key or query; set {API_KEY} instead")
     return {"url": target, "api_key": os.environ.get(API_KEY) or None}
-
-
-def is_server(target: str) -> bool:
-    """Whether a target is the URL of a server, not a folder of the embedded mode."""
-    return target.startswith(("http://", "https://"))
 
 
 def _line(error: object) -> str:

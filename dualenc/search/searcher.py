@@ -80,7 +80,6 @@ class Searcher:
         device: str | torch.device = "cpu",
         hybrid: bool | None = None,
         cross_encoder: Rescore | None = None,
-        qdrant_path: str | None = None,
         **settings: Any,
     ) -> Searcher:
         """Open an index, or the collection that a folder remembers, and the model that made it.
@@ -92,12 +91,11 @@ class Searcher:
             device: for the model.
             hybrid: open the BM25 index, too; None opens it if it exists.
             cross_encoder: (`open_cross_encoder`) for `Query.rerank`; its texts are opened, too.
-            qdrant_path: the store of an embedded Qdrant, see `QdrantIndex.open`.
             settings: `nprobe` and `ef_search`, as the index's `search` takes them.
         """
         folder = Path(folder)
         index, lexical, texts = consistent_read(
-            folder, lambda: _open_files(folder, qdrant_path, hybrid, needs_texts=cross_encoder is not None)
+            folder, lambda: _open_files(folder, hybrid, needs_texts=cross_encoder is not None)
         )
         # A parameter that does not apply is refused now, not at every query.
         if any(value is not None for value in settings.values()):
@@ -259,15 +257,9 @@ def check_encoder(encoder: DualEncoder, meta: Mapping[str, Any], dim: int, sourc
 
 
 def _open_files(
-    folder: Path, qdrant_path: str | None, hybrid: bool | None, *, needs_texts: bool
+    folder: Path, hybrid: bool | None, *, needs_texts: bool
 ) -> tuple[Index | Engine, Lexical | None, TextStore | None]:
-    index: Index | Engine
-    if is_pushed(folder):
-        index = open_engine(folder, qdrant_path)
-    elif qdrant_path is not None:
-        raise DualencError(f"{folder}: remembers no engine; leave --qdrant-path out")
-    else:
-        index = Index.open(folder)
+    index: Index | Engine = open_engine(folder) if is_pushed(folder) else Index.open(folder)
     if needs_texts and index.meta.get("modality") == "image":
         raise DualencError(f"{folder}: holds images, and a cross-encoder reads texts; leave reranking out")
     texts = None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 
 from tests.commands import toy
 from tests.commands.in_process import failure, found, run
+from tests.local_qdrant import url_of, use_folders
 
 FILTER = '{"must": [{"key": "year", "range": {"gte": 2004}}, {"key": "lang", "match": {"value": "no"}}]}'
 
@@ -37,80 +36,46 @@ def emb(tmp_path_factory: pytest.TempPathFactory, toy_text: Path, beir: Path) ->
 
 
 @pytest.fixture
-def engine(tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Any, ...]:
-    """A folder that `push` wrote, and the option that names its embedded store."""
-    run("push", emb, tmp_path / "data", "--out", tmp_path / "engine")
+def engine(tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that `push` wrote."""
+    use_folders(monkeypatch)
+    run("push", emb, url_of(tmp_path / "data"), "--out", tmp_path / "engine")
     shown = capsys.readouterr().out
     assert "40 vectors of dimension 32 (cosine)" in shown
     assert "collection 'emb'; 40 sent" in shown
-    assert f"--qdrant-path {tmp_path / 'data'}" in shown
-    return tmp_path / "engine", "--qdrant-path", tmp_path / "data"
+    return tmp_path / "engine"
 
 
 @pytest.mark.slow
 def test_push_search_and_push_again(
-    tmp_path: Path, emb: Path, engine: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, emb: Path, engine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("push", emb, tmp_path / "data", "--out", tmp_path / "engine")
+    run("push", emb, url_of(tmp_path / "data"), "--out", engine)
     assert "; 0 sent" in capsys.readouterr().out
     run("index", emb, "--out", tmp_path / "index")
     by_faiss = found(capsys, tmp_path / "index", "wing flow", "-k", 7)
-    by_engine = found(capsys, *engine, "wing flow", "-k", 7)
+    by_engine = found(capsys, engine, "wing flow", "-k", 7)
     for name in ("id", "snippet", "year"):
         assert [hit[name] for hit in by_engine] == [hit[name] for hit in by_faiss]
     np.testing.assert_allclose([h["score"] for h in by_engine], [h["score"] for h in by_faiss], atol=2e-3)
-    everything = pd.DataFrame(found(capsys, *engine, "wing flow", "-k", 40))
+    everything = pd.DataFrame(found(capsys, engine, "wing flow", "-k", 40))
     wanted = everything[(everything.year >= 2004) & (everything.lang == "no")].id.tolist()
-    assert [hit["id"] for hit in found(capsys, *engine, "wing flow", "-k", 40, "--filter", FILTER)] == wanted
-
-
-class Payload:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
+    assert [hit["id"] for hit in found(capsys, engine, "wing flow", "-k", 40, "--filter", FILTER)] == wanted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["data", "x://../data", "{}/data"])
-def test_an_embedded_qdrant_that_only_the_folder_names_is_not_opened(
-    tmp_path: Path,
-    beir: Path,
-    engine: tuple[Any, ...],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    target: str,
-) -> None:
-    with sqlite3.connect(next(tmp_path.glob("data/collection/*/storage.sqlite"))) as database:
-        database.execute("UPDATE points SET point = ?", (pickle.dumps(Payload(tmp_path / "ran")),))
-    meta = json.loads((tmp_path / "engine" / "meta.json").read_text())
-    (tmp_path / "engine" / "meta.json").write_text(json.dumps(meta | {"target": target.format(tmp_path)}))
-    (tmp_path / "x:").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert "names an embedded Qdrant, whose files can run code" in failure(capsys, "search", engine[0], "wing")
-    run("index", engine[0], beir, "--texts")
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.slow
-def test_mistakes_end_in_one_line(
-    tmp_path: Path, emb: Path, engine: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_end_in_one_line(tmp_path: Path, emb: Path, engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("index", emb, "--out", tmp_path / "index")
     cases: list[tuple[tuple[Any, ...], str]] = [
-        (("push", emb, tmp_path / "data", "--out", tmp_path / "data"), "name a folder other than --out"),
-        (("push", emb, tmp_path / "data", "--out", tmp_path / "index"), "holds no collection"),
-        (("search", *engine, "wing", "--where", "year>1"), "in its own language (JSON); give a filter"),
+        (("push", emb, tmp_path / "data"), "no URL of a Qdrant server"),
+        (("push", emb, "http://local", "--out", tmp_path / "index"), "holds no collection"),
+        (("search", engine, "wing", "--where", "year>1"), "in its own language (JSON); give a filter"),
         (("search", tmp_path / "index", "wing", "--filter", "year>1"), "only an engine takes a filter"),
-        (("search", tmp_path / "index", "wing", "--qdrant-path", "x"), "leave --qdrant-path out"),
     ]
     for words, message in cases:
         assert message in failure(capsys, *words), words
-    meta = json.loads((engine[0] / "meta.json").read_text())
+    meta = json.loads((engine / "meta.json").read_text())
     for name, value in {"model": 5, "side": "up"}.items():
-        (engine[0] / "meta.json").write_text(json.dumps(meta | {name: value}))
-        message = failure(capsys, "search", *engine, "wing")
+        (engine / "meta.json").write_text(json.dumps(meta | {name: value}))
+        message = failure(capsys, "search", engine, "wing")
         assert f"meta.json: {name} is " in message

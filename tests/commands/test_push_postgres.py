@@ -81,7 +81,7 @@ def test_mistakes_end_in_one_line(
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((*pushed, "--collection", "a"), "name the table of PostgreSQL by --table"),
         ((*pushed, *recall, tmp_path / "bad.jsonl"), "bad.jsonl:2: holds no filter"),
-        (("push", emb, tmp_path / "q", "--table", "a"), "are of PostgreSQL; leave them out"),
+        (("push", emb, "http://local", "--table", "a"), "are of PostgreSQL; leave them out"),
         (("search", engine, "wing", "--filter", "year >"), "the filter is no SQL condition"),
         (("search", engine, "wing", "--nprobe", 3), "nprobe is 3, but the index is of kind hnsw"),
     ]

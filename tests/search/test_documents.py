@@ -16,6 +16,7 @@ from dualenc.search import Embeddings, Index, build, documents, parts
 from dualenc.search.documents import fingerprint, open_documents
 from dualenc.search.embeddings import EmbeddingWriter
 from dualenc.search.qdrant import push_embeddings
+from tests.local_qdrant import url_of, use_folders
 from tests.search.clusters import clustered
 
 NUM = 3000
@@ -109,27 +110,26 @@ def test_beir_folders_of_vectors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("metric", ["cosine", "ip"])
 def test_a_pushed_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: Any) -> None:
     monkeypatch.setattr(documents, "BATCH_ROWS", 7)
-    store, folder = str(tmp_path / "store"), tmp_path / "pushed"
+    use_folders(monkeypatch)
+    store, folder = url_of(tmp_path / "store"), tmp_path / "pushed"
     vectors = 3 * clustered(40)
     source = Embeddings(IDS[:40], vectors, {"model": "m"}, [f"text {i}" for i in IDS[:40]])
     index = push_embeddings(source, store, "items", metric=metric)[0]
     index.close()
     index.save(folder)
-    with pytest.raises(DualencError, match="if you trust them, name it by --qdrant-path"):
-        open_documents(folder, tmp_path / "work")
-    before = fingerprint(folder, qdrant_path=store)
-    opened = open_documents(folder, tmp_path / "work", qdrant_path=store)
+    before = fingerprint(folder)
+    opened = open_documents(folder, tmp_path / "work")
     assert_unit_half(opened, vectors[[int(name[1:]) for name in opened.ids]])
     assert sorted(opened.ids) == sorted(IDS[:40])
     assert opened.snippets == [f"text {name}" for name in opened.ids]
     assert opened.meta["model"] == "m"
-    again = open_documents(folder, tmp_path / "work", qdrant_path=store)
+    again = open_documents(folder, tmp_path / "work")
     assert again.ids == opened.ids
-    assert fingerprint(folder, qdrant_path=store) == before
+    assert fingerprint(folder) == before
     other = push_embeddings(Embeddings(IDS[:40], clustered(40, seed=1)), store, "items", replace=True)[0]
     other.close()
     with pytest.raises(DualencError, match="holds other embeddings than"):
-        fingerprint(folder, qdrant_path=store)
+        fingerprint(folder)
 
 
 def test_a_second_call_reads_what_is_written_of_the_same_source_only(

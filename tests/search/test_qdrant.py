@@ -1,4 +1,4 @@
-"""Qdrant's embedded mode against numpy: what is pushed, found, filtered, resumed and refused."""
+"""Qdrant against numpy, by the exact search of its client: what is pushed, found, filtered, resumed and refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+import qdrant_client
+from qdrant_client import models
 
 from dualenc.errors import DualencError, UnknownId
 from dualenc.search import Embeddings, qdrant
 from dualenc.search.qdrant import QdrantIndex, push_embeddings
+from tests.local_qdrant import CLIENT, url_of, use_folders
 from tests.search.conditions import KINDS, LANGUAGES
 
 NUM = 120
@@ -61,9 +64,17 @@ def embeddings(dtype: str = "float32", unit: bool = True, seed: int = 0) -> Embe
 
 
 def pushed(folder: Path, source: Embeddings | None = None, **options: Any) -> tuple[QdrantIndex, int]:
-    index, sent = push_embeddings(source or embeddings(), TARGET or str(folder / "store"), "items", **options)
+    index, sent = push_embeddings(source or embeddings(), TARGET or url_of(folder / "store"), "items", **options)
     index.close()
     return QdrantIndex(index.meta), sent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if TARGET is None:
+            use_folders(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +137,11 @@ def test_wrong_queries(filled: QdrantIndex, options: dict[str, Any], message: st
 
 KILLED = """
 import os, sys
+import pytest
 from dualenc.search import qdrant
+from tests.local_qdrant import use_folders
 from tests.search.test_qdrant import embeddings
+use_folders(pytest.MonkeyPatch())
 add = qdrant._add
 calls = []
 def dying(*batch):
@@ -143,7 +157,7 @@ qdrant.push_embeddings(embeddings(), sys.argv[1], "items")
 
 @pytest.mark.slow
 def test_a_killed_push_is_resumed_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [sys.executable, "-c", KILLED, str(tmp_path / "store")]
+    words = [sys.executable, "-c", KILLED, url_of(tmp_path / "store")]
     assert subprocess.run(words, capture_output=True, check=False).returncode == -9
     monkeypatch.setattr(qdrant, "BATCH_ROWS", 30)
     index, sent = pushed(tmp_path)
@@ -166,20 +180,18 @@ def test_other_embeddings_are_refused_and_replaced_on_request(tmp_path: Path) ->
 
 
 def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:
-    from qdrant_client import QdrantClient, models
-
-    client = QdrantClient(path=str(tmp_path / "store"))
+    client = CLIENT(path=str(tmp_path / "store"))
     client.create_collection("items", vectors_config=models.VectorParams(size=DIM, distance=models.Distance.DOT))
     client.close()
     with pytest.raises(DualencError, match="holds no embeddings that dualenc pushed"):
-        push_embeddings(embeddings(), str(tmp_path / "store"), "items", replace=True)
+        push_embeddings(embeddings(), url_of(tmp_path / "store"), "items", replace=True)
 
 
 @pytest.mark.parametrize(
     ("target", "collection", "message"),
     [
-        ("{}/mine", "items", "holds no Qdrant collections"),
-        ("{}/new", "a/../b", "collection is 'a/../b'"),
+        ("{}/store", "items", "no URL of a Qdrant server"),
+        ("http://127.0.0.1:9", "a/../b", "collection is 'a/../b'"),
         ("localhost:6333", "items", "no URL of a Qdrant server"),
         ("http://127.0.0.1:9", "items", "refused"),
         ("http://127.0.0.1:port", "items", "port"),
@@ -190,8 +202,7 @@ def test_unusable_targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, collection: str, message: str
 ) -> None:
     monkeypatch.setenv("QDRANT_API_KEY", "s3cret")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").touch()
+    monkeypatch.setattr(qdrant_client, "QdrantClient", CLIENT)
     with pytest.raises(DualencError, match=message) as error:
         push_embeddings(embeddings(), target.format(tmp_path), collection)
     assert not any(part in str(error.value) for part in ("\n", "word", "s3cret"))

@@ -21,6 +21,7 @@ from dualenc.search.searcher import Query, Searcher
 from dualenc.search.texts import add_texts
 from tests.commands import toy
 from tests.commands.in_process import failure, found, run
+from tests.local_qdrant import url_of, use_folders
 
 LONG = "fox " + "ant " * 100 + "hen"
 
@@ -79,10 +80,13 @@ def test_the_whole_text_is_read_and_not_its_snippet(made: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_texts_beside_an_engine(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_beside_an_engine(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run("embed", made / "model", made / "docs.jsonl", "--out", tmp_path / "emb")
-    run("push", tmp_path / "emb", tmp_path / "store", "--out", tmp_path / "pushed")
-    words: list[Any] = ["search", tmp_path / "pushed", "fox dog", "--qdrant-path", tmp_path / "store"]
+    use_folders(monkeypatch)
+    run("push", tmp_path / "emb", url_of(tmp_path / "store"), "--out", tmp_path / "pushed")
+    words: list[Any] = ["search", tmp_path / "pushed", "fox dog"]
     words += ["--rerank", made / "judge", "--rerank-top", 60]
     assert "keeps no texts for a cross-encoder to read" in failure(capsys, *words)
     run("index", tmp_path / "pushed", "--texts")
