@@ -28,7 +28,7 @@ class RetrievalOptions:
         keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed as its copy.
         batch_size: texts encoded at once.
         documents: an index, embeddings or what `push` wrote, whose vectors are the documents of a BEIR folder, by their
-            ids; none is embedded, and the folder needs no corpus.jsonl but for --bm25, --hybrid and --rerank.
+            ids; none is embedded, and the folder needs no corpus.jsonl but for --bm25 and --hybrid.
     """
 
     split: str | None = None
@@ -56,7 +56,7 @@ def retrieval(
 
     Of pairs, left texts are the queries and all right texts the corpus; equal texts count once. Writes metrics.json,
     report.html and, for each data set, run.trec, per_query.ndjson and the embeddings, which the next evaluation of the
-    same model uses. With --rerank, the hybrid ranking is reranked if there is one, else the model's.
+    same model uses.
 
     Args:
         model: model folder or name.
@@ -65,9 +65,7 @@ def retrieval(
             parquet, a folder of them, a hub name).
         more: further folders or tables; the table of results then has a mean row.
     """
-    check_options(
-        1, MAX_ITEMS, depth=options.depth, batch_size=options.batch_size, rerank_top=ranking.rerank_top
-    )
+    check_options(1, MAX_ITEMS, depth=options.depth, batch_size=options.batch_size)
     check_options(0, 1, weight=ranking.weight)
     from dualenc.commands.evaluate_retrieval import evaluate_retrieval
 

@@ -1,4 +1,4 @@
-"""Retrieval: a query-document model on BEIR folders and tables of pairs, beside BM25, both fused, and a reranker."""
+"""Retrieval: a query-document model on BEIR folders and tables of pairs, beside BM25 and both fused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from dualenc import distributed
 from dualenc.commands.output import RESULT, Evaluation, embed_into, open_model, short_name
@@ -39,7 +38,6 @@ from dualenc.evaluation.runs import check_trec_names, ranked
 from dualenc.files import removed_if_refused
 from dualenc.search.documents import open_documents
 from dualenc.search.fusion import Fusion, fuse
-from dualenc.search.rerank import Rescore, open_cross_encoder, rerank
 from dualenc.search.searcher import check_encoder
 
 if TYPE_CHECKING:
@@ -52,8 +50,7 @@ if TYPE_CHECKING:
 
 BM25 = "BM25"
 HYBRID = "hybrid"
-RERANKED = "reranked"
-FOLDERS = {BM25: "bm25", HYBRID: "hybrid", RERANKED: "reranked"}
+FOLDERS = {BM25: "bm25", HYBRID: "hybrid"}
 """Where the run files of systems other than the model are."""
 
 
@@ -73,9 +70,7 @@ def evaluate_retrieval(
         )
     evaluation = Evaluation("retrieval", model, data[0], output)
     data = [name for source in data for name in expand_name(source)]
-    needs_texts = "--rerank" if ranking.rerank is not None else ""
-    if options.bm25 or ranking.hybrid is not None:
-        needs_texts = "--bm25"
+    needs_texts = options.bm25 or ranking.hybrid is not None
     split = options.split or default_split(data[0], "test")
     with removed_if_refused(evaluation.folder, RESULT):
         indexed = None
@@ -85,10 +80,6 @@ def evaluate_retrieval(
         encoder = _open_encoder(model, options, indexed, evaluation.device)
         collections = _open_collections(data, options, columns, needs_texts, indexed)
         evaluation.check_weights(encoder.left, encoder.right)
-    rescore = None
-    if ranking.rerank is not None:
-        device = str(evaluation.device)
-        rescore, _ = open_cross_encoder(ranking.rerank, batch_size=options.batch_size, device=device)
     results: list[Result] = []
     folders = {
         name: evaluation.folder / name if len(data) > 1 else evaluation.folder for name in collections
@@ -115,7 +106,7 @@ def evaluate_retrieval(
             qrels=None if options.keep_self_matches else collection.qrels,
             device=evaluation.device,
         )
-        runs = {short_name(model): dense} | _other_runs(dense, collection, options, ranking, rescore)
+        runs = {short_name(model): dense} | _other_runs(dense, collection, options, ranking)
         if distributed.is_main():
             about = (collection.qrels, len(collection.corpus))
             for system, run in runs.items():
@@ -148,7 +139,7 @@ def _open_collections(
     data: Sequence[str],
     options: RetrievalOptions,
     columns: ColumnOptions,
-    needs_texts: str,
+    needs_texts: bool,
     indexed: Embeddings | None,
 ) -> dict[str, RetrievalSet]:
     collections: dict[str, RetrievalSet] = {}
@@ -170,8 +161,6 @@ def _facts(
         facts["documents"] = options.documents
     if ranking.hybrid is not None:
         facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
-    if ranking.rerank is not None:
-        facts |= {"rerank": ranking.rerank, "rerank_top": ranking.rerank_top}
     return facts
 
 
@@ -180,11 +169,9 @@ def _other_runs(
     collection: RetrievalSet,
     options: RetrievalOptions,
     ranking: RankingOptions,
-    rescore: Rescore | None,
 ) -> dict[str, Run]:
-    """The runs of BM25, of both fused and of a cross-encoder; only the main process has all of them."""
+    """The runs of BM25 and of both fused; only the main process has them."""
     runs: dict[str, Run] = {}
-    best = dense
     if (options.bm25 or ranking.hybrid) and distributed.is_main():
         queries = collection.queries
         corpus = collection.corpus
@@ -192,12 +179,7 @@ def _other_runs(
         qrels = None if options.keep_self_matches else collection.qrels
         runs[BM25] = first_documents(words, options.depth, qrels)
         if ranking.hybrid:
-            best = _fuse(ranking.hybrid, ranking.weight, dense, runs[BM25], options.depth)
-            runs[HYBRID] = best
-    if rescore is not None:
-        runs[RERANKED] = _rerank(
-            rescore, distributed.broadcast_object(best), collection, ranking.rerank_top
-        )
+            runs[HYBRID] = _fuse(ranking.hybrid, ranking.weight, dense, runs[BM25], options.depth)
     return runs
 
 
@@ -213,22 +195,6 @@ def _fuse(method: Fusion, weight: float, dense: Run, words: Run, depth: int) -> 
         best = fuse(rankings, method, weights=[weight, 1 - weight])[:depth]
         fused[query] = dict(best)
     return fused
-
-
-def _rerank(rescore: Rescore, run: Run, collection: RetrievalSet, top: int) -> dict[str, dict[str, float]]:
-    """The best of a run in the scores of a cross-encoder; each process scores its share of the queries."""
-    queries = collection.queries
-    corpus = collection.corpus
-    row_of = {name: row for row, name in enumerate(corpus.ids)}
-    share = range(len(queries))[distributed.rank_slice(len(queries))]
-    own: dict[str, dict[str, float]] = {}
-    for row in tqdm(share, desc="rerank", unit=" queries", disable=not distributed.is_main()):
-        query = queries.ids[row]
-        names = ranked(run[query])[:top]
-        texts = [(queries[row], corpus[row_of[name]]) for name in names]
-        order, scores = rerank(rescore, [texts])[0]
-        own[query] = {names[place]: score for place, score in zip(order.tolist(), scores.tolist())}
-    return {query: scores for part in distributed.gather_objects(own) for query, scores in part.items()}
 
 
 def _write_results(
@@ -268,7 +234,7 @@ def _open_collection(
     source: str,
     options: RetrievalOptions,
     columns: ColumnOptions,
-    needs_texts: str,
+    needs_texts: bool,
     indexed: Embeddings | None,
 ) -> tuple[str, RetrievalSet]:
     """A collection, and the name of its folder or file."""
@@ -285,14 +251,14 @@ def _open_collection(
         name = Path(source).stem
         collection = _open_pairs(source, split, columns)
     if collection.corpus.modality != "text" and needs_texts:
-        raise DualencError(f"{source}: {needs_texts} needs texts, and it holds vectors; leave it out")
+        raise DualencError(f"{source}: --bm25 needs texts, and it holds vectors; leave it out")
     check_trec_names(collection.queries.ids, f"{source}: query id")
     check_trec_names(collection.corpus.ids, f"{source}: document id")
     return name, collection
 
 
 def _over_index(
-    indexed: Embeddings, source: str, split: str, options: RetrievalOptions, needs_texts: str
+    indexed: Embeddings, source: str, split: str, options: RetrievalOptions, needs_texts: bool
 ) -> RetrievalSet:
     """The judged queries of a BEIR folder, and the documents of an index in its order.
 
@@ -310,7 +276,7 @@ def _over_index(
         if (rows < 0).any():
             missing = indexed.ids[int(np.argmin(rows))][:80]
             problem = f"its corpus lacks {missing!r}, which is in {options.documents}"
-            raise DualencError(f"{source}: {problem}; leave {needs_texts} out")
+            raise DualencError(f"{source}: {problem}; leave --bm25 out")
         corpus = texts.take(rows)
     elif indexed.snippets is not None:
         corpus = Corpus(indexed.ids, indexed.snippets)

@@ -44,19 +44,19 @@ def index(
     The index is measured: recall@10 against exact search, and the time of a query. An IVF index that half of the memory
     does not hold is filled in parts and merged on disk: the same command resumes an interrupted build.
 
-    --bm25 also indexes the words of the texts, for `search --hybrid`, and --texts keeps the texts, for
-    `search --rerank`; `dualenc index INDEX [DATA] --bm25 --texts` adds them to an index.
+    --bm25 also indexes the words of the texts, for `search --hybrid`, and --texts keeps the texts, by which BM25
+    follows --append and --remove; `dualenc index INDEX [DATA] --bm25 --texts` adds them to an index.
 
     Args:
         source: folder of embeddings, model folder or name; for --remove, --verify, --bm25 and --texts also that of an
-            index; for --texts also what `dualenc push` wrote.
+            index.
         data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
         out: folder to write: index.faiss, items.arrow, order.npy, meta.json.
         append: add the vectors to the index that is in out.
         remove: file with ids, one a line, to take out of the index.
         verify: compare every file of an index or of embeddings with its checksum.
         bm25: index the words of the texts beside the vectors.
-        texts: keep the whole texts beside the vectors, for a cross-encoder to read.
+        texts: keep the whole texts beside the vectors, for --append, --remove and `dualenc migrate`.
         side: with a model: left or right; by default documents, or whatever the data holds.
         batch_size: items per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
@@ -99,14 +99,11 @@ def index(
 
 
 def _add_texts(source: str, data: str | None, items: SourceOptions, *, bm25: bool, texts: bool) -> None:
-    """Add BM25 or texts to an index or a pushed collection that is already there."""
+    """Add BM25 or texts to an index that is already there."""
     from dualenc.search import is_index
-    from dualenc.search.pushed import is_pushed
 
-    if not (bm25 or texts) or not (is_index(source) or is_pushed(source)):
+    if not (bm25 or texts) or not is_index(source):
         raise DualencError("dualenc index needs --out; name the folder of the index")
-    if bm25 and is_pushed(source):
-        raise DualencError(f"{source}: an engine is searched by vectors alone; leave --bm25 out")
     _write_texts(source, _open_texts(source, data, items), bm25=bm25, texts=texts)
 
 
@@ -215,7 +212,7 @@ def _write_texts(folder: str, corpus: Corpus, *, bm25: bool, texts: bool) -> Non
         lexical = add_lexical(folder, corpus)
         print(printable(f"BM25 over {lexical.count:,} texts → {folder}"))
     if texts:
-        print(printable(f"{add_texts(folder, corpus):,} texts kept for cross-encoders → {folder}"))
+        print(printable(f"{add_texts(folder, corpus):,} texts kept → {folder}"))
 
 
 def _verify(folder: str) -> None:

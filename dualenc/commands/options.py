@@ -139,15 +139,10 @@ class RankingOptions:
     Args:
         hybrid: fuse with BM25: by reciprocal ranks (rrf) or weighted scores (weighted).
         weight: with hybrid, of the vectors, from 0 to 1; BM25 has the rest.
-        rerank: folder or name of a sentence-transformers CrossEncoder that scores the best results again, by their
-            texts; its scores then count.
-        rerank_top: how many of the best it scores; the others are left out.
     """
 
     hybrid: Literal["rrf", "weighted"] | None = None
     weight: float = 0.5
-    rerank: str | None = None
-    rerank_top: int = 100
 
 
 # Frozen, and thus fit to be default arguments.

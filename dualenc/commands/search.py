@@ -36,8 +36,7 @@ def search(
     """Search an index or an engine with a text, or with an image or a vector given by its path.
 
     The model that made the index encodes the query: with the query side of a query-document model and its prompt,
-    with the text or the image side of an image-text model. --hybrid needs an index made with --bm25, --rerank one made
-    with --texts.
+    with the text or the image side of an image-text model. --hybrid needs an index made with --bm25.
 
     Args:
         index: folder that `dualenc index` or `dualenc push` wrote.
@@ -55,9 +54,8 @@ def search(
     conditions = searcher.conditions(where or ())
     side = searcher.query_side(_modality(query, searcher.takes))
     item = _item(query, searcher.encoder.tower(side).modality)
-    top = 0 if ranking.rerank is None else ranking.rerank_top
     fusion: dict[str, Any] = {"hybrid": ranking.hybrid, "weight": ranking.weight}
-    hits = searcher.search(Query(side, item, k=k, where=conditions, filter=filter, rerank=top, **fusion))
+    hits = searcher.search(Query(side, item, k=k, where=conditions, filter=filter, **fusion))
     searcher.close()
     columns = searcher.index.column_kinds
     results = []
@@ -93,19 +91,15 @@ def _open(index: str, query: str, k: int, ranking: RankingOptions, options: Sear
     """Open an index with the models that the query needs, after checking the options."""
     from dualenc.commands.output import start_processes
     from dualenc.search.build import MAX_PARAMETER
-    from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher
 
-    check_options(1, sys.maxsize, k=k, rerank_top=ranking.rerank_top)
+    check_options(1, sys.maxsize, k=k)
     check_options(1, MAX_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
     check_options(0, 1, weight=ranking.weight)
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
     device = start_processes(options.device)
-    cross_encoder = (
-        None if ranking.rerank is None else open_cross_encoder(ranking.rerank, device=str(device))[0]
-    )
-    more = {"device": device, "cross_encoder": cross_encoder, "hybrid": ranking.hybrid is not None}
+    more = {"device": device, "hybrid": ranking.hybrid is not None}
     return Searcher.open(index, **vars(options) | more)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +22,6 @@ from dualenc.search.index import Hit, Index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
 from dualenc.search.pushed import Engine, is_pushed
-from dualenc.search.rerank import Rescore, rerank
-from dualenc.search.texts import TextStore, has_texts
 from dualenc.search.where import Condition, meets, parse_conditions
 from dualenc.types import Modality, Side
 
@@ -40,7 +37,6 @@ class Query(NamedTuple):
             user of the connection may read: only from whoever owns it.
         hybrid: how to fuse the results of a text's vector with those of BM25; None for the vector alone.
         weight: of the vector's results in the fusion, from 0 to 1; BM25 has the rest.
-        rerank: number of best results that the cross-encoder scores for a text; only these are returned. 0 for none.
     """
 
     side: Side = "left"
@@ -51,7 +47,6 @@ class Query(NamedTuple):
     filter: str = ""
     hybrid: Fusion | None = None
     weight: float = 0.5
-    rerank: int = 0
 
 
 @dataclass(eq=False)
@@ -62,8 +57,6 @@ class Searcher:
     index: Index | Engine
     encoder: DualEncoder
     lexical: Lexical | None = None
-    cross_encoder: Rescore | None = None
-    texts: TextStore | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -79,7 +72,6 @@ class Searcher:
         *,
         device: str | torch.device = "cpu",
         hybrid: bool | None = None,
-        cross_encoder: Rescore | None = None,
         **settings: Any,
     ) -> Searcher:
         """Open an index, or the collection that a folder remembers, and the model that made it.
@@ -90,19 +82,16 @@ class Searcher:
                 `IndexEncoder` that was adapted for an index of the same vectors.
             device: for the model.
             hybrid: open the BM25 index, too; None opens it if it exists.
-            cross_encoder: (`open_cross_encoder`) for `Query.rerank`; its texts are opened, too.
             settings: `nprobe` and `ef_search`, as the index's `search` takes them.
         """
         folder = Path(folder)
-        index, lexical, texts = consistent_read(
-            folder, lambda: _open_files(folder, hybrid, needs_texts=cross_encoder is not None)
-        )
+        index, lexical = consistent_read(folder, lambda: _open_files(folder, hybrid))
         # A parameter that does not apply is refused now, not at every query.
         if any(value is not None for value in settings.values()):
             index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
         encoder = load_model(model or recorded_model(index, folder), device=device)
         check_encoder(encoder, index.meta, index.dim, folder)
-        return cls(folder, index, encoder, lexical, cross_encoder, texts, settings)
+        return cls(folder, index, encoder, lexical, settings)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -161,14 +150,6 @@ class Searcher:
             raise Unsupported(
                 "hybrid search needs a text, and an index that was built with --bm25; leave it out"
             )
-        if query.rerank and not (is_text and self.cross_encoder):
-            raise Unsupported(
-                "reranking needs a text, and a cross-encoder named by --rerank; leave it out"
-            )
-        if query.rerank and query.rerank < query.k:
-            raise Unsupported(
-                f"k is {query.k}, and {query.rerank} are reranked; ask for fewer, or do not rerank"
-            )
         if query.filter and isinstance(self.index, Index):
             raise Unsupported("only an engine takes a filter; give conditions (where)")
         if query.filter and isinstance(self.index, Engine):
@@ -177,9 +158,8 @@ class Searcher:
     def search(self, query: Query) -> list[Hit]:
         """The best items for a query, best first."""
         self.check(query)
-        k = query.rerank or query.k
         # The results exclude the query's own items.
-        depth = k + len(query.ids)
+        depth = query.k + len(query.ids)
         if query.hybrid is not None:
             depth = max(depth, FUSION_DEPTH)
         depth = min(depth, len(self))
@@ -193,10 +173,7 @@ class Searcher:
             hits = self.index.search(vector, depth, allowed_rows=allowed_rows, **self.settings)[0]
         if query.hybrid is not None:
             hits = self._fused(query, hits, depth, allowed_rows)
-        hits = [hit for hit in hits if hit.id not in query.ids][:k]
-        if query.rerank:
-            hits = self._reranked(query, hits)
-        return hits[: query.k]
+        return [hit for hit in hits if hit.id not in query.ids][: query.k]
 
     @torch.inference_mode()
     def _vector(self, query: Query) -> np.ndarray:
@@ -214,14 +191,6 @@ class Searcher:
         if not np.isfinite(vector).all():
             raise DualencError("the model gives vectors that are not finite; check its weights")
         return vector
-
-    def _reranked(self, query: Query, hits: list[Hit]) -> list[Hit]:
-        assert self.cross_encoder is not None
-        assert self.texts is not None
-        texts = self.texts.of_ids([hit.id for hit in hits])
-        order, scores = rerank(self.cross_encoder, [[(query.item, text) for text in texts]])[0]
-        ranked = zip(order.tolist(), scores.tolist())
-        return [hits[position]._replace(score=score) for position, score in ranked]
 
     def _fused(
         self, query: Query, hits: list[Hit], depth: int, allowed_rows: np.ndarray | None
@@ -256,16 +225,8 @@ def check_encoder(encoder: DualEncoder, meta: Mapping[str, Any], dim: int, sourc
         )
 
 
-def _open_files(
-    folder: Path, hybrid: bool | None, *, needs_texts: bool
-) -> tuple[Index | Engine, Lexical | None, TextStore | None]:
+def _open_files(folder: Path, hybrid: bool | None) -> tuple[Index | Engine, Lexical | None]:
     index: Index | Engine = open_engine(folder) if is_pushed(folder) else Index.open(folder)
-    if needs_texts and index.meta.get("modality") == "image":
-        raise DualencError(f"{folder}: holds images, and a cross-encoder reads texts; leave reranking out")
-    texts = None
-    if needs_texts or has_texts(folder):
-        with nullcontext() if needs_texts else suppress(DualencError):
-            texts = TextStore(folder, index.items_checksum)
     lexical = None
     if hybrid and isinstance(index, Engine):
         raise DualencError(
@@ -273,7 +234,7 @@ def _open_files(
         )
     if isinstance(index, Index) and (hybrid or (hybrid is None and has_lexical(folder))):
         lexical = consistent_read(folder / BM25_FOLDER, lambda: Lexical.open(folder, index.items_checksum))
-    return index, lexical, texts
+    return index, lexical
 
 
 def recorded_model(index: Index | Engine, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Text store: the full texts of an index or a pushed collection by id, for cross-encoder reranking.
+"""Text store: the whole texts of an index, from which BM25 is built anew and documents are embedded anew.
 
     texts/    items.arrow (id, text), order.npy and meta.json, inside the folder of the index
 
@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualenc.checksums import checksums, sizes, verify_files
-from dualenc.data.items import ITEMS, ORDER, ItemTable, check_ids, write_items
+from dualenc.data.items import ITEMS, ORDER, ItemTable, write_items
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, consistent_read, is_folder_of, locked, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.index import Index, rows_in
-from dualenc.search.pushed import is_pushed, read_pushed
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
@@ -43,53 +42,28 @@ class TextStore:
 
     def _open(self, checksum: str) -> ItemTable:
         if not has_texts(self.folder.parent):
-            raise DualencError(
-                f"{self.folder.parent}: keeps no texts for a cross-encoder to read; {AGAIN}"
-            )
+            raise DualencError(f"{self.folder.parent}: keeps no texts; {AGAIN}")
         meta = read_json_object(self.folder / "meta.json", {"count": int, "of": str, "files": dict})
         if meta["of"] != checksum:
             raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
         verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=False)
         return ItemTable([self.folder / ITEMS], meta["count"], AGAIN)
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def of_ids(self, ids: Sequence[str]) -> list[str]:
-        """The texts of n ids, all of which must have one."""
-        rows = self.ids.rows(ids).tolist()
-        if -1 in rows:
-            raise DualencError(f"{self.folder}: has no text of {ids[rows.index(-1)][:80]!r}; {AGAIN}")
-        return [self.texts[row] for row in rows]
-
 
 def has_texts(folder: str | os.PathLike[str]) -> bool:
-    """Whether the folder of an index or of a pushed collection keeps whole texts."""
+    """Whether the folder of an index keeps whole texts."""
     return is_folder_of(Path(folder) / FOLDER, FORMAT)
 
 
 def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
-    """Add a text store to the folder of an index or of a pushed collection; returns the number of texts."""
+    """Add a text store to the folder of an index; returns the number of texts."""
     if corpus.modality != "text":
-        problem = f"its data holds {corpus.modality}s, and a cross-encoder reads texts"
-        raise DualencError(f"{folder}: {problem}; leave it out")
+        raise DualencError(f"{folder}: its data holds {corpus.modality}s, not texts; leave --texts out")
     with locked(folder):
-        ids: Sequence[str] = corpus.ids
-        rows: Sequence[int] = range(len(corpus))
-        if is_pushed(folder):
-            meta = read_pushed(folder)
-            checksum = meta["fingerprint"]
-            if len(corpus) < meta["count"]:
-                problem = f"the data has {len(corpus):,} texts for {meta['count']:,} vectors"
-                raise DualencError(f"{folder}: {problem}; name what the embeddings were made of")
-        else:
-            index = Index.open(folder)
-            checksum = index.items_checksum
-            ids = index.ids
-            rows = rows_in(corpus, index, folder)
-        check_ids(ids)
-        write_texts(folder, ids, (corpus[row] for row in rows), checksum)
-    return len(ids)
+        index = Index.open(folder)
+        rows = rows_in(corpus, index, folder)
+        write_texts(folder, index.ids, (corpus[row] for row in rows), index.items_checksum)
+    return len(index)
 
 
 def write_texts(

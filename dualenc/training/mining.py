@@ -20,7 +20,7 @@ from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.hard_negatives import Negatives, Ranking, Rule, choose_negatives, search_depth
+from dualenc.hard_negatives import Negatives, Rule, choose_negatives, search_depth
 from dualenc.objectives.base import Objective
 from dualenc.search.embed import embed
 from dualenc.search.exact import MAX_QUERY_BLOCKS, QUERY_BLOCK, exact_search
@@ -163,7 +163,6 @@ class NegativeMiner:
             )
             self._exclusions = distributed.broadcast_object(own_exclusions)
         exclusions = self._exclusions
-        ceiling_of_all = rule.ceiling_of_all(positive_scores)
         with_positives = np.flatnonzero(positives.lengths)
         # The blocks of the search, so that products of matrices round alike for any number of ranks.
         blocks = [
@@ -180,10 +179,9 @@ class NegativeMiner:
                 scores, columns = exact_search(
                     queries.vectors[left_row[rows]], documents.vectors, depth, device=self.device
                 )
-            rankings = [
-                Ranking(right_ids[found], own_scores) for found, own_scores in zip(columns, scores)
-            ]
-            own_positives = [positive_scores[positives.offsets[i] : positives.offsets[i + 1]] for i in ids]
-            negatives = choose_negatives(ids, rankings, own_positives, exclusions, rule, ceiling_of_all)
-            chosen.update(zip(ids, negatives))
+            for query, nearest, own_scores in zip(ids, columns, scores):
+                own_positives = positive_scores[positives.offsets[query] : positives.offsets[query + 1]]
+                chosen[query] = choose_negatives(
+                    query, right_ids[nearest], own_scores, own_positives, exclusions, rule
+                )
         return chosen

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import pytrec_eval
 import torch
-from sentence_transformers import CrossEncoder
 
 from dualenc.data.beir import read_beir, read_qrels
 from dualenc.data.hub import expand_name
@@ -22,7 +21,7 @@ from dualenc.search import Index
 from dualenc.search.documents import fingerprint
 from dualenc.search.fusion import fuse
 from tests.commands.in_process import evaluated, failure, run
-from tests.commands.toy import ANIMALS, WORDS, cross_encoder, text_model, write_beir
+from tests.commands.toy import ANIMALS, WORDS, text_model, write_beir
 from tests.data.test_hub import nano
 
 
@@ -135,28 +134,6 @@ def test_hybrid_is_the_fusion_of_the_runs_beside_it(toy_text: Path, data: Path, 
     assert set(measured["systems"]) == {"toy-text", "BM25", "hybrid"}
     assert measured["systems"]["hybrid"]["mean"]["recall@10"] > 0.8
     assert (measured["hybrid"], measured["weight"]) == (method, 0.3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("more", "folder"), [((), "."), (("--hybrid", "rrf"), "hybrid")])
-def test_reranked_is_the_best_of_a_run_in_the_order_of_the_library(
-    toy_text: Path, data: Path, tmp_path: Path, more: tuple[str, ...], folder: str
-) -> None:
-    judge = cross_encoder(tmp_path / "judge")
-    measured = evaluated("retrieval", tmp_path / "out", toy_text, data, "--rerank", judge, "--rerank-top", 12, *more)
-    first = read_trec(tmp_path / "out" / folder / "run.trec")
-    again = read_trec(tmp_path / "out" / "reranked" / "run.trec")
-    collection = read_beir(data)
-    texts = dict(zip(collection.corpus.ids, collection.corpus.items))
-    queries = dict(zip(collection.queries.ids, collection.queries.items))
-    theirs = CrossEncoder(str(judge))
-    assert again.keys() == first.keys() == queries.keys()
-    for query, documents in again.items():
-        best = sorted(first[query], key=lambda name: (first[query][name], name), reverse=True)[:12]
-        scores = theirs.predict([(queries[query], texts[name]) for name in best])
-        assert documents == pytest.approx(dict(zip(best, scores.tolist())), abs=1e-5)
-    assert set(measured["systems"]) >= {"toy-text", "reranked"}
-    assert (measured["rerank"], measured["rerank_top"]) == (str(judge), 12)
 
 
 def numbered(folder: Path, offset: int) -> Path:

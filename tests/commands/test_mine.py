@@ -51,7 +51,7 @@ def test_other_limits_embed_nothing_anew(
     run(*words)
     first = (tmp_path / "mined.jsonl").read_bytes()
     monkeypatch.setattr("dualenc.search.embed._Encoder.shard", lambda *_: 1 / 0)
-    run(*words, "--relative", "null", "--first-rank", 11, "--last-rank", 20, "--form", "tevatron")
+    run(*words, "--relative", "null", "--first-rank", 11, "--last-rank", 20)
     assert (tmp_path / "mined.jsonl").read_bytes() != first
     run(*words)
     assert (tmp_path / "mined.jsonl").read_bytes() == first
@@ -113,7 +113,7 @@ def test_sentence_transformers_trains_on_its_form(tmp_path: Path, toy_text: Path
     other = next(row["_id"] for row in rows_of(folder / "corpus.jsonl") if row["_id"] not in (query, first))
     with open(folder / "qrels" / "train.tsv", "a") as judged:
         judged.write(f"{query}\t{other}\t1\n")
-    limits = ("--relative", 0.98, "--last-rank", 60, "--num-negatives", 8, "--embeddings", tmp_path / "emb")
+    limits = ("--relative", 0.98, "--last-rank", 60, "--num-negatives", 8)
     run("mine", toy_text, folder, "--out", tmp_path / "m.jsonl", *limits)
     out = tmp_path / "tuples.jsonl"
     run("mine", toy_text, folder, "--out", out, *limits, "--form", "sentence-transformers")

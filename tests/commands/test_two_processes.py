@@ -31,7 +31,6 @@ def written(
     folder = tmp_path_factory.mktemp("two")
     beir = toy.write_beir(folder / "toy")
     toy.save_documents(folder / "docs.jsonl", 2100)
-    judge = toy.cross_encoder(folder / "judge")
     mined: list[Any] = ["mine", toy_text, toy.write_beir(folder / "many", 900, 300, "train")]
     mined += ["--last-rank", 10, "--relative", "null"]
     splits = save_splits(folder / "splits", test=3)
@@ -40,11 +39,11 @@ def written(
     measured += ["--warm-up", 1, "--max-epochs", 1]
     commands: dict[str, list[Any]] = {
         "embed": ["embed", toy_text, folder / "docs.jsonl"],
-        "retrieval": ["evaluate", "retrieval", toy_text, beir, "--hybrid", "rrf", "--rerank", judge],
+        "retrieval": ["evaluate", "retrieval", toy_text, beir, "--hybrid", "rrf"],
         "corrupted": ["evaluate", "corrupted", *corrupted, "--train", splits, "--severities", 3, "--num-workers", 0],
         "objectives": ["evaluate", "objectives", short_run / "model", classes, *measured],
         "probe": ["evaluate", "probe", image_model, splits, "--shots", 1, "--num-workers", 0],
-        "judged.jsonl": [*mined, "--cross-encoder", judge, "--percentile", 60],
+        "exact.jsonl": mined,
         "indexed.jsonl": [*mined, "--factory", "IVF4,Flat"],
     }
 
@@ -58,7 +57,7 @@ def written(
 @pytest.mark.parametrize(
     ("command", "names"),
     [
-        ("retrieval", ["run.trec", "per_query.ndjson", "metrics.json", "hybrid/run.trec", "reranked/run.trec"]),
+        ("retrieval", ["run.trec", "per_query.ndjson", "metrics.json", "hybrid/run.trec"]),
         ("corrupted", ["metrics.json"]),
         ("objectives", ["metrics.json"]),
         ("probe", ["metrics.json"]),
@@ -70,7 +69,7 @@ def test_an_evaluation_finds_the_same(written: Written, command: str, names: lis
         assert (two / command / name).read_bytes() == (one / command / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("name", ["judged.jsonl", "indexed.jsonl"])
+@pytest.mark.parametrize("name", ["exact.jsonl", "indexed.jsonl"])
 def test_the_mined_negatives_are_the_same_file_and_nothing_else_is_left(written: Written, name: str) -> None:
     one, two, done = written
     assert (two / name).read_bytes() == (one / name).read_bytes()

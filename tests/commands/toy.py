@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import ImageTextEncoder, TextEncoder, train_tokenizer
 from tests.commands.image_models import HUES, picture
@@ -77,24 +77,6 @@ def text_model(folder: Path, seed: int = 0) -> Path:
     config = {"model_type": "bert", "max_position_embeddings": 64, **sizes}
     prompts = {"query_prompt": "query: ", "document_prompt": "passage: "}
     TextEncoder(config=config, tokenizer=_tokenizer(), max_length=64, **prompts).save(folder)
-    return folder
-
-
-def cross_encoder(folder: Path, seed: int = 0) -> Path:
-    """A CrossEncoder of sentence-transformers with random weights, as it saves itself."""
-    from sentence_transformers import CrossEncoder
-
-    torch.manual_seed(seed)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "query", "text", "title"]
-    words += [*map(str, range(60)), *ANIMALS, *WORDS]
-    raw = folder.with_name(f"{folder.name}-raw")
-    raw.mkdir()
-    (raw / "vocab.txt").write_text("\n".join(words))
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = BertConfig(vocab_size=len(words), num_labels=1, max_position_embeddings=32, initializer_range=1.0, **sizes)
-    BertForSequenceClassification(config).save_pretrained(raw)
-    BertTokenizerFast(str(raw / "vocab.txt")).save_pretrained(raw)
-    CrossEncoder(str(raw)).save_pretrained(str(folder))
     return folder
 
 

@@ -25,10 +25,9 @@ def documents() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, a judge, `documents` and their index with columns, BM25 and texts."""
+    """A folder with a model, `documents` and their index with columns, BM25 and texts."""
     folder = tmp_path_factory.mktemp("made")
     toy.text_model(folder / "model")
-    toy.cross_encoder(folder / "judge")
     (folder / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents()))
     words = ("--columns", "year,lang,weight,open", "--bm25", "--texts")
     run("index", folder / "model", folder / "docs.jsonl", "--out", folder / "index", *words)

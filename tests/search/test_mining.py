@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from dualenc.data import MinedPairs, PairDataset, VectorPairs
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings
+from dualenc.search.exact import exact_search
 from dualenc.search.mining import Report, Rule, mine_negatives
 
 QUERIES, DOCUMENTS, DIM = 30, 60, 5
@@ -55,10 +55,6 @@ rules = st.builds(
     first_rank=st.integers(1, 10),
     last_rank=st.integers(10, 80),
     relative=st.none() | st.floats(0.2, 1.2),
-    margin=st.none() | st.floats(0, 0.6),
-    max_score=st.none() | st.floats(-0.5, 1),
-    percentile=st.none() | st.floats(0, 100),
-    against=st.sampled_from(["lowest", "mean", "highest"]),
 )
 
 
@@ -67,21 +63,14 @@ rules = st.builds(
 def test_equals_a_slow_loop(tmp_path_factory: pytest.TempPathFactory, rule: Rule, seed: int) -> None:
     queries, documents, pairs = collection(seed)
     scores = queries.vectors.astype(np.float64) @ documents.vectors.T.astype(np.float64)
-    of_pairs = [scores[q, d] for q, d in zip(pairs.left_id, pairs.right_id)]
     wanted, false_negatives, passed = {}, 0, 0
     for query in range(QUERIES):
         relevant = [int(d) for q, d in zip(pairs.left_id, pairs.right_id) if q == query]
         own = [scores[query, d] for d in relevant]
-        base = {"lowest": min(own), "mean": sum(own) / len(own), "highest": max(own)}[rule.against]
+        base = sum(own) / len(own)
         limit = math.inf
         if rule.relative is not None:  # for a positive base this is relative * base
             limit = base - (1 - rule.relative) * abs(base)
-        if rule.margin is not None:
-            limit = min(limit, base - rule.margin)
-        if rule.max_score is not None:
-            limit = min(limit, rule.max_score)
-        if rule.percentile is not None:
-            limit = min(limit, float(np.percentile(of_pairs, rule.percentile)))
         rank, negatives = 0, []
         for document in sorted(range(DOCUMENTS), key=lambda d: -scores[query, d]):
             if rank == rule.last_rank:
@@ -176,51 +165,27 @@ def test_an_item_without_a_vector_is_neither_asked_for_nor_found(tmp_path: Path)
     assert all(str(lost) not in row["neg_id"] for row in rows)
 
 
-def judge(texts: Sequence[tuple[str, str]]) -> np.ndarray:
-    """Logits, some below zero, that follow from the numbers in the texts."""
-    return np.array([math.sin(int(q.split()[1]) * 7.3 + int(d.split()[1]) * 1.7) * 5 for q, d in texts], np.float32)
-
-
-def test_a_judge_orders_and_limits_the_window_and_its_scores_are_kept(tmp_path: Path) -> None:
-    rows, report = run(
-        tmp_path, Rule(num_negatives=4, last_rank=20, against="lowest"), rescore=judge, rescored_by="sine"
-    )
-    window = {r["query_id"]: r["neg_id"] for r in run(tmp_path, Rule(relative=None, num_negatives=20, last_rank=20))[0]}
-    assert 0 < report.without_negatives < QUERIES
-    for row in rows:
-        scores = {
-            name: float(judge([(row["query"], f"text {name}")])[0]) for name in window[row["query_id"]] + row["pos_id"]
-        }
-        base = min(scores[name] for name in row["pos_id"])
-        limit = base - 0.05 * abs(base)
-        allowed = sorted((n for n in window[row["query_id"]] if scores[n] <= limit), key=lambda n: -scores[n])
-        assert row["neg_id"] == allowed[:4]
-        np.testing.assert_allclose(row["neg_scores"], [scores[name] for name in row["neg_id"]], atol=1e-5)
-        np.testing.assert_allclose(row["pos_scores"], [scores[name] for name in row["pos_id"]], atol=1e-5)
-
-
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dualenc.search.mining.QUERIES_PER_BLOCK", 10)
-    monkeypatch.setattr("dualenc.search.mining.PAIRS_PER_BLOCK", 20)
-    judged: list[tuple[str, str]] = []
-    stops = {"query 15"}
+    searched: list[bytes] = []
+    is_stopped = True
 
-    def stopping(texts: Sequence[tuple[str, str]]) -> np.ndarray:
-        if stops & {query for query, _ in texts}:
+    def stopping(queries: np.ndarray, documents: np.ndarray, k: int) -> Any:
+        if is_stopped and len(searched) == 20:
             raise KeyboardInterrupt
-        judged.extend(texts)
-        return judge(texts)
+        searched.extend(query.tobytes() for query in queries)
+        return exact_search(queries, documents, k)
 
     rule = Rule(last_rank=12)
-    whole, expected_report = run(tmp_path, rule, rescore=judge, rescored_by="sine")
+    whole, expected_report = run(tmp_path, rule)
     (tmp_path / "mined.jsonl").unlink()
+    monkeypatch.setattr("dualenc.search.mining.exact_search", stopping)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, rule, rescore=stopping, rescored_by="sine")
+        run(tmp_path, rule)
     assert not (tmp_path / "mined.jsonl").exists()
-    assert judged
-    stops.clear()
-    assert run(tmp_path, rule, rescore=stopping, rescored_by="sine") == (whole, expected_report)
-    assert len(judged) == len(set(judged)), "nothing is judged twice"
+    is_stopped = False
+    assert run(tmp_path, rule) == (whole, expected_report)
+    assert len(searched) == len(set(searched)) == QUERIES, "nothing is searched twice"
     assert [path.name for path in tmp_path.iterdir()] == ["mined.jsonl"]
 
 
@@ -228,8 +193,7 @@ def test_unfinished_work_of_other_settings_is_not_taken_over(tmp_path: Path) -> 
     work = tmp_path / ".mined.jsonl.mining"
     work.mkdir()
     (work / "settings.json").write_text('{"settings": "of another run"}')
-    for name in ("rows-00000.jsonl", "positives-00000.npy"):
-        (work / name).write_text("{}")
+    (work / "rows-00000.jsonl").write_text("{}")
     rows, _ = run(tmp_path, Rule(num_negatives=2))
     (tmp_path / "mined.jsonl").unlink()
     assert rows == run(tmp_path, Rule(num_negatives=2))[0]
@@ -253,28 +217,14 @@ def check_pairs(pairs: MinedPairs, rows: list[dict[str, Any]]) -> None:
     assert pairs.skipped == 0
 
 
-def test_rows_are_what_tevatron_documents(tmp_path: Path) -> None:
-    rows, _ = run(tmp_path, Rule(relative=None, num_negatives=3))
-    passages, _ = run(tmp_path, Rule(relative=None, num_negatives=3), form="tevatron")
-    for row, other in zip(rows, passages, strict=True):
-        expected: dict[str, Any] = {name: row[name] for name in ("query_id", "query")}
-        for short, name in (("pos", "positive_passages"), ("neg", "negative_passages")):
-            # Its reader takes `title + " " + text` where there is a title; here it is in the text already.
-            columns = zip(row[f"{short}_id"], row[short], row[f"{short}_scores"], strict=True)
-            expected[name] = [{"docid": docid, "text": text, "score": score} for docid, text, score in columns]
-        assert other == expected
-    check_pairs(MinedPairs(tmp_path / "mined.jsonl"), rows)
-
-
-@pytest.mark.parametrize("form", ["flagembedding", "tevatron"])
-def test_of_vectors_the_rows_name_ids(tmp_path: Path, form: Any) -> None:
+def test_of_vectors_the_rows_name_ids(tmp_path: Path) -> None:
     left, right = unit(20, 0), unit(20, 1)
     files = tmp_path / "q.npy", tmp_path / "d.npy"
     for file, vectors in zip(files, (left, right)):
         np.save(file, vectors)
     ids = [str(i) for i in range(20)]
     queries, documents = Embeddings(ids, left), Embeddings(ids, right)
-    mine_negatives(queries, documents, VectorPairs(*files), tmp_path / "m.jsonl", rule=Rule(relative=None), form=form)
+    mine_negatives(queries, documents, VectorPairs(*files), tmp_path / "m.jsonl", rule=Rule(relative=None))
     scores = left @ right.T
     for pair in MinedPairs(tmp_path / "m.jsonl", queries=files[0], documents=files[1]):
         row = int(np.argmax((left == pair.left).all(1)))
@@ -283,28 +233,13 @@ def test_of_vectors_the_rows_name_ids(tmp_path: Path, form: Any) -> None:
         np.testing.assert_array_equal(np.stack(pair.negatives), right[best])
 
 
-def test_histogram_counts_every_score_once_in_few_bins() -> None:
-    report = Report()
-    generator = np.random.default_rng(0)
-    drawn = {"positives": generator.normal(5, 3, 1000), "negatives": generator.normal(-5, 3, 500)}
-    for name, values in drawn.items():
-        for part in np.array_split(values, 7):
-            report.count(name, part)
-    edges, counts = report.histogram(max_bins=16)
-    assert len(edges) <= 17
-    for name, values in drawn.items():
-        np.testing.assert_array_equal(counts[name], np.histogram(values, edges)[0])
-        assert counts[name].sum() == len(values)
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"num_negatives": 0},
         {"first_rank": 5, "last_rank": 4},
-        {"percentile": 101.0},
         {"relative": math.nan},
-        {"margin": math.inf},
+        {"relative": math.inf},
         {"seed": -1},
     ],
 )
@@ -323,9 +258,10 @@ def test_what_cannot_be_mined_is_told(tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="no query and its positive both have a vector"):
         mine_negatives(strangers, documents, pairs, tmp_path / "x.jsonl", progress=False)
     with pytest.raises(DualencError, match="a score is not finite"):
-        run(tmp_path, Rule(), rescore=lambda texts: np.full(len(texts), np.nan), rescored_by="nan")
+        wrong = Embeddings(queries.ids, np.full((QUERIES, DIM), np.nan, np.float32))
+        mine_negatives(wrong, documents, pairs, tmp_path / "x.jsonl", progress=False)
     assert not list(tmp_path.iterdir()), "nothing half-written"
     kind: Any = "vector"
     items = PairDataset(queries.vectors, documents.vectors, [0], [0], left_modality=kind, right_modality=kind)
-    with pytest.raises(DualencError, match="sentence-transformers need texts"):
+    with pytest.raises(DualencError, match="sentence-transformers needs texts"):
         mine_negatives(queries, documents, items, tmp_path / "x.jsonl", form="sentence-transformers")
