@@ -1,27 +1,23 @@
-"""`dualenc report`: one HTML page for training runs, side by side where there are several."""
+"""`dualenc report`: one HTML page with the curves of training runs, side by side where there are several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dualenc.errors import DualencError
-from dualenc.terminal import printable, without_credentials
-
-if TYPE_CHECKING:
-    from dualenc.evaluation.query_scores import QueryScores
-    from dualenc.evaluation.report import Table
+from dualenc.terminal import printable
 
 MAX_VALUE = 1e100
+EVALUATION = "evaluation/"
 Row = dict[str, object]
 
 
 def report(run: str, *others: str, out: str | None = None) -> None:
-    """Write one HTML page about a training run: curves, metrics before and after, best and worst queries, settings.
+    """Write one HTML page about a training run: curves of the metrics and the loss, metrics before and after training.
 
-    Several runs are drawn over one another, with a table of the settings in which they differ. The page holds all it
-    shows, and can be mailed.
+    Several runs are drawn over one another. The page holds all it shows, and can be mailed.
 
     Args:
         run: folder of a run, with the metrics.jsonl that training wrote.
@@ -37,33 +33,25 @@ def report(run: str, *others: str, out: str | None = None) -> None:
     runs = [read_run(Path(folder)) for folder in folders]
     if len({each.name for each in runs}) < len(runs):
         runs = [each._replace(name=folder.rstrip("/")) for each, folder in zip(runs, folders)]
-    tables = [
-        Table("Metrics on held-out data", _ends(runs)),
-        Table("Settings that differ", _differences(runs)),
-    ]
-    tables = [table for table in tables if table.rows]
+    ends = [row for each in runs for row in _ends(each)]
+    tables = [Table("Metrics on held-out data", ends)] if ends else []
     for table in tables:
         print_table(table)
-    facts: Row = {each.name: f"{each.lines[-1]['step']:,} steps" for each in runs}
-    # On the page only: with every default filled in they are too many lines for a terminal.
-    if len(runs) == 1:
-        facts |= runs[0].settings
-    title = "Training" if len(runs) == 1 else "Trainings side by side"
     figures = []
-    for name in _logged_names(runs):
+    for name in _drawn_names(runs):
         curves = {each.name: each.curve(name) for each in runs if each.curve(name)[0]}
         figures.append(Figure(name, lines(curves, xlabel="step")))
-    write_report(target, title, facts=facts, figures=figures, tables=[*tables, *_queries(runs)])
+    facts = {each.name: f"{each.lines[-1]['step']:,} steps" for each in runs}
+    title = "Training" if len(runs) == 1 else "Trainings side by side"
+    write_report(target, title, facts=facts, figures=figures, tables=tables)
     print(printable(f"report: {target}"))
 
 
 class RunRecords(NamedTuple):
-    """Lines of a run's metrics.jsonl, its recipe's settings by "section.key", and scores of single queries by step."""
+    """Lines of a run's metrics.jsonl."""
 
     name: str
     lines: list[dict[str, Any]]
-    settings: dict[str, object]
-    scores: dict[int, QueryScores]
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         """Steps, and the logged values of a metric at them."""
@@ -73,9 +61,6 @@ class RunRecords(NamedTuple):
 
 def read_run(folder: Path) -> RunRecords:
     """Read the folder of a run; garbage in its files is refused."""
-    import yaml
-
-    from dualenc.evaluation.query_scores import QueryScores
     from dualenc.training.log import read_metrics
 
     log = folder / "metrics.jsonl"
@@ -90,95 +75,25 @@ def read_run(folder: Path) -> RunRecords:
                 raise DualencError(
                     f"{log}:{number}: {name!r} is no number that can be drawn; restore the file"
                 )
-    recipe = folder / "recipe.yaml"
-    try:
-        settings = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.exists() else {}
-        flat = _flat(settings if isinstance(settings, dict) else {})
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise DualencError(f"{recipe}: cannot be read as YAML; restore it, or remove it") from error
-    scores = {}
-    for number, line in enumerate(read_metrics(folder / "evaluations.jsonl"), start=1):
-        try:
-            scores[int(line["step"])] = QueryScores.from_plain(line)
-        except DualencError as error:
-            raise DualencError(f"{folder / 'evaluations.jsonl'}:{number}: {error}") from error
-    return RunRecords(folder.resolve().name, lines, flat, scores)
+    return RunRecords(folder.resolve().name, lines)
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """Nested sections as "section.key", as overrides name them: the class of a section as "section"."""
-    flat: dict[str, object] = {}
-    for key, value in settings.items():
-        if key == "class_path" and prefix and isinstance(value, str):
-            flat[prefix.removesuffix(".")] = value.rsplit(".", 1)[-1]
-        elif isinstance(value, dict):
-            flat |= _flat(value, prefix if key == "init_args" else f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = _as_setting(value)
-    return flat
-
-
-def _as_setting(value: object) -> str:
-    """A setting as text; a URL without credentials."""
-    if isinstance(value, list):
-        return ", ".join(map(_as_setting, value))
-    return "–" if value is None else without_credentials(str(value))
-
-
-def _logged_names(runs: Sequence[RunRecords]) -> list[str]:
-    """Names of everything that was logged, evaluations first."""
+def _drawn_names(runs: Sequence[RunRecords]) -> list[str]:
+    """Names of the logged metrics and of the loss, in this order."""
     logged = dict.fromkeys(name for each in runs for line in each.lines for name in line)
-    names = []
-    for name in logged:
-        if name not in ("step", "epoch") and any(each.curve(name)[0] for each in runs):
-            names.append(name)
-    return sorted(names, key=lambda name: not name.startswith("evaluation/"))
+    names = [name for name in logged if name.startswith(EVALUATION)] + ["loss"]
+    return [name for name in names if any(each.curve(name)[0] for each in runs)]
 
 
-def _ends(runs: Sequence[RunRecords]) -> list[Row]:
-    """Each metric of each run before training, at its best and at the end."""
+def _ends(run: RunRecords) -> list[Row]:
+    """Each metric of a run before training, at its best and at the end."""
     rows: list[Row] = []
-    for each in runs:
-        for name in _logged_names([each]):
-            if not name.startswith("evaluation/"):
-                continue
-            steps, values = each.curve(name)
+    for name in _drawn_names([run]):
+        if name.startswith(EVALUATION):
+            steps, values = run.curve(name)
+            row: Row = {"run": run.name, "metric": name.removeprefix(EVALUATION), "first": values[0]}
             best = max(values)
-            row = {
-                "run": each.name,
-                "metric": name.removeprefix("evaluation/"),
-                "first": values[0],
-                "best": best,
-            }
-            rows.append(row | {"at step": int(steps[values.index(best)]), "last": values[-1]})
+            rows.append(
+                row | {"best": best, "at step": int(steps[values.index(best)]), "last": values[-1]}
+            )
     return rows
-
-
-def _differences(runs: Sequence[RunRecords]) -> list[Row]:
-    """The settings that are not the same in all runs."""
-    rows: list[Row] = []
-    for name in dict.fromkeys(name for each in runs for name in each.settings):
-        values = {each.name: each.settings.get(name, "–") for each in runs}
-        if len(set(values.values())) > 1:
-            rows.append({"setting": name, **values})
-    return rows
-
-
-def _queries(runs: Sequence[RunRecords]) -> list[Table]:
-    """For each run the best and worst queries at its last evaluation, with their scores before training."""
-    from dualenc.evaluation.query_scores import SHOWN_QUERIES, best_and_worst_rows
-    from dualenc.evaluation.report import Table
-
-    tables = []
-    for each in runs:
-        if not each.scores:
-            continue
-        before = each.scores[min(each.scores)].scores
-        after = each.scores[max(each.scores)]
-        columns = {
-            query: {"before": before.get(query), "text": after.texts.get(query, "")}
-            for query in after.scores
-        }
-        rows = best_and_worst_rows(after.scores, after.metric, columns.__getitem__, SHOWN_QUERIES)
-        tables.append(Table(f"{each.name}: best and worst queries after training", rows))
-    return tables

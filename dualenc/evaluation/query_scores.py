@@ -1,51 +1,10 @@
-"""The scores of single queries at one evaluation, of which reports show the best and the worst."""
+"""The best and the worst queries of an evaluation, for its report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import islice
-from typing import Any, NamedTuple
 
-from dualenc.errors import DualencError
 from dualenc.types import Integers, Vectors
-
-MAX_QUERIES = 1000
-SHOWN_QUERIES = 10
-TEXT_CHARACTERS = 200
-
-
-class QueryScores(NamedTuple):
-    """Scores of up to 1,000 queries by id, higher is better, and the texts of the best and the worst."""
-
-    metric: str
-    scores: Mapping[str, float]
-    texts: Mapping[str, str]
-
-    def to_plain(self) -> dict[str, Any]:
-        """For JSON, scores of four decimals."""
-        scores = {query: round(score, 4) for query, score in self.scores.items()}
-        return {"queries": {"metric": self.metric, "scores": scores, "texts": dict(self.texts)}}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> QueryScores:
-        """Restore from untrusted `to_plain()`."""
-        try:
-            queries = plain["queries"]
-            scores = {query: float(score) for query, score in queries["scores"].items()}
-            texts = {query: str(text) for query, text in queries["texts"].items()}
-            return cls(str(queries["metric"]), scores, texts)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise DualencError(
-                f"no record of an evaluation ({error}); train again, or remove the file"
-            ) from error
-
-
-def query_scores(metric: str, scores: Mapping[str, float], texts: Mapping[str, str]) -> QueryScores:
-    """Keep the scores of the first 1,000 queries; `texts` by id are looked up for the shown queries only."""
-    first = dict(islice(scores.items(), MAX_QUERIES))
-    best, worst = best_and_worst(first, SHOWN_QUERIES)
-    shown = {query: snippet(texts[query], TEXT_CHARACTERS) for query in (*best, *worst) if query in texts}
-    return QueryScores(metric, first, shown)
 
 
 def best_and_worst(scores: Mapping[str, float], count: int) -> tuple[list[str], list[str]]:

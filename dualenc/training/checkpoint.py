@@ -46,7 +46,7 @@ from dualenc.seeds import random_state, seed_everything, set_random_state
 FORMAT = "dualenc-run"
 LOCK = ".lock"
 META = "meta.json"
-RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "checkpoints", "model", "recipe.yaml", "trackers")
+RUN_FILES = ("metrics.jsonl", "checkpoints", "model", "recipe.yaml", "trackers")
 CHECKPOINT_FILES = ("state.pt", "ranks.pt")
 
 

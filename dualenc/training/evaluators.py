@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -24,7 +24,6 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
 from dualenc.evaluation.metrics import CUTOFFS
-from dualenc.evaluation.query_scores import QueryScores, query_scores
 from dualenc.evaluation.retrieval import HEADLINES, Result, report_self_matches, retrieve
 from dualenc.search.embed import embed
 from dualenc.types import Modality, OnError, Output, Side
@@ -38,12 +37,10 @@ class Evaluator(ABC):
         metric_names: names that `primary` may have; empty where they are known only after an evaluation.
         data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
-        query_scores: scores of single queries at the latest call, for reports; None without any.
         shows_progress: whether a call takes `progress`, such as "before training", with which its bars begin.
     """
 
     primary: str
-    query_scores: QueryScores | None = None
     metric_names: tuple[str, ...] = ()
     data: tuple[str, str | None] = ("held-out data", None)
     modalities: Mapping[Side, Modality] = MappingProxyType({})
@@ -108,9 +105,6 @@ class RetrievalEvaluator(Evaluator):
             queries.ids, queries.vectors, documents.ids, documents.vectors, qrels=qrels, device=device
         )
         result = Result("model", self.name, run, qrels, len(documents.ids))
-        if self.primary in result.means:
-            scores = {query: metrics[self.primary] for query, metrics in result.per_query.items()}
-            self.query_scores = query_scores(self.primary, scores, _texts(collection.queries, queries.ids))
         return {name: result.means[name] for name in (*HEADLINES, self.primary) if name in result.means}
 
 
@@ -151,11 +145,6 @@ class ImageTextEvaluator(Evaluator):
         )
         texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise", progress=bars[1])
         ranks = both_ways_ranks(images.vectors, texts.vectors, self.captions)
-        scores = {
-            name: 1 / float(rank)
-            for name, rank in zip(self.texts.ids, ranks["text_to_image"], strict=True)
-        }
-        self.query_scores = query_scores("1/rank of the image", scores, _texts(self.texts, self.texts.ids))
         return both_ways_recall(ranks)
 
 
@@ -216,12 +205,6 @@ class KNNEvaluator(Evaluator):
             features[0], self.labels[0], features[1], k=self.k, temperature=self.temperature, device=device
         )
         return {"knn_accuracy": accuracy(predicted, self.labels[1])}
-
-
-def _texts(corpus: Corpus, ids: Sequence[str]) -> dict[str, str]:
-    """The texts of a corpus by id, as far as they are among `ids`; {} for images and vectors."""
-    readable = set(ids) if corpus.modality == "text" else set()
-    return {name: str(corpus.items[row]) for row, name in enumerate(corpus.ids) if name in readable}
 
 
 def _bar(progress: str, items: str) -> str:

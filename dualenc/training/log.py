@@ -81,7 +81,7 @@ class Meter:
 class RunLog:
     """Logs to metrics.jsonl, trackers and a progress bar on the main process; on others every method does nothing.
 
-    A line has "step" and the values logged at it; scores of single queries go to evaluations.jsonl in the same folder.
+    A line has "step" and the values logged at it.
     Nothing reaches the disk or a tracker before `open`: a run that fails in its first step leaves no trace.
     """
 
@@ -90,7 +90,6 @@ class RunLog:
     ) -> None:
         self.path = path
         self.accelerator = accelerator
-        self.evaluations_path = path.with_name("evaluations.jsonl")
         self.active = distributed.is_main()
         self._last_step = -1
         self._is_open = False
@@ -119,20 +118,13 @@ class RunLog:
         if self.accelerator.log_with:
             self.accelerator.init_trackers(project, {name: str(value) for name, value in config.items()})
         if self.active:
-            self._cut(self.path)
-            self._cut(self.evaluations_path)
+            lines = [line for line in read_metrics(self.path) if line["step"] <= self._last_step]
+            with atomic_path(self.path) as part:
+                part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         self._is_open = True
         for write in self._waiting:
             write()
         self._waiting = []
-
-    def _cut(self, path: Path) -> None:
-        lines = [line for line in read_metrics(path) if line["step"] <= self._last_step]
-        if not lines and path == self.evaluations_path:
-            path.unlink(missing_ok=True)
-            return
-        with atomic_path(path) as part:
-            part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
     def step(self) -> None:
         """One optimizer step is done."""
@@ -147,7 +139,8 @@ class RunLog:
             return
         # JSON has no NaN.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        _append(self.path, {"step": step, **finite})
+        with open(self.path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"step": step, **finite}) + "\n")
         self.accelerator.log(
             {name: value for name, value in finite.items() if value is not None}, step=step
         )
@@ -161,15 +154,6 @@ class RunLog:
         if shown:
             self.bar.set_postfix(shown, refresh=False)
 
-    def write_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None:
-        """Log the scores of single queries at a step, for reports; trackers do not get them."""
-        if not self.active or not evaluation:
-            return
-        if not self._is_open:
-            self._waiting.append(partial(self.write_evaluation, step, dict(evaluation)))
-            return
-        _append(self.evaluations_path, {"step": step, **evaluation})
-
     def info(self, line: str) -> None:
         """Print a line for the user, above the progress bar."""
         if self.active:
@@ -182,13 +166,8 @@ class RunLog:
             tracker.finish()
 
 
-def _append(path: Path, line: Mapping[str, Any]) -> None:
-    with open(path, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl or an evaluations.jsonl; a last line cut short is left out."""
+    """The lines of a metrics.jsonl; a last line cut short is left out."""
     lines: list[dict[str, Any]] = []
     if not path.exists():
         return lines

@@ -385,9 +385,6 @@ class Loop:
         if metrics:
             self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
             self.log.info(f"step {self.steps}: {self.best.primary} {metrics[self.best.primary]:.4f}")
-        scores = getattr(self.best.evaluator, "query_scores", None)
-        if scores is not None:
-            self.log.write_evaluation(self.steps, scores.to_plain())
         self.evaluation_due = False
 
     def _fail_if_bad(self, step: int | None) -> None:

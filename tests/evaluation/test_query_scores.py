@@ -1,29 +1,10 @@
-"""Scores of single queries: which are shown, and what comes back from JSON."""
+"""Which queries a report shows."""
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
-import pytest
 
-from dualenc.errors import DualencError
-from dualenc.evaluation.query_scores import QueryScores, best_and_worst, query_scores, rank_rows
-
-
-def test_json_brings_them_back() -> None:
-    scores = {f"q{number}": number / 1000 for number in range(1200)}
-    before = query_scores("ndcg@10", scores, dict.fromkeys(scores, "words " * 100))
-    assert len(before.scores) == 1000
-    assert len(before.texts) == 20
-    assert all(len(text) <= 202 for text in before.texts.values())
-    assert QueryScores.from_plain(json.loads(json.dumps(before.to_plain()))) == before
-
-
-@pytest.mark.parametrize("plain", [{}, {"queries": 3}, {"queries": {"metric": "m", "scores": {"q": "x"}, "texts": {}}}])
-def test_another_record_is_refused(plain: dict[str, object]) -> None:
-    with pytest.raises(DualencError, match="no record of an evaluation"):
-        QueryScores.from_plain(plain)
+from dualenc.evaluation.query_scores import best_and_worst, rank_rows
 
 
 def test_best_and_worst_never_share_a_query() -> None:

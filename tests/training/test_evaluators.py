@@ -82,11 +82,6 @@ def test_held_out_pairs_are_a_retrieval_test(model):
     assert metrics["mrr@10"] == pytest.approx((1 / ranks).mean().item())
     assert metrics["ndcg@10"] == pytest.approx((1 / torch.log2(1.0 + ranks)).mean().item())
     assert metrics["recall@100"] == 1
-    seen = evaluator.query_scores
-    assert seen.metric == "ndcg@10"
-    scores = [seen.scores[f"left-{i}"] for i in range(12)]
-    assert scores == pytest.approx((1 / torch.log2(1.0 + ranks)).where(ranks <= 10, 0).tolist())
-    assert seen.texts == {f"left-{i}": pairs.left_items[i] for i in range(12)}
 
 
 def beir(folder, documents, queries, qrels):
@@ -106,14 +101,16 @@ def test_a_judged_document_with_the_id_of_its_query_is_found(model, tmp_path, ca
     evaluator = RetrievalEvaluator(folder, split="dev")
     assert "3 of 3 queries have the id of a document: 2 of these" in caplog.text
     assert evaluator.data == ("toy", "dev")
-    assert evaluator(model)["recall@100"] == pytest.approx(2 / 3)
+    metrics = evaluator(model)
+    assert metrics["recall@100"] == pytest.approx(2 / 3)
     corpus, queries = evaluator.collection.corpus, evaluator.collection.queries
     with torch.no_grad():
-        left = model("left", model.left.prepare([str(queries.items[2])]))
+        left = model("left", model.left.prepare([str(item) for item in queries.items]))
         right = model("right", model.right.prepare([str(item) for item in corpus.items]))
-    order = (-(left @ right.T)).argsort(dim=1)[0].tolist()
-    order.remove(2)
-    assert evaluator.query_scores.scores["2"] == pytest.approx(1 / np.log2(2 + order.index(1)))
+    first, _, last = (-(left @ right.T)).argsort(dim=1).tolist()
+    last.remove(2)
+    reciprocal_ranks = [1 / (1 + first.index(0)), 0, 1 / (1 + last.index(1))]
+    assert metrics["mrr@10"] == pytest.approx(np.mean(reciprocal_ranks))
 
 
 def test_what_cannot_be_measured_is_refused():
@@ -136,8 +133,6 @@ def test_captions_of_an_image_are_all_right():
     metrics = evaluator(model)
     assert metrics["image_to_text_recall@1"] == 1
     assert metrics["text_to_image_recall@1"] == 1
-    assert set(evaluator.query_scores.scores.values()) == {1}
-    assert evaluator.query_scores.texts == {f"right-{i}": caption for i, caption in enumerate(captions)}
     wrong = PairDataset(images(values), captions[::-1], left_id, left_modality="image")
     assert ImageTextEvaluator(wrong)(model)["text_to_image_recall@1"] < 1
 

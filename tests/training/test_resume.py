@@ -10,7 +10,7 @@ from dualenc.batching import SpectralBatches
 from dualenc.data import Mixture
 from dualenc.errors import DualencError
 from dualenc.objectives import ISIR, SogCLR
-from dualenc.training import RetrievalEvaluator, checkpoint
+from dualenc.training import checkpoint
 from dualenc.training.log import read_metrics
 from tests.training.fakes import (
     TinyEncoder,
@@ -109,24 +109,6 @@ def test_a_kill_in_the_middle_of_writing_leaves_the_checkpoint_before(tmp_path, 
     train(tmp_path, resume=True)
     assert same(weights(tmp_path), weights(unbroken))
     assert not list((tmp_path / "checkpoints").glob(".*"))
-
-
-@pytest.mark.slow
-def test_what_evaluations_saw_is_that_of_an_unbroken_run(tmp_path):
-    """Seven steps from the start are done, and two evaluations more than the checkpoint of step 4 knows of."""
-    changes = {"evaluate_every": 2, "save_every": 4}
-
-    def evaluator():
-        return RetrievalEvaluator(pairs=tiny_pairs(12))
-
-    assert run_and_die(train_and_die, tmp_path / "broken", 8, {**changes, "evaluator": evaluator()}) == -signal.SIGKILL
-    assert [line["step"] for line in read_metrics(tmp_path / "broken" / "evaluations.jsonl")] == [0, 2, 4, 6]
-    train(tmp_path / "broken", resume=True, evaluator=evaluator(), **changes)
-    train(tmp_path / "whole", evaluator=evaluator(), **changes)
-    broken, whole = ((tmp_path / name / "evaluations.jsonl").read_text() for name in ("broken", "whole"))
-    assert broken == whole
-    train(tmp_path / "whole", overwrite=True)
-    assert not (tmp_path / "whole" / "evaluations.jsonl").exists()
 
 
 @pytest.mark.slow
