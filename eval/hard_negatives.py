@@ -1,11 +1,10 @@
-"""Mined hard negatives and a teacher: what a second training gains by them, at the same number of steps.
+"""Mined hard negatives: what a second training gains by them, at the same number of steps.
 
     python eval/hard_negatives.py PATH --epochs 20 --seeds 3
 
 PATH is a BEIR folder; two perceptrons on frozen features (latent semantic analysis, 256 numbers) to vectors of 64, as
 in eval/small_batch.py. They are trained with InfoNCE, mine negatives for their own training queries (as `dualenc mine`
-does), and are then trained as long again: on the pairs alone, or with what was mined. The teacher is the model that
-mined.
+does), and are then trained as long again: on the pairs alone, or with what was mined.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from comparison_tasks import Retrieval, beir_parts, on_features
@@ -24,52 +22,40 @@ from dualenc.data import PairDataset
 from dualenc.data.corpus import corpora
 from dualenc.encoders import DualEncoder
 from dualenc.evaluation.report import Table, print_table
-from dualenc.objectives import Distilled, InfoNCE
+from dualenc.objectives import InfoNCE
 from dualenc.search.embed import embed
 from dualenc.search.mining import Rule, mine_negatives
 from dualenc.training import Trainer
 
-# By name: the limit of a negative's score as a share of its positive's (None: nothing is mined; 0: no limit), and
-# options of `Distilled`.
-VARIANTS: dict[str, tuple[float | None, dict[str, Any]]] = {
-    "pairs alone": (None, {}),
-    "mined, no limit": (0.0, {}),
-    "mined, at most 0.95 of the positive": (0.95, {}),
-    "the same, teacher": (0.95, {"kind": "kl", "teacher_temperature": 0.05}),
+# The limit of a negative's score as a share of its positive's, by name (None: nothing is mined; 0: no limit).
+VARIANTS: dict[str, float | None] = {
+    "pairs alone": None,
+    "mined, no limit": 0.0,
+    "mined, at most 0.95 of the positive": 0.95,
 }
 
 
 def with_negatives(pairs: PairDataset, mined: Path) -> PairDataset:
-    """The same pairs, each with what was mined for its query, and the scores of all; without, where nothing was."""
+    """The same pairs, each with what was mined for its query; without, where nothing was."""
     rows = [json.loads(line) for line in mined.read_text(encoding="utf-8").splitlines()]
-    negatives: dict[int, list[tuple[int, float]]] = {}
-    score: dict[tuple[int, int], float] = {}
-    for row in rows:
-        query = int(row["query_id"])
-        negatives[query] = list(zip(map(int, row["neg_id"]), row["neg_scores"]))
-        score |= {(query, int(document)): value for document, value in zip(row["pos_id"], row["pos_scores"])}
-    of_pairs = [negatives.get(query, []) for query in pairs.left_id.tolist()]
-    judged = zip(pairs.left_id.tolist(), pairs.right_id.tolist())
+    negatives = {int(row["query_id"]): [int(document) for document in row["neg_id"]] for row in rows}
     return PairDataset(
         pairs.left_items,
         pairs.right_items,
         pairs.left_id,
         pairs.right_id,
-        negatives=[[document for document, _ in own] for own in of_pairs],
-        scores=[score.get(pair, float("nan")) for pair in judged],
-        negative_scores=[value for own in of_pairs for _, value in own],
+        negatives=[negatives.get(query, []) for query in pairs.left_id.tolist()],
         left_modality=pairs.left_modality,
         right_modality=pairs.right_modality,
     )
 
 
-def train(model: DualEncoder, pairs: PairDataset, seed: int, epochs: int, folder: Path, **options: Any) -> None:
-    """One training; options are those of `Distilled`."""
+def train(model: DualEncoder, pairs: PairDataset, seed: int, epochs: int, folder: Path) -> None:
+    """One training."""
     trainer = Trainer(
         output=folder, seed=seed, batch_size=32, epochs=epochs, learning_rate=1e-3, save_every=None, progress=False
     )
-    objective = InfoNCE(temperature=0.05)
-    trainer.fit(model, pairs, Distilled(objective, **options) if options else objective)
+    trainer.fit(model, pairs, InfoNCE(temperature=0.05))
 
 
 def main(path: Path, epochs: int = 20, seeds: int = 3, num_negatives: int = 4) -> None:
@@ -95,14 +81,14 @@ def main(path: Path, epochs: int = 20, seeds: int = 3, num_negatives: int = 4) -
             left, right = corpora(task.pairs)
             queries = embed(first.left, left, work / "queries", progress=False)
             documents = embed(first.right, right, work / "documents", progress=False)
-            for number, (name, (limit, options)) in enumerate(VARIANTS.items()):
+            for number, (name, limit) in enumerate(VARIANTS.items()):
                 pairs = task.pairs
                 if limit is not None:
                     rule = Rule(num_negatives=num_negatives, relative=limit or None)
                     mine_negatives(queries, documents, pairs, work / f"{number}.jsonl", rule=rule, progress=False)
                     pairs = with_negatives(pairs, work / f"{number}.jsonl")
                 model = copy.deepcopy(first)
-                train(model, pairs, seed, epochs, work / str(number), **options)
+                train(model, pairs, seed, epochs, work / str(number))
                 found[name].append(task.test(model)["ndcg@10"])
                 print(f"seed {seed}, {name}: nDCG@10 {found[name][-1]:.4f}", flush=True)
     rows = [

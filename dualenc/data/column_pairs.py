@@ -1,10 +1,9 @@
-"""Pairs between two columns of a table, with mined negatives, weights and a teacher's scores."""
+"""Pairs between two columns of a table, with mined negatives and weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,10 +16,7 @@ from dualenc.types import Items
 
 
 class ColumnPairs(PairDataset):
-    """Pairs between the items of two columns of a table, with ids in order of appearance.
-
-    `score_columns` hold a teacher's scores of the right and of the negatives' items.
-    """
+    """Pairs between the items of two columns of a table, with ids in order of appearance."""
 
     def __init__(
         self,
@@ -29,7 +25,6 @@ class ColumnPairs(PairDataset):
         negative_columns: Sequence[ItemColumn] = (),
         *,
         weight_column: str | None = None,
-        score_columns: tuple[str, str] | None = None,
         deduplicate: bool = True,
         max_negatives: int | None = None,
     ) -> None:
@@ -53,41 +48,30 @@ class ColumnPairs(PairDataset):
             negatives = _read_negatives(negative_columns, rows, len(right.items), max_negatives)
             items = Joined([items, *(column.items for column in negative_columns)])
             keys = Joined([keys, *(column.keys for column in negative_columns)])
-            used = np.concatenate([paired, np.unique(negatives.positions.values)])
+            used = np.concatenate([paired, np.unique(negatives.values)])
         # Only items that a pair uses get a number: ids have no gaps.
         left_first, left_number = _number(left.items, left.keys, np.unique(rows), deduplicate)
         right_first, right_number = _number(items, keys, used, deduplicate)
-        scores = None
-        if score_columns is not None:
-            scores = _scores(table, score_columns[0], right.rows)[paired]
-            if np.isnan(scores).all():
-                fix = "mine them with `dualenc mine`, or leave scores out"
-                raise DualencError(f"{table.source}: no positive has a teacher's score; {fix}")
         super().__init__(
             Picked(left.items, left_first),
             Picked(items, right_first),
             left_number[rows],
             right_number[paired],
             weights=None if weights is None else weights[rows],
-            scores=scores,
             left_modality=left.modality,
             right_modality=right.modality,
         )
         if negatives is not None:
-            self._add_negatives(table, negatives, right_number, rows, score_columns)
+            self._add_negatives(table, negatives.take(rows), right_number, rows)
         self.skipped = table.bad_rows.report()
 
     def _add_negatives(
-        self,
-        table: DataTable,
-        negatives: _Negatives,
-        right_number: np.ndarray,
-        rows: np.ndarray,
-        score_columns: tuple[str, str] | None,
+        self, table: DataTable, positions: Ragged, right_number: np.ndarray, rows: np.ndarray
     ) -> None:
-        """Give each pair the negatives of its row, apart from those that are positives of its left item."""
-        # A row with several positives makes several pairs, each with all negatives of the row.
-        positions = negatives.positions.take(rows)
+        """Give each pair the negatives of its row, apart from those that are positives of its left item.
+
+        A row with several positives makes several pairs, each with all negatives of the row.
+        """
         ids = Ragged(right_number[positions.values], positions.offsets)
         query = np.repeat(self.left_id, ids.lengths)
         # A pair as one number, to look for all (query, negative) among all (query, positive) at once.
@@ -98,11 +82,7 @@ class ColumnPairs(PairDataset):
             position = table.position(int(rows[pair]))
             reason = "negative that is also a positive"
             table.bad_rows.add(reason, position, "remove it from the negatives", int(positive.sum()))
-        mask = ~positive & ids.first_in_row()
-        self.negatives = ids.keep(mask)
-        if score_columns is not None:
-            scores = _scores(table, score_columns[1], negatives.rows)
-            self.negative_scores = scores[positions.values - negatives.start][mask]
+        self.negatives = ids.keep(~positive & ids.first_in_row())
 
 
 def _paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
@@ -117,17 +97,10 @@ def _paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
     return np.flatnonzero(good_values & in_good_row)
 
 
-class _Negatives(NamedTuple):
-    """Values of the negative columns with their rows (n,), from position `start` on, and those of each table row."""
-
-    rows: np.ndarray
-    start: int
-    positions: Ragged
-
-
 def _read_negatives(
     columns: Sequence[ItemColumn], paired_rows: np.ndarray, start: int, max_negatives: int | None
-) -> _Negatives:
+) -> Ragged:
+    """The positions, from `start` on, of the negatives' values in each row of the table."""
     usable = []
     for column in columns:
         usable.append(column.usable())
@@ -142,7 +115,7 @@ def _read_negatives(
     if max_negatives is not None:
         rank = np.arange(len(to_use)) - np.repeat(positions.offsets[:-1], positions.lengths)
         positions = positions.keep(rank < max_negatives)
-    return _Negatives(rows, start, positions)
+    return positions
 
 
 def _weights(table: DataTable, name: str) -> np.ndarray:
@@ -153,26 +126,6 @@ def _weights(table: DataTable, name: str) -> np.ndarray:
             weights[row] = float(value)
     weights[~np.isfinite(weights) | (weights < 0)] = np.nan
     return weights
-
-
-def _scores(table: DataTable, name: str, rows: np.ndarray) -> np.ndarray:
-    """A teacher's score (n,) of each value by its row (n,); NaN where there is none."""
-    count = np.bincount(rows, minlength=len(table))
-    ends = np.cumsum(count)
-    scores = np.full(len(rows), np.nan, np.float32)
-    unfit = []
-    for row, values in enumerate(table.column(name).to_pylist()):
-        if values is not None and len(values) == count[row]:
-            scores[ends[row] - count[row] : ends[row]] = np.array(values, np.float32)
-        elif count[row]:
-            unfit.append(row)
-    table.skip_rows(
-        f"{name} that are not one for each text",
-        np.array(unfit),
-        "give a number each, or leave scores out",
-    )
-    scores[~np.isfinite(scores)] = np.nan
-    return scores
 
 
 def _number(

@@ -75,18 +75,13 @@ class Mixture(PairDataset):
             right_items = Joined(
                 [part.right_items for part in parts], [right.get(name, "") for name in self.sources]
             )
-        num_negatives = [0 if part.negatives is None else len(part.negatives.values) for part in parts]
         super().__init__(
             left_items,
             right_items,
             np.concatenate([part.left_id + first for part, first in zip(parts, left_items.starts)]),
             np.concatenate([part.right_id + first for part, first in zip(parts, right_items.starts)]),
             negatives=_joined_negatives(parts, right_items.starts),
-            weights=_joined_numbers([part.weights for part in parts], self.sizes, 1.0),
-            scores=_joined_numbers([part.scores for part in parts], self.sizes, np.nan),
-            negative_scores=_joined_numbers(
-                [part.negative_scores for part in parts], num_negatives, np.nan
-            ),
+            weights=_joined_weights(parts),
             left_modality=parts[0].left_modality,
             right_modality=parts[0].right_modality,
         )
@@ -182,11 +177,11 @@ def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> Ra
     return Ragged.from_lengths(np.concatenate(values), np.concatenate(lengths))
 
 
-def _joined_numbers(
-    parts: Sequence[np.ndarray | None], lengths: Sequence[int], missing: float
-) -> np.ndarray | None:
-    """One array after the other, with a value for those that are missing; None if all are."""
-    if all(part is None for part in parts):
+def _joined_weights(parts: Sequence[PairDataset]) -> np.ndarray | None:
+    """The weights of one part after the other, 1 where a part has none; None if none has any."""
+    if all(part.weights is None for part in parts):
         return None
-    blank = [np.full(length, missing, np.float32) for length in lengths]
-    return np.concatenate([filler if part is None else part for part, filler in zip(parts, blank)])
+    ones = [np.ones(len(part), np.float32) for part in parts]
+    return np.concatenate(
+        [one if part.weights is None else part.weights for part, one in zip(parts, ones)]
+    )

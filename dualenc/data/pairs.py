@@ -24,8 +24,7 @@ def by_position(items: Items) -> Items:
 class Pair(NamedTuple):
     """One training pair: its stable number in [0, M), its items' stable ids and the raw items.
 
-    `negatives` are right items mined as hard negatives of this pair's left item, `negative_ids` their right ids. A
-    teacher's scores are NaN where it has none, and missing without a teacher.
+    `negatives` are right items mined as hard negatives of this pair's left item, `negative_ids` their right ids.
     """
 
     index: int  # type: ignore[assignment]  # also the name of a tuple method
@@ -36,8 +35,6 @@ class Pair(NamedTuple):
     negatives: tuple[Any, ...] = ()
     negative_ids: tuple[int, ...] = ()
     weight: float = 1.0
-    score: float | None = None
-    negative_scores: tuple[float, ...] = ()
 
 
 class PairDataset:
@@ -55,8 +52,6 @@ class PairDataset:
         right_id: each pair's right id, (M,); by default 0, 1, 2, …
         negatives: each pair's mined negatives as right ids, M rows; none by default. A repeated one counts once.
         weights: (M,) factors of each pair's loss, 0 or more; by default 1.
-        scores: (M,) a teacher's score of each pair; NaN where it has none.
-        negative_scores: its scores of the mined negatives, as `negatives.values` has them; NaN likewise.
         left_modality: "text", "image" or "vector".
         right_modality: "text", "image" or "vector".
 
@@ -77,8 +72,6 @@ class PairDataset:
         *,
         negatives: Ragged | Sequence[Sequence[int]] | None = None,
         weights: Sequence[float] | np.ndarray | None = None,
-        scores: Sequence[float] | np.ndarray | None = None,
-        negative_scores: Sequence[float] | np.ndarray | None = None,
         left_modality: Modality = "text",
         right_modality: Modality = "text",
     ) -> None:
@@ -93,15 +86,10 @@ class PairDataset:
             raise DualencError(f"{counts}; give one of each per pair")
         if not len(self.left_id):
             raise DualencError("no pairs: the data holds no row with a left and a right item")
-        self.weights = _checked_numbers("weights", weights, len(self))
-        if self.weights is not None and not (np.isfinite(self.weights) & (self.weights >= 0)).all():
-            raise DualencError("weights: some are negative or not finite; give each pair 0 or more")
-        self.scores = _checked_numbers("scores", scores, len(self))
+        self.weights = None if weights is None else _checked_weights(weights, len(self))
         if negatives is not None and not isinstance(negatives, Ragged):
             negatives = Ragged.from_rows(negatives)
         self.negatives = negatives
-        num_negatives = 0 if negatives is None else len(negatives.values)
-        self.negative_scores = _checked_numbers("negative_scores", negative_scores, num_negatives)
         if negatives is not None:
             rows = len(negatives.lengths)
             if rows != len(self):
@@ -109,10 +97,7 @@ class PairDataset:
                     f"negatives has {rows} rows for {len(self)} pairs; give one row per pair"
                 )
             _checked_ids("negatives", negatives.values, self.num_right)
-            first = negatives.first_in_row()
-            self.negatives = negatives.keep(first)
-            if self.negative_scores is not None:
-                self.negative_scores = self.negative_scores[first]
+            self.negatives = negatives.keep(negatives.first_in_row())
         self._positives: dict[Side, Ragged] = {}
         self._positives_of: PairDataset | None = None
 
@@ -150,15 +135,11 @@ class PairDataset:
         left = self.item("left", left_id)
         right = left if self.views else self.item("right", right_id)
         weight = 1.0 if self.weights is None else float(self.weights[index])
-        score = None if self.scores is None else float(self.scores[index])
         if self.negatives is None:
-            return Pair(index, left_id, right_id, left, right, weight=weight, score=score)
+            return Pair(index, left_id, right_id, left, right, weight=weight)
         negative_ids = tuple(self.negatives.row(index).tolist())
         negatives = tuple(self.item("right", item_id) for item_id in negative_ids)
-        scores: tuple[float, ...] = ()
-        if self.negative_scores is not None:
-            scores = tuple(self.negatives._replace(values=self.negative_scores).row(index).tolist())
-        return Pair(index, left_id, right_id, left, right, negatives, negative_ids, weight, score, scores)
+        return Pair(index, left_id, right_id, left, right, negatives, negative_ids, weight)
 
     def items(self, side: Side) -> Items:
         """The raw items of a side."""
@@ -180,10 +161,8 @@ class PairDataset:
         if self.right_items is not self.left_items or self.right_modality != self.left_modality:
             right = items_identity(self.right_items, self.right_modality)
         return {
-            "pairs": digest_of(self.left_id, self.right_id, self.weights, self.scores),
-            "negatives": ""
-            if self.negatives is None
-            else digest_of(*self.negatives, self.negative_scores),
+            "pairs": digest_of(self.left_id, self.right_id, self.weights),
+            "negatives": "" if self.negatives is None else digest_of(*self.negatives),
             "left_items": left,
             "right_items": right,
         }
@@ -218,13 +197,8 @@ class PairDataset:
         part.left_id = self.left_id[rows]
         part.right_id = self.right_id[rows]
         part.weights = None if self.weights is None else self.weights[rows]
-        part.scores = None if self.scores is None else self.scores[rows]
         if self.negatives is not None:
             part.negatives = self.negatives.take(rows)
-            if self.negative_scores is not None:
-                part.negative_scores = (
-                    self.negatives._replace(values=self.negative_scores).take(rows).values
-                )
         part._positives = {}
         part._positives_of = positives_of
         return part
@@ -234,14 +208,12 @@ class PairDataset:
         return np.bincount(self.item_ids(side), minlength=len(self.items(side)))
 
 
-def _checked_numbers(
-    name: str, numbers: Sequence[float] | np.ndarray | None, count: int
-) -> np.ndarray | None:
-    if numbers is None:
-        return None
-    result = np.asarray(numbers, dtype=np.float32)
+def _checked_weights(weights: Sequence[float] | np.ndarray, count: int) -> np.ndarray:
+    result = np.asarray(weights, dtype=np.float32)
     if result.shape != (count,):
-        raise DualencError(f"{name} has shape {result.shape}; give {count} numbers")
+        raise DualencError(f"weights has shape {result.shape}; give {count} numbers")
+    if not (np.isfinite(result) & (result >= 0)).all():
+        raise DualencError("weights: some are negative or not finite; give each pair 0 or more")
     return result
 
 

@@ -130,7 +130,6 @@ class MinedPairs(ColumnPairs):
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
         queries: vectors of the queries: a folder of embeddings, a .npy file, or a table of vectors and ids.
         documents: likewise of positives and negatives.
-        scores: read a teacher's scores, `pos_scores` and `neg_scores` or each passage's `score`, to distil from.
     """
 
     def __init__(
@@ -143,7 +142,6 @@ class MinedPairs(ColumnPairs):
         on_error: OnError = "skip",
         queries: str | Path | None = None,
         documents: str | Path | None = None,
-        scores: bool = False,
     ) -> None:
         if (queries is None) != (documents is None):
             fix = "queries and documents are given together; name the vectors of both"
@@ -156,15 +154,11 @@ class MinedPairs(ColumnPairs):
         # Of vectors the file holds the ids alone.
         if left is not None:
             reshape = _mined_ids
-        score_columns = ("pos_scores", "neg_scores") if scores else None
-        columns |= dict.fromkeys(score_columns or (), "vector")
-        optional = ("neg", "neg_scores")
-        table = open_table(path, columns, bad_rows, optional=optional, split=split, reshape=reshape)
+        table = open_table(path, columns, bad_rows, optional=("neg",), split=split, reshape=reshape)
         super().__init__(
             read_ids_or_texts(table, "query", left),
             read_ids_or_texts(table, "pos", right),
             [read_ids_or_texts(table, "neg", right)],
-            score_columns=score_columns,
             max_negatives=max_negatives,
         )
 
@@ -193,7 +187,7 @@ def _mined_ids(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat_passages(record: dict[str, Any], value_of: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """A record with lists `pos`, `neg` and their scores in place of nested passages; unchanged if it has none."""
+    """A record with lists `pos` and `neg` in place of nested passages; unchanged if it has none."""
     if "positive_passages" not in record:
         return record
     flat = dict(record)
@@ -202,9 +196,6 @@ def _flat_passages(record: dict[str, Any], value_of: Callable[[dict[str, Any]], 
         flat[name] = passages
         if isinstance(passages, list):
             flat[name] = [value_of(entry) if isinstance(entry, dict) else entry for entry in passages]
-            flat[f"{name}_scores"] = [
-                entry.get("score") if isinstance(entry, dict) else None for entry in passages
-            ]
     return flat
 
 

@@ -13,7 +13,6 @@ of all ranks, weights, and checks of the input. An objective adds how much each 
 """
 
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.objectives.distilled import Distilled
 from dualenc.objectives.emc2 import EMC2
 from dualenc.objectives.exact import ExactGlobal
 from dualenc.objectives.frozen import FrozenCorpus
@@ -32,7 +31,6 @@ __all__ = [
     "HCL",
     "ISIR",
     "SACLR",
-    "Distilled",
     "ExactGlobal",
     "FrozenCorpus",
     "GlobalCache",

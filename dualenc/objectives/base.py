@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class ObjectiveOutput(NamedTuple):
             The mean over ranks, of losses and of gradients, is that of the global batch.
         metrics: detached scalars for logging, computed when read.
         per_anchor: (2b,) the losses of this rank's anchors, left ones first, or (b,) of left ones alone
-            (`FrozenCorpus`); over all ranks their mean is `loss`, without what a teacher adds.
+            (`FrozenCorpus`); over all ranks their mean is `loss`.
     """
 
     loss: Tensor
@@ -71,20 +71,15 @@ class Objective(nn.Module):
     needs_encode = False  # asks for items outside the batch
     takes_mined = True  # mined negatives are candidates
     anchors_per_pair = 2  # both items, or both views
-    estimates_partition = (
-        False  # every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` applies
-    )
+    # Every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` applies.
+    estimates_partition = False
     encodes_in_backward = False  # calls `encode` again in the backward pass
-    needs_teacher = False  # `forward` takes a teacher's scores; see `Distilled`
-    momentum: float | None = (
-        None  # μ of the moving average of the towers that gives `forward` keys; `MomentumQueue`
-    )
-    needs_uniform_batches: str | None = (
-        None  # the option that lifts the assumption of uniformly random batches
-    )
-    dims: list[int] | None = (
-        None  # lengths that are trained besides the whole embeddings; see `Matryoshka`
-    )
+    # μ of the moving average of the towers whose embeddings `forward` takes as keys; see `MomentumQueue`.
+    momentum: float | None = None
+    # The option that lifts the assumption of uniformly random batches.
+    needs_uniform_batches: str | None = None
+    # Lengths that are trained besides the whole embeddings; see `Matryoshka`.
+    dims: Sequence[int] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -126,9 +121,8 @@ class Objective(nn.Module):
         if self.needs_num_left:
             # Holds nothing, but its shape names both sizes: tables hold both sides, and would fit swapped ones.
             self.register_buffer("sizes", torch.zeros(self.num_left or 0, self.num_right or 0, 0))
-        self.updates_state = (
-            False  # whether the present call is training: not in eval mode or without gradient
-        )
+        # Whether the present call is training: not in eval mode or without gradient.
+        self.updates_state = False
         self._recorded: dict[str, list[Tensor]] = {}
 
     def plan(self, anchors: Anchors) -> Any:

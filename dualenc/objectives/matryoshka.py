@@ -1,9 +1,8 @@
-"""Wrappers: an objective around another one, and Matryoshka, an objective at several lengths of the same embeddings."""
+"""Matryoshka: an objective at several lengths of the same embeddings."""
 
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,58 +15,15 @@ from dualenc.objectives.items import Encode
 from dualenc.objectives.metrics import Metrics
 from dualenc.types import Side
 
-DELEGATED = (
-    *("num_left", "num_right", "views", "num_views", "seed", "log_temperature", "reports_loss"),
-    *("needs_num_left", "needs_encode", "needs_teacher", "needs_uniform_batches"),
-    *("takes_mined", "momentum", "dims", "encodes_in_backward"),
+SHARED_SETTINGS = (
+    *("num_left", "num_right", "views", "num_views", "seed"),
+    *("needs_num_left", "needs_encode", "needs_uniform_batches", "encodes_in_backward"),
+    *("takes_mined", "momentum"),
 )
-"""What a wrapper takes from the wrapped objective, unless its class sets it."""
+"""Attributes that all lengths have in common."""
 
 
-class Wrapper(Objective):
-    """An objective around others; what it does not define is that of the last of them.
-
-    Args:
-        objectives: at least one.
-    """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        for name in DELEGATED:
-            if name not in vars(cls):
-                setattr(cls, name, property(operator.attrgetter(f"main.{name}")))
-
-    def __init__(self, objectives: Sequence[Objective]) -> None:
-        nn.Module.__init__(self)
-        self.objectives = nn.ModuleList(objectives)
-
-    def __iter__(self) -> Iterator[Objective]:
-        for objective in self.objectives:
-            assert isinstance(objective, Objective)
-            yield objective
-
-    @property
-    def main(self) -> Objective:
-        """The last of the wrapped objectives."""
-        return list(self)[-1]
-
-    @property
-    def name(self) -> str:
-        return f"{type(self).__name__} of {self.main.name}"
-
-    def diagnostics(self) -> dict[str, Tensor]:
-        return self.main.diagnostics()
-
-    def set_progress(self, fraction: float) -> None:
-        for objective in self:
-            objective.set_progress(fraction)
-
-    def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
-        for objective in self:
-            objective.set_counts(left_counts, right_counts)
-
-
-class Matryoshka(Wrapper):
+class Matryoshka(Objective):
     """The mean over d in `dims` of an objective of the first d components, scaled to length one.
 
         Matryoshka(SogCLR(num_left=m), dims=[64, 128, 256])
@@ -80,9 +36,9 @@ class Matryoshka(Wrapper):
         dims: lengths, each at most D, the size of the embeddings.
     """
 
-    dims = None  # its own, not those of the wrapped objective
-
+    @names_class
     def __init__(self, objective: Objective, dims: Sequence[int]) -> None:
+        nn.Module.__init__(self)
         lengths = sorted(dims)
         if (
             not lengths
@@ -90,8 +46,44 @@ class Matryoshka(Wrapper):
             or any(type(d) is not int or d < 1 for d in lengths)
         ):
             fail("dims", f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]")
-        super().__init__([*(copy.deepcopy(objective) for _ in lengths[1:]), objective])
         self.dims = lengths
+        # The last is of the greatest length.
+        self.objectives = nn.ModuleList([*(copy.deepcopy(objective) for _ in lengths[1:]), objective])
+        for name in SHARED_SETTINGS:
+            setattr(self, name, getattr(objective, name))
+
+    def __iter__(self) -> Iterator[Objective]:
+        for objective in self.objectives:
+            assert isinstance(objective, Objective)
+            yield objective
+
+    @property
+    def longest(self) -> Objective:
+        """The objective of the greatest length."""
+        return list(self)[-1]
+
+    @property
+    def name(self) -> str:
+        return f"{type(self).__name__} of {self.longest.name}"
+
+    @property
+    def log_temperature(self) -> nn.Parameter:  # type: ignore[override]
+        return self.longest.log_temperature
+
+    @property
+    def reports_loss(self) -> bool:
+        return self.longest.reports_loss
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        return self.longest.diagnostics()
+
+    def set_progress(self, fraction: float) -> None:
+        for objective in self:
+            objective.set_progress(fraction)
+
+    def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
+        for objective in self:
+            objective.set_counts(left_counts, right_counts)
 
     @names_class
     def forward(
@@ -111,7 +103,7 @@ class Matryoshka(Wrapper):
         vectors = {"left": left, "right": right, "negatives": negatives}
         vectors |= {"keys_left": keys_left, "keys_right": keys_right}
         check_tensors(vectors)
-        lengths = self.dims or []
+        lengths = self.dims
         if left.shape[-1] < lengths[-1]:
             fail(
                 "dims",

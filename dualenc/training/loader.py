@@ -44,9 +44,6 @@ class Batch(NamedTuple):
         negatives: inputs of the right tower for n mined negatives; None when there are none.
         negative_id: (n,) their right ids; None when there are none.
         weights: (b,) what each pair's loss is multiplied by; None when all are 1.
-        teacher_scores: (b, 1 + K) a teacher's scores of each pair's positive and of its own mined negatives; NaN where
-            it has none; None when there are none at all.
-        teacher_rows: (b, K) the rows of `negatives` that these are, padded with -1.
         bad: (index, reason) of each sample left out.
     """
 
@@ -60,15 +57,11 @@ class Batch(NamedTuple):
     negatives: Inputs | None = None
     negative_id: Tensor | None = None
     weights: Tensor | None = None
-    teacher_scores: Tensor | None = None
-    teacher_rows: Tensor | None = None
     bad: tuple[tuple[int, str], ...] = ()
 
-    def arguments(self, device: torch.device, needs_teacher: bool) -> dict[str, Any]:
+    def arguments(self, device: torch.device) -> dict[str, Any]:
         """Arguments of an objective other than embeddings and the pairs' ids, on its device."""
-        names = ["left_positives", "right_positives", "negative_id", "weights"]
-        if needs_teacher:
-            names += ["teacher_scores", "teacher_rows"]
+        names = ("left_positives", "right_positives", "negative_id", "weights")
         values = {name: getattr(self, name) for name in names}
         return {
             name: None if value is None else value.to(device, non_blocking=True)
@@ -145,7 +138,6 @@ class BatchLoader:
             weights=None if self.pairs.weights is None else torch.tensor([pair.weight for pair in pairs]),
             bad=tuple(bad),
             **self._mined(pairs, right_seeds),
-            **self._teacher(pairs),
         )
 
     def _read(self, indices: np.ndarray) -> tuple[list[Pair], list[tuple[int, str]]]:
@@ -189,24 +181,6 @@ class BatchLoader:
         if listed.shape[1] <= 1:
             return None
         return torch.from_numpy(np.ascontiguousarray(listed))
-
-    def _teacher(self, pairs: list[Pair]) -> dict[str, Any]:
-        """`teacher_scores` and `teacher_rows` of a `Batch`; {} without a teacher."""
-        if self.pairs.scores is None:
-            return {}
-        longest = max((len(pair.negatives) for pair in pairs), default=0)
-        scores = torch.full((len(pairs), 1 + longest), torch.nan)
-        rows = torch.full((len(pairs), longest), -1, dtype=torch.int64)
-        first = 0
-        for row, pair in enumerate(pairs):
-            count = len(pair.negatives)
-            if pair.score is not None:
-                scores[row, 0] = pair.score
-            # Negatives without a score keep NaN.
-            scores[row, 1 : 1 + len(pair.negative_scores)] = torch.tensor(pair.negative_scores)
-            rows[row, :count] = torch.arange(first, first + count)
-            first += count
-        return {"teacher_scores": scores, "teacher_rows": rows}
 
 
 class _PlannedBatches(Dataset[Any]):

@@ -41,8 +41,6 @@ def check_minable(pairs: PairDataset, objective: Objective) -> None:
         reason = "mines right items for left ones, and the data is two views of images"
     elif isinstance(pairs, Mixture) and pairs.batches == "one_source":
         reason = "mines among the items of all sources, which data.batches=one_source keeps apart"
-    elif objective.needs_teacher:
-        reason = f"gives none of a teacher's scores, which {objective.name} learns"
     elif not objective.takes_mined:
         reason = (
             f"is for InfoNCE, SogCLR and others that take mined negatives, and {objective.name} takes none"
@@ -127,8 +125,6 @@ class NegativeMiner:
 
     def _set_negatives(self, negatives: Ragged) -> None:
         self.pairs.negatives = negatives
-        # Those were of the negatives that are replaced.
-        self.pairs.negative_scores = None
         self.is_mined = True
 
     def _embed(self, side: Side, corpus: Corpus) -> Embeddings:

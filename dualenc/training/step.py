@@ -111,7 +111,7 @@ class TrainStep:
             batch.right_id.to(self.device),
             self.items,
             negatives=mined[0] if mined else None,
-            **batch.arguments(self.device, self.objective.needs_teacher),
+            **batch.arguments(self.device),
             **keys,
         )
         # Only the last of the batches completes the gradients, which may then be sent while they are computed.

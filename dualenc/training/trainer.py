@@ -232,11 +232,6 @@ class Trainer:
                 f"it {remedy}, or leave batching out and weigh all sources of a mixture 1"
             )
         _check_modalities(model, pairs, evaluator)
-        if objective.needs_teacher and pairs.scores is None:
-            raise DualencError(
-                f"{objective.name} learns from a teacher, but the data holds no scores; give it mined negatives with "
-                "scores (MinedPairs with scores: true), or leave Distilled out"
-            )
         if settings.mine_every is not None:
             check_minable(pairs, objective)
 

@@ -79,17 +79,12 @@ def test_prompts_are_put_before_the_texts_of_their_source_and_before_mined_negat
 
 
 def test_columns_that_a_source_does_not_have_are_filled(one):
-    scored = pairs_of(
-        "scored", 2, 2, negatives=[[1], [0]], weights=[0.5, 2.0], scores=[1.5, 2.5], negative_scores=[0.1, 0.2]
-    )
-    both = Mixture({"one": one, "scored": scored})
+    mined = pairs_of("mined", 2, 2, negatives=[[1], [0]], weights=[0.5, 2.0])
+    both = Mixture({"one": one, "mined": mined})
     assert both.weights.tolist() == [1, 1, 1, 1, 0.5, 2]
-    assert both.scores.tolist()[4:] == [1.5, 2.5]
-    assert np.isnan(both.scores[:4]).all()
     assert [both[i].negative_ids for i in range(6)] == [(), (), (), (), (6,), (5,)]
-    assert both[5].negative_scores == pytest.approx((0.2,))
     plain = Mixture({"one": one})
-    assert plain.weights is plain.scores is plain.negatives is plain.negative_scores is None
+    assert plain.weights is plain.negatives is None
 
 
 def test_items_are_counted_as_often_as_their_pairs_come(one, two):

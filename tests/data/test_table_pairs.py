@@ -264,53 +264,6 @@ def test_negatives_are_optional_distinct_and_no_positives(tmp_path: Path) -> Non
     assert [p.negatives for p in limited] == [(), ("n",), ("n",)]
 
 
-def test_a_teachers_scores_follow_their_texts(tmp_path: Path) -> None:
-    """A negative that is a positive too leaves with its score, and lists are cut alike."""
-    random = np.random.default_rng(0)
-    rows = []
-    for number in range(20):
-        names = [f"t{i}" for i in random.choice(30, 6, replace=False)]
-        pos, neg = names[: 1 + number % 2], [*names[2:], names[0], names[2]][number % 3 :]
-        scores = {"pos_scores": [int(t[1:]) / 2 for t in pos], "neg_scores": [int(t[1:]) / 2 for t in neg]}
-        rows.append({**flag(f"q{number}", pos, neg), **scores})
-    passages = [
-        {
-            "query_id": str(number),
-            "query": row["query"],
-            "positive_passages": [{"docid": t, "text": t, "score": int(t[1:]) / 2} for t in row["pos"]],
-            "negative_passages": [{"docid": t, "text": t, "score": int(t[1:]) / 2} for t in row["neg"]],
-        }
-        for number, row in enumerate(rows)
-    ]
-    for records in (rows, passages):
-        path = write_jsonl(tmp_path / "x.jsonl", records)
-        for pairs in (MinedPairs(path, scores=True), MinedPairs(path, scores=True, max_negatives=2)):
-            assert sum(len(pair.negatives) for pair in pairs) > 20
-            for pair in pairs:
-                assert pair.score == int(pair.right[1:]) / 2
-                assert pair.negative_scores == tuple(int(text[1:]) / 2 for text in pair.negatives)
-        without = MinedPairs(path)
-        assert without[0].score is None
-        assert without.identities() != MinedPairs(path, scores=True).identities()
-
-
-def test_scores_that_fit_no_text_are_left_out(tmp_path: Path) -> None:
-    rows = [
-        {**flag("q0", ["p0"], ["n0", "n1"]), "pos_scores": [1.5], "neg_scores": [0.5]},
-        {**flag("q1", ["p1"], ["n2"]), "pos_scores": [None], "neg_scores": [2]},
-        {**flag("q2", ["p2"], []), "pos_scores": [3]},
-    ]
-    path = write_jsonl(tmp_path / "x.jsonl", rows)
-    pairs = MinedPairs(path, scores=True)
-    np.testing.assert_array_equal([pair.score for pair in pairs], [1.5, np.nan, 3])
-    np.testing.assert_array_equal(np.concatenate([pair.negative_scores for pair in pairs]), [np.nan, np.nan, 2])
-    assert pairs.skipped == 1
-    with pytest.raises(BadSample, match=r"x\.jsonl:1: neg_scores that are not one for each text"):
-        MinedPairs(path, scores=True, on_error="raise")
-    with pytest.raises(DualencError, match="no positive has a teacher's score"):
-        MinedPairs(write_jsonl(path, [tevatron("q", ["T|one"], ["U|two"])]), scores=True)
-
-
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_weight_column(tmp_path: Path, form: str) -> None:
     rows = [{"q": f"q{i}", "d": f"d{i}", "grade": weight} for i, weight in enumerate([1.0, 0.5, 0.0, -1.0, None, 2.0])]

@@ -167,10 +167,8 @@ def test_missing_values_in_mined_negatives_and_beir_folders(tmp_path: Path, miss
         {"query": missing, "pos": ["p"], "neg": ["n"], "pos_scores": [1.0], "neg_scores": [0.5]},
         {"query": "b", "pos": missing, "neg": missing, "pos_scores": missing, "neg_scores": missing},
     ]
-    mined = MinedPairs(write_jsonl(tmp_path / "flag.jsonl", rows), scores=True)
+    mined = MinedPairs(write_jsonl(tmp_path / "flag.jsonl", rows))
     assert (len(mined), mined[0].right, list(mined[0].negatives)) == (1, "p", ["n"])
-    assert mined.negative_scores is not None
-    assert np.isnan(mined.negative_scores).all()
     passage = {"docid": "1", "title": missing, "text": "p", "score": missing}
     tevatron = {"query": "a", "positive_passages": [passage], "negative_passages": [passage | {"text": "n"}]}
     assert MinedPairs(write_jsonl(tmp_path / "tevatron.jsonl", [tevatron]))[0].right == "p"

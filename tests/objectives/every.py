@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dualenc.objectives
 from dualenc import distributed
-from dualenc.objectives import Distilled, FrozenCorpus, Matryoshka, Objective
+from dualenc.objectives import FrozenCorpus, Matryoshka, Objective
 
 NUM_LEFT, NUM_RIGHT, STEPS = 20, 70, 4
 # Uneven for 2 and 3 ranks; in the third batch a third rank has nothing.
@@ -20,9 +20,7 @@ BATCH_SIZES = (8, 5, 2, 7)
 CLASSES = [
     value
     for value in (getattr(dualenc.objectives, name) for name in sorted(dualenc.objectives.__all__))
-    if isinstance(value, type)
-    and issubclass(value, Objective)
-    and value not in (Objective, Matryoshka, Distilled, FrozenCorpus)
+    if isinstance(value, type) and issubclass(value, Objective) and value not in (Objective, Matryoshka, FrozenCorpus)
 ]
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -59,8 +57,6 @@ class Setting:
         criterion = self.objective(views=self.views, **common, **self.arguments)
         if self.wrapper == "Matryoshka":
             criterion = Matryoshka(criterion, [2, 5])
-        elif self.wrapper == "Distilled":
-            criterion = Distilled(criterion, "kl", weight=0.5)
         return criterion.double()
 
 
@@ -78,7 +74,6 @@ FIRST = [s for s in SETTINGS if s.arguments == VARIANTS.get(s.objective.__name__
 WRAPPED = [
     *(Setting(_named(name), False, wrapper="Matryoshka") for name in ("SogCLR", "ISIR", "GlobalCache")),
     Setting(_named("MomentumQueue"), False, {"queue_size": 12}, wrapper="Matryoshka"),
-    Setting(_named("InfoNCE"), False, wrapper="Distilled"),
 ]
 # The further variants of an objective run at night.
 EVERY = [*FIRST, *WRAPPED, *(pytest.param(s, marks=pytest.mark.nightly) for s in SETTINGS if s not in FIRST)]
@@ -162,11 +157,6 @@ class Run:
         if "negative_id" in own:
             given["negatives"] = self.towers.encode("right", own["negative_id"])
         given |= momentum_keys(self.criterion, given["left"], given["right"])
-        if self.criterion.needs_teacher:
-            num_pairs, num_mined = len(own["left_id"]), len(own.get("negative_id", ()))
-            rows = torch.arange(num_pairs)
-            given["teacher_rows"] = torch.where(rows < num_mined, rows, -1)[:, None]
-            given["teacher_scores"] = torch.stack([own["left_id"] / 10, own["right_id"] / 30], dim=1)
         return given
 
     def step(self, step: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.errors import DualencError
-from dualenc.objectives import EMC2, ISIR, Distilled, ExactGlobal, GlobalCache, InfoNCE, Matryoshka, Objective, SogCLR
+from dualenc.objectives import EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, Matryoshka, Objective, SogCLR
 from dualenc.objectives.matryoshka import EncodedOnce, prefix
 
 NUM, DIM = 12, 6
@@ -137,22 +136,3 @@ def test_what_is_set_reaches_every_length() -> None:
         assert objective.corpus.pair_counts.tolist() == [1, 2, 3, 2, 4]
     with pytest.raises(DualencError, match="left_counts and right_counts sum to 6 and 5"):
         together.set_counts(torch.tensor([1, 2, 3]), torch.tensor([2, 3]))
-
-
-def test_wrappers_go_around_wrappers() -> None:
-    left, right = unit()
-    mined = {"negatives": left[:4], "negative_id": ALL[:4]}
-    teacher: dict[str, Any] = {"teacher_scores": torch.rand(NUM, 2), "teacher_rows": ALL[:, None] % 4}
-    parts = []
-    for dim in (3, 6):
-        own = mined | {"negatives": prefix(left[:4], dim)}
-        parts.append(Distilled(InfoNCE(), "kl")(prefix(left, dim), prefix(right, dim), ALL, **own, **teacher).loss)
-    inner = Matryoshka(Distilled(InfoNCE(), "kl"), [3, 6])
-    assert (inner.needs_teacher, inner.dims) == (True, [3, 6])
-    torch.testing.assert_close(inner(left, right, ALL, **mined, **teacher).loss, torch.stack(parts).mean())
-    plain = Matryoshka(InfoNCE(), [3, 6])
-    taught = Distilled(InfoNCE(), "kl", own_weight=0.0)(left, right, ALL, **mined, **teacher).loss
-    outer = Distilled(plain, "kl")
-    assert (outer.needs_teacher, outer.dims) == (True, [3, 6])
-    expected = plain(left, right, ALL, **mined).loss + taught
-    torch.testing.assert_close(outer(left, right, ALL, **mined, **teacher).loss, expected)

@@ -38,12 +38,10 @@ def test_resuming_is_bit_exact(setting: Setting, stop: int) -> None:
 def test_an_empty_batch_is_harmless(setting: Setting) -> None:
     training = Run(setting)
     nothing = torch.zeros(0, dtype=torch.long)
-    taught = {"teacher_scores": torch.zeros(0, 1), "teacher_rows": torch.zeros(0, 0, dtype=torch.long)}
     for _ in range(2):
         left, right = (training.towers.encode(side, nothing) for side in ("left", "right"))
         loss = training.criterion(
             *(left, right, nothing, nothing, training.towers.encode),
-            **(taught if setting.wrapper == "Distilled" else {}),
             **momentum_keys(training.criterion, left, right),
         ).loss
         loss.backward()

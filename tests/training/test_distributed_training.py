@@ -10,7 +10,7 @@ import torch
 
 from dualenc.batching import RandomBatches
 from dualenc.data import Mixture
-from dualenc.objectives import EMC2, Distilled, InfoNCE, MomentumQueue, SogCLR
+from dualenc.objectives import EMC2, InfoNCE, MomentumQueue, SogCLR
 from dualenc.training import mining
 from dualenc.training.log import read_metrics
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, vector_encoder, vector_pairs, weights
@@ -68,11 +68,10 @@ CASES: dict[str, Any] = {
 }
 for kind in OBJECTIVES:
     CASES[f"{kind.__name__}, positives"] = lambda kind=kind: with_positives(make(kind))
-JUDGED = {"negatives": [[(i + 3) % 24] * (i % 2) for i in range(24)], "scores": range(24)}
-JUDGED |= {"negative_scores": range(12), "weights": range(24)}
+JUDGED = {"negatives": [[(i + 3) % 24] * (i % 2) for i in range(24)], "weights": range(24)}
 for kind in (InfoNCE, SogCLR):
     CASES[f"{kind.__name__}, judged"] = lambda kind=kind: with_positives(
-        Distilled(kind(num_left=24, temperature=0.2), "kl").double(), **JUDGED
+        kind(num_left=24, temperature=0.2).double(), **JUDGED
     )
 
 

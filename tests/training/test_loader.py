@@ -137,27 +137,15 @@ def test_broken_items_become_zero_or_raise():
         make_items(pairs=tiny_pairs(bad=(3,)), on_error="raise")("left", torch.tensor([3]))
 
 
-def test_weights_and_a_teachers_scores_come_with_their_pairs():
+def test_weights_and_mined_negatives_come_with_their_pairs():
     negatives = [[(i + 1 + k) % 24 for k in range(i % 3)] for i in range(24)]
-    said = [[100 * i + n for n in row] for i, row in enumerate(negatives)]
-    pairs = tiny_pairs(
-        negatives=negatives,
-        weights=np.arange(24) / 4,
-        scores=[-1.0 * i for i in range(24)],
-        negative_scores=np.concatenate(said),
-        bad=(7,),
-    )
+    pairs = tiny_pairs(negatives=negatives, weights=np.arange(24) / 4, bad=(7,))
     for batch in make_loader(pairs, augment=False).batches(PLAN):
-        assert batch.weights is not None
-        assert batch.weights.tolist() == [i / 4 for i in batch.indices.tolist()]
-        for row, pair in enumerate(batch.indices.tolist()):
-            assert batch.teacher_scores[row, 0] == -pair
-            rows = [n for n in batch.teacher_rows[row].tolist() if n >= 0]
-            assert batch.negative_id[rows].tolist() == negatives[pair]
-            assert batch.teacher_scores[row, 1 : 1 + len(rows)].tolist() == said[pair]
-            assert batch.teacher_scores[row, 1 + len(rows) :].isnan().all()
+        indices = batch.indices.tolist()
+        assert batch.weights.tolist() == [i / 4 for i in indices]
+        assert batch.negative_id.tolist() == [n for pair in indices for n in negatives[pair]]
     plain = next(make_loader().batches(PLAN))
-    assert plain.weights is plain.teacher_scores is plain.teacher_rows is None
+    assert plain.weights is plain.negative_id is None
 
 
 def test_mined_negatives_are_augmented_by_the_seeds_after_those_of_their_pairs():

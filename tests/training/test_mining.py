@@ -112,7 +112,7 @@ def test_batches_have_the_negatives_that_the_model_mined_last(
 ) -> None:
     """Those of the data serve until the first mining; the caller's pairs stay as they are."""
     negatives = [[(i + 3) % 24] for i in range(24)]
-    pairs = tiny_pairs(negatives=negatives, scores=range(24), negative_scores=range(24))
+    pairs = tiny_pairs(negatives=negatives)
     model, objective = TinyEncoder(dropout=0.2), tiny_objective(pairs)
     expected: list[Any] = negatives
     calls = 0

@@ -10,7 +10,7 @@ import torch
 
 from dualenc.data import Mixture, PairDataset
 from dualenc.encoders import TextEncoder, train_tokenizer
-from dualenc.objectives import Distilled, InfoNCE
+from dualenc.objectives import InfoNCE
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
 from tests.training.runs import train
 
@@ -18,22 +18,21 @@ from tests.training.runs import train
 def mixed() -> Mixture:
     """24 and 14 pairs, of which the second have mined negatives, scores and weights."""
     negatives = [[(i + 3) % 14] * (i % 3) for i in range(14)]
-    few = tiny_pairs(14, seed=1, negatives=negatives, weights=np.linspace(0.5, 1.5, 14), scores=[2.0] * 14)
+    few = tiny_pairs(14, seed=1, negatives=negatives, weights=np.linspace(0.5, 1.5, 14))
     return Mixture({"many": tiny_pairs(24), "few": few})
 
 
 def joined(both: Mixture) -> PairDataset:
     """The same pairs as one source, read item by item."""
     items = [[both.item(side, i) for i in range(n)] for side, n in (("left", both.num_left), ("right", both.num_right))]
-    columns = {"negatives": both.negatives, "weights": both.weights, "scores": both.scores}
+    columns = {"negatives": both.negatives, "weights": both.weights}
     return PairDataset(*items, both.left_id, both.right_id, **columns)
 
 
 @pytest.mark.slow
 def test_a_plain_mixture_trains_the_model_of_one_source_with_all_pairs(tmp_path: Path) -> None:
     for name, pairs in (("mixture", mixed()), ("joined", joined(mixed()))):
-        objective = Distilled(tiny_objective(pairs), "margin_mse")
-        train(tmp_path / name, pairs=pairs, objective=objective, model=TinyEncoder())
+        train(tmp_path / name, pairs=pairs, objective=tiny_objective(pairs), model=TinyEncoder())
     assert same(weights(tmp_path / "mixture"), weights(tmp_path / "joined"))
 
 

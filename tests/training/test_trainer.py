@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from dualenc.batching import OSGDBatches, RandomBatches
 from dualenc.data import ImageViews, Mixture
 from dualenc.errors import DualencError
-from dualenc.objectives import EMC2, ISIR, Distilled, GlobalCache, InfoNCE, SogCLR, base
+from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, SogCLR, base
 from dualenc.training.devices import place_model, start_accelerator
 from dualenc.training.loader import BatchLoader
 from dualenc.training.log import read_metrics
@@ -232,11 +232,6 @@ def views() -> Any:
     return pairs
 
 
-SCORED: dict[str, Any] = {
-    "negatives": [[(i + 3) % 24] for i in range(24)],
-    "scores": range(24),
-    "negative_scores": range(24),
-}
 WEIGHED = Mixture({"many": tiny_pairs(24), "few": tiny_pairs(14, seed=1)}, weights={"few": 2.0})
 SIZES = {"num_left": 38, "num_right": 38}
 
@@ -258,14 +253,12 @@ SIZES = {"num_left": 38, "num_right": 38}
         ({"evaluator": Declared(primary="othr")}, r"evaluator.primary is 'othr' \(did you mean other\?\)"),
         ({"evaluator": Declared(modality="image")}, "the left side of the evaluator is image"),
         ({"pairs": tiny_pairs(right_modality="image")}, "the right side of the pairs is image"),
-        ({"objective": Distilled(InfoNCE())}, "the data holds no scores"),
         ({"objective": EMC2(num_left=24), "batching": OSGDBatches(24, 6)}, r"OSGDBatches chooses .*proposals=64"),
         ({"pairs": WEIGHED, "objective": ISIR(**SIZES)}, "MixtureBatches chooses the batches, but ISIR .*proposals=64"),
         ({"pairs": WEIGHED, "objective": GlobalCache(**SIZES)}, "GlobalCache as set assumes random ones"),
         ({"pairs": WEIGHED, "batching": OSGDBatches(38, 6)}, "which OSGDBatches does not know"),
         ({"mine_every": 1, "pairs": views(), "objective": SogCLR(num_left=24, views=True)}, "two views of images"),
         ({"mine_every": 1, "objective": ISIR(num_left=24)}, "ISIR takes none"),
-        ({"mine_every": 1, "pairs": tiny_pairs(**SCORED), "objective": Distilled(InfoNCE())}, "a teacher's scores"),
         ({"mine_every": 1, "pairs": Mixture({"one": tiny_pairs()}, batches="one_source")}, "one_source keeps apart"),
     ],
 )
