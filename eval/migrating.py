@@ -29,14 +29,14 @@ from dualenc.evaluation import migration as measures
 from dualenc.evaluation.report import Table, print_table
 from dualenc.search import Index
 from dualenc.search.embed import embed
-from dualenc.search.maps import FITS, choose, folds, out_of_fold
+from dualenc.search.maps import fit, folds, out_of_fold
 from dualenc.search.migrate import order_by_hits, sample_rows
 
 
-def mapped_by(kind: str, x: np.ndarray, y: np.ndarray, rows: np.ndarray, fold: np.ndarray) -> np.ndarray:
+def mapped_by_sample(x: np.ndarray, y: np.ndarray, rows: np.ndarray, fold: np.ndarray) -> np.ndarray:
     """x (N, D) in the space of y, by a map of the sample's pairs, rows (n,); those by maps of the other folds."""
-    mapped = FITS[kind](x[rows], y[rows])(x)
-    mapped[rows] = out_of_fold(kind, x[rows], y[rows], fold)
+    mapped = fit(x[rows], y[rows])(x)
+    mapped[rows] = out_of_fold(x[rows], y[rows], fold)
     return mapped
 
 
@@ -65,31 +65,24 @@ def measure(old_model: str, new_model: str, folder: Path, work: Path, seed: int 
     old, new = vectors["old", "documents"], vectors["new", "documents"]
     rows = sample_rows(len(old), np.zeros(0, np.int64), seed)
     fold = folds(len(rows), seed)
-    to_new = choose(old[rows], new[rows], fold, maps_queries=False)
-    to_old = choose(new[rows], old[rows], fold, maps_queries=True)
     is_test = np.isin(queries.ids, collection.queries.ids)
     past = vectors["old", "queries"][~is_test] if (~is_test).any() else old[rows]
     order = order_by_hits(Index.build(old, factory="Flat"), past)
     places = np.argsort(order)
-    kinds = [{"map of": "documents", **to_new.recalls}, {"map of": "queries", **to_old.recalls}]
-    print_table(Table(f"{folder.name}: recall@10 of neighbours on held-out pairs of {len(rows):,}", kinds))
     tests = [np.flatnonzero(np.array(queries.ids) == name)[0] for name in collection.queries.ids]
     own = {name: vectors[name, "queries"][tests] for name in ("old", "new")}
-    for kind in FITS:
-        sample = measures.Sample(old, new, mapped_by(kind, old, new, rows, fold), places, len(old))
-        to_old_queries = FITS[kind](new[rows], old[rows])(own["new"])
-        systems = measures.compared(sample, own["old"], to_old_queries, own["new"])
-        scores = measures.judged_scores(systems, collection.queries.ids, collection.corpus.ids, collection.qrels)
-        # Among neighbours, the truth is what the new model finds for the same queries; none of them is a document.
-        nobody = np.full(len(own["new"]), -1)
-        neighbours = measures.neighbour_scores(systems, nobody)
-        cells = measures.table_rows(measures.summarize(scores))
-        whole = scores[measures.NEW]["ndcg@10"].mean()
-        for cell, system in zip(cells, systems):
-            cell["share"] = float(scores[system]["ndcg@10"].mean() / whole)
-            cell["recall of the new model's 10"] = float(neighbours[system]["recall@10"].mean())
-        chosen = ", ".join(n for n, choice in (("documents", to_new), ("queries", to_old)) if choice.kind == kind)
-        print_table(Table(f"{folder.name}, {kind} (chosen for: {chosen or 'nothing'})", cells))
+    sample = measures.Sample(old, new, mapped_by_sample(old, new, rows, fold), places, len(old))
+    systems = measures.compared(sample, own["old"], fit(new[rows], old[rows])(own["new"]), own["new"])
+    scores = measures.judged_scores(systems, collection.queries.ids, collection.corpus.ids, collection.qrels)
+    # Among neighbours, the truth is what the new model finds for the same queries; none of them is a document.
+    nobody = np.full(len(own["new"]), -1)
+    neighbours = measures.neighbour_scores(systems, nobody)
+    cells = measures.table_rows(measures.summarize(scores))
+    whole = scores[measures.NEW]["ndcg@10"].mean()
+    for cell, system in zip(cells, systems):
+        cell["share"] = float(scores[system]["ndcg@10"].mean() / whole)
+        cell["recall of the new model's 10"] = float(neighbours[system]["recall@10"].mean())
+    print_table(Table(f"{folder.name}, map of {len(rows):,} pairs", cells))
 
 
 def project(model: str, out: Path, dim: int = 256, seed: int = 0) -> None:

@@ -134,14 +134,10 @@ class _Steps:
         return np.asarray(self._embed(tower, queries, None, dim=dim, progress="embed queries").vectors)
 
     def measure(self) -> dict[str, Any]:
-        """Learn the maps, order the documents, measure, and write all this into the work folder."""
+        """Learn the map, order the documents, measure, and write all this into the work folder."""
         old = np.asarray(self.old.vectors[self.rows], np.float32)
         new = np.asarray(self.sample.vectors[:], np.float32)
-        fold = maps.folds(len(old))
-        to_new = maps.choose(old, new, fold, maps_queries=False)
-        to_old = maps.choose(new, old, fold, maps_queries=True)
-        both = {"documents": maps.FITS[to_new.kind](old, new), "queries": maps.FITS[to_old.kind](new, old)}
-        maps.save_maps(self.migration.work / "maps.safetensors", both)
+        maps.fit(old, new).save(self.migration.work / "map.safetensors")
         needs_queries = self.texts.judged is not None or self.texts.past is not None
         old_tower = self._old_tower() if needs_queries else None
         past = old
@@ -149,15 +145,16 @@ class _Steps:
             past = self._embed_queries(old_tower, self.texts.past, self.old.dim)
         order = order_by_hits(self.migration.old, past)
         self.migration.save_order(order)
-        mapped = maps.out_of_fold(to_new.kind, old, new, fold)
+        fold = maps.folds(len(old))
+        mapped = maps.out_of_fold(old, new, fold)
         sample = measures.Sample(old, new, mapped, np.argsort(order)[self.rows], len(order))
         if old_tower is not None and self.texts.judged is not None:
             truth = "judged documents"
-            scores = self._judged_scores(sample, old_tower, both["queries"], self.texts.judged)
+            scores = self._judged_scores(sample, old_tower, maps.fit(new, old), self.texts.judged)
         else:
             truth = "the new model's neighbours of documents"
             rows = np.flatnonzero(fold == 0)[:MAX_JUDGED]
-            mapped_queries = maps.out_of_fold(to_old.kind, new, old, fold)[rows]
+            mapped_queries = maps.fit(new[fold != 0], old[fold != 0])(new[rows])
             systems = measures.compared(sample, old[rows], mapped_queries, new[rows])
             scores = measures.neighbour_scores(systems, rows)
         systems_rows = measures.summarize(scores)
@@ -177,14 +174,13 @@ class _Steps:
         report = {
             "facts": facts,
             "systems": systems_rows,
-            "maps": {"documents": to_new._asdict(), "queries": to_old._asdict()},
             "served": measures.served_shares(systems_rows),
         }
         write_json(self.migration.work / "report.json", report)
         return report
 
     def _judged_scores(
-        self, sample: measures.Sample, old_tower: Tower, query_map: maps.Map, judged: RetrievalSet
+        self, sample: measures.Sample, old_tower: Tower, query_map: maps.LinearMap, judged: RetrievalSet
     ) -> dict[str, measures.Scores]:
         old = self._embed_queries(old_tower, judged.queries, self.old.dim)
         new = self._embed_queries(self.encoder.left, judged.queries)
@@ -269,19 +265,12 @@ def _drawn(count: int, maximum: int) -> np.ndarray:
 def _show(report: Mapping[str, Any], page: Path) -> None:
     """Print the measurements, and write them as a page."""
     facts = report["facts"]
-    kinds = []
-    for name, choice in report["maps"].items():
-        kinds.append({"map of": name, "chosen": choice["kind"], **choice["recalls"]})
-    tables = [
-        Table("On the sample [95 % interval]", measures.table_rows(report["systems"])),
-        Table("Maps: recall@10 of neighbours on held-out pairs", kinds),
-    ]
-    write_report(page, "Change of model", facts=facts, tables=tables)
+    systems = Table("On the sample [95 % interval]", measures.table_rows(report["systems"]))
+    write_report(page, "Change of model", facts=facts, tables=[systems])
     print_table(
         Table("Change of model", [{"what": name, "value": value} for name, value in facts.items()])
     )
-    for table in tables:
-        print_table(table)
+    print_table(systems)
     share = min(report["served"])
     if share > 0:
         problem = "mapped vectors find significantly less than the old model"

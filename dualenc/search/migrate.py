@@ -6,7 +6,7 @@ Beside the index, in `INDEX.migration`, until all documents are embedded with th
     old/                the index as it was, by hard links: for its vectors, and for a rollback
     documents.npy       its vectors (`dualenc.search.documents`)
     sample/             embeddings of a sample of the documents with the new model
-    maps.safetensors    maps between the two spaces (`dualenc.search.maps`)
+    map.safetensors     the map from the old space to the new one (`dualenc.search.maps`)
     order.npy           rows in the order in which they are embedded
     report.json         the measurements; once it is there, so is everything above
     embeddings-50/ …    embeddings with the new model, a folder for each share, by the number of rows so far
@@ -33,12 +33,12 @@ from dualenc.files import atomic_folder, atomic_path, recover_inside, remove, sa
 from dualenc.reading import read_json_object
 from dualenc.search.index import Index, is_index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
-from dualenc.search.maps import NEIGHBOURS, Map, load_maps
+from dualenc.search.maps import NEIGHBOURS, LinearMap
 from dualenc.search.parts import LISTS
 from dualenc.search.texts import FOLDER as TEXTS_FOLDER
 
 FORMAT = "dualenc migration"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SHARES = (0.0, 0.05, 0.2, 0.5, 1.0)
 """Shares of documents with new vectors at which the index is replaced."""
 SAMPLED_SHARE = 0.02
@@ -136,7 +136,7 @@ class Migration:
             stop: how many vectors are new.
         """
         order = self._order()
-        to_new = load_maps(self.work / "maps.safetensors")["documents"]
+        to_new = LinearMap.load(self.work / "map.safetensors")
         location = np.full((len(order), 2), -1)
         for number, embeddings in enumerate(new):
             rows = self.old.ids.rows(embeddings.ids)  # type: ignore[attr-defined]
@@ -175,12 +175,12 @@ class MixedVectors:
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, old: Any, to_new: Map, new: Sequence[Any], location: np.ndarray) -> None:
+    def __init__(self, old: Any, to_new: LinearMap, new: Sequence[Any], location: np.ndarray) -> None:
         self.old = old
         self.to_new = to_new
         self.new = new
         self.location = location
-        self.shape = (len(old), len(to_new.tensors["bias"]))
+        self.shape = (len(old), len(to_new.bias))
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -14,7 +14,7 @@ from dualenc.evaluation import migration as measured
 from dualenc.search import Embeddings, Index, change, migrate, parts
 from dualenc.search.documents import open_documents
 from dualenc.search.lexical import Lexical, add_lexical
-from dualenc.search.maps import fit_linear, save_maps
+from dualenc.search.maps import fit
 from dualenc.search.texts import TextStore, add_texts
 from tests.fake_towers import corpus
 from tests.search.clusters import clustered, search_ids
@@ -47,7 +47,7 @@ def started(folder: Path, factory: str, metric: Any = "cosine", memory: int | No
     Index.build(embeddings, None, factory, metric=metric, memory=memory, folder=folder / "index")
     migration = migrate.Migration(folder / "index", ABOUT, INPUTS)
     migration.save_order(np.arange(COUNT)[::-1])
-    save_maps(migration.work / "maps.safetensors", {"documents": fit_linear(old_vectors(), new_vectors())})
+    fit(old_vectors(), new_vectors()).save(migration.work / "map.safetensors")
     return migration
 
 
@@ -63,7 +63,7 @@ def test_swapped_indexes_are_of_the_same_kind_and_hold_what_was_asked(
     names = [f"doc {row}" for row in range(COUNT)]
     old = open_documents(migration.work / "old", migration.work)
     new = Embeddings(names[350:], new_vectors()[350:])
-    mapped = fit_linear(old_vectors(), new_vectors())(np.asarray(old.vectors[:], np.float32))
+    mapped = fit(old_vectors(), new_vectors())(np.asarray(old.vectors[:], np.float32))
     for stop in (0, 350):
         assert migration.is_ahead(stop)
         migration.swap(old, [new], stop)
@@ -97,7 +97,8 @@ def test_bm25_and_texts_stay_and_a_rollback_gives_the_same_bytes(tmp_path: Path)
     before = contents(tmp_path / "index")
     migration.swap(open_documents(migration.work / "old", migration.work), [], 0)
     index = Index.open(tmp_path / "index")
-    assert TextStore(tmp_path / "index", index.items_checksum).of_ids(["doc 3"]) == [texts[3]]
+    store = TextStore(tmp_path / "index", index.items_checksum)
+    assert dict(zip(store.ids, store.texts))["doc 3"] == texts[3]
     assert Lexical.open(tmp_path / "index", index.items_checksum).count == COUNT
     with pytest.raises(DualencError, match="finish `dualenc migrate` first"):
         change.remove(tmp_path / "index", ["doc 3"])
@@ -152,7 +153,7 @@ def test_sample_has_the_judged_documents_and_two_in_a_hundred() -> None:
 
 def test_mixed_vectors_are_new_or_mapped() -> None:
     old, new = old_vectors(), new_vectors()
-    to_new = fit_linear(old, new)
+    to_new = fit(old, new)
     location = np.full((COUNT, 2), -1)
     location[5], location[6], location[699] = (0, 2), (1, 0), (1, 2)
     matrices = [new[3:6], ShardedVectors([new[6:7], new[698:]])]
