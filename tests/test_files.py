@@ -201,7 +201,7 @@ def test_a_full_disk_leaves_the_old_version_and_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: str
 ) -> None:
     write_folder(tmp_path / "index", "old")
-    monkeypatch.setattr(cli, "_dispatch", lambda _: write_folder(tmp_path / "index", "new"))
+    monkeypatch.setattr(cli, "run", lambda *_: write_folder(tmp_path / "index", "new"))
     with failing(monkeypatch, call, errno.ENOSPC):
         assert cli.main([]) == 2
     assert capsys.readouterr().err == "dualenc: error: [Errno 28] No space left on device\n"
