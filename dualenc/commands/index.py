@@ -42,7 +42,7 @@ def index(
     """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA; append to one, remove from one, or verify one.
 
     The index is measured: recall@10 against exact search, and the time of a query. An IVF index that half of the memory
-    does not hold is filled in parts and merged on disk: the same command resumes an interrupted build.
+    does not hold is filled in parts and merged on disk.
 
     --bm25 also indexes the words of the texts, for `search --hybrid`, and --texts keeps the texts, by which BM25
     follows --append and --remove; `dualenc index INDEX [DATA] --bm25 --texts` adds them to an index.
@@ -111,14 +111,13 @@ def _check_build(source: str, data: str | None, out: str, build: BuildOptions, a
     """Refuse what would fail after the embedding, which may take hours."""
     from dualenc.data.vector_shards import is_embeddings
     from dualenc.search import is_index
-    from dualenc.search.build import MAX_PARAMETER, check_factory
+    from dualenc.search.build import check_factory
     from dualenc.search.index import check_target
     from dualenc.search.kinds import parse_bytes
 
     if build.memory is not None:
         parse_bytes(build.memory)
     check_factory(build.factory)
-    check_options(1, MAX_PARAMETER, nprobe=build.nprobe, ef_search=build.ef_search)
     check_options(0, 1, target_recall=build.target_recall)
     check_options(1, sys.maxsize, dim=build.dim)
     check_options(0, MAX_ITEMS, recall_queries=build.recall_queries)

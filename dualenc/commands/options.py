@@ -64,8 +64,6 @@ class BuildOptions:
         metric: cosine, or ip for the inner product.
         dim: index only so many of the first components of the vectors; queries are cut likewise; by default all.
         memory: memory for building and searching, such as 2GiB; by default what the machine has.
-        nprobe: lists that an IVF index visits; by default as many as target_recall needs.
-        ef_search: candidates that an HNSW index keeps; by default as many as target_recall needs.
         target_recall: recall@10 that auto and the search parameters are chosen for.
         recall_queries: how many queries to measure recall@10 with; 0 measures nothing.
         queries: embeddings of real queries to measure with; by default a sample of the database.
@@ -75,8 +73,6 @@ class BuildOptions:
     metric: Literal["cosine", "ip"] = "cosine"
     dim: int | None = None
     memory: str | None = None
-    nprobe: int | None = None
-    ef_search: int | None = None
     target_recall: float = 0.95
     recall_queries: int = 500
     queries: str | None = None

@@ -123,7 +123,7 @@ def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = 
     try:
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except (RuntimeError, MemoryError) as error:
-        raise _unfit(factory, f"does not work for dimension {dim}: {reason(error)}") from None
+        raise unfit(factory, f"does not work for dimension {dim}: {reason(error)}") from None
     _disable_polysemous_training(index)
     return index
 
@@ -147,21 +147,22 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
     # By their length first: Python refuses to convert thousands of digits.
     numbers = re.findall(r"\d+", factory)
     if any(len(number) > 9 or not 1 <= int(number) <= MAX_FACTORY_NUMBER for number in numbers):
-        raise _unfit(factory, f"has a number that is not between 1 and {MAX_FACTORY_NUMBER:,}")
+        raise unfit(factory, f"has a number that is not between 1 and {MAX_FACTORY_NUMBER:,}")
     for what, (pattern, lowest, highest) in FACTORY_LIMITS.items():
         for number in re.findall(pattern, factory):
             if not lowest <= int(number) <= highest:
-                raise _unfit(factory, f"has {number} {what}, which may be {lowest} to {highest:,}")
+                raise unfit(factory, f"has {number} {what}, which may be {lowest} to {highest:,}")
     for lists in re.findall(r"IVF(\d+)", factory):
         if num_vectors is not None and int(lists) > num_vectors:
-            raise _unfit(factory, f"has {lists} lists for {num_vectors} vectors")
+            raise unfit(factory, f"has {lists} lists for {num_vectors} vectors")
     if "IDMap" in factory:
-        raise _unfit(
+        raise unfit(
             factory, "numbers the vectors itself, and items.arrow does that already; leave IDMap out"
         )
 
 
-def _unfit(factory: str, why: str) -> DualencError:
+def unfit(factory: str, why: str) -> DualencError:
+    """The error of a factory string that FAISS cannot build."""
     return DualencError(f"factory {factory[:80]!r} {why}; try auto, Flat, HNSW32 or IVF256,Flat")
 
 
@@ -302,18 +303,14 @@ def latency(index: Any, queries: np.ndarray, k: int = 10) -> dict[str, float]:
     return {f"p{percent}": round(float(np.percentile(times, percent)), 3) for percent in (50, 95, 99)}
 
 
-def build_faiss(
-    database: Database, factory: str, *, train_rows: int | None, seed: int, progress: bool
-) -> tuple[Any, dict[str, Any]]:
+def build_faiss(database: Database, factory: str, *, progress: bool) -> tuple[Any, dict[str, Any]]:
     """Train a new index on a sample and add the database in blocks; returns it with entries for its meta.json."""
     num_vectors = len(database)
     index = new_index(database.embeddings.dim, factory, database.metric, num_vectors)
     rows = training_rows(index, num_vectors)
-    if train_rows is not None and not index.is_trained:
-        rows = min(train_rows, num_vectors)
     started = time.perf_counter()
     if rows:
-        train_index(index, database.rows(database.sample(rows, seed)), factory)
+        train_index(index, database.rows(database.sample(rows, seed=0)), factory)
     try:
         # Flat storage is reserved at once: growing it would copy it, and need twice the memory.
         storage = faiss.downcast_index(index.storage if isinstance(index, faiss.IndexHNSW) else index)
@@ -325,7 +322,7 @@ def build_faiss(
                 index.add(block)
                 bar.update(len(block))
     except (RuntimeError, MemoryError) as error:
-        raise _unfit(factory, f"cannot take {num_vectors} vectors: {reason(error)}") from None
+        raise unfit(factory, f"cannot take {num_vectors} vectors: {reason(error)}") from None
     seconds = round(time.perf_counter() - started, 3)
     return index, {"trained_on": rows, "build_seconds": seconds}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,9 +46,10 @@ from dualenc.search.kinds import choose_factory
 from dualenc.search.parts import (
     LISTS,
     REFINE,
-    build_in_parts,
+    build_on_disk,
     bytes_per_vector,
     can_be_merged,
+    link,
     lists_on_disk,
     open_alone,
     open_merged,
@@ -134,10 +135,6 @@ class Index:
         queries: np.ndarray | None = None,
         recall_queries: int = 500,
         target_recall: float = 0.95,
-        nprobe: int | None = None,
-        ef_search: int | None = None,
-        train_rows: int | None = None,
-        seed: int = 0,
         memory: int | None = None,
         folder: str | os.PathLike[str] | None = None,
         progress: bool = False,
@@ -145,7 +142,7 @@ class Index:
         """Train, fill, tune and measure an index; the database is streamed, and never copied as a whole.
 
         With a `folder`, an IVF index that exceeds half of the memory is filled in parts on disk and merged
-        (`dualenc.search.parts`); the same call resumes a killed build.
+        (`dualenc.search.parts`).
 
         Args:
             vectors: (N, D) array, or embeddings, whose ids, snippets, columns and meta the index keeps.
@@ -154,11 +151,7 @@ class Index:
             metric: "cosine" (vectors are normalized) or "ip", the inner product.
             queries: (Q, D) to measure recall@10 with; by default a sample of the database.
             recall_queries: maximum number of queries to measure with; 0 skips tuning and measuring.
-            target_recall: recall@10 to reach, by the choice of "auto" and, without `nprobe` and `ef_search`, by `tune`.
-            nprobe: lists that an IVF index visits.
-            ef_search: candidates that an HNSW index keeps.
-            train_rows: vectors to train on; by default 64 per inverted list, at least 65,536.
-            seed: of the samples for training and for queries.
+            target_recall: recall@10 to reach, by the choice of "auto" and by `tune`.
             memory: bytes for building and searching the index; by default the machine's memory.
             folder: where to save the index, too.
             progress: show a bar.
@@ -168,44 +161,32 @@ class Index:
         chosen = factory
         if factory == "auto":
             chosen = choose_factory(len(database), embeddings.dim, memory, target_recall)
+        budget = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         empty = new_index(embeddings.dim, chosen, metric, len(database))
         needed = len(database) * bytes_per_vector(empty)
-        budget = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        in_parts = folder is not None and needed > budget // 2 and can_be_merged(empty)
-        if memory is not None and needed > memory and not in_parts:
+        on_disk = folder is not None and needed > budget // 2 and can_be_merged(empty)
+        if memory is not None and needed > memory and not on_disk:
             problem = f"takes {needed / 2**20:,.1f} MiB for {len(database):,} vectors, and memory is"
             remedy = "give more, or auto or an IVF factory with a folder to save to"
             raise DualencError(f"factory {chosen!r} {problem} {memory / 2**20:,.1f} MiB; {remedy}")
-        if folder is not None:
-            check_target(folder)
-        options: dict[str, Any] = {"train_rows": train_rows, "seed": seed, "progress": progress}
-        with nullcontext() if folder is None else locked(folder, wait=False):
-            if folder is not None and in_parts:
-                target = Path(os.path.abspath(folder))
-                work = target.with_name(f".{target.name}.building")
-                filled, built = build_in_parts(database, chosen, work, memory=budget, **options)
+        with ExitStack() as stack:
+            if folder is not None:
+                check_target(folder)
+                stack.enter_context(locked(folder, wait=False))
+            if folder is not None and on_disk:
+                work = stack.enter_context(_building(Path(os.path.abspath(folder))))
+                filled, built = build_on_disk(database, chosen, work, memory=budget, progress=progress)
             else:
-                filled, built = build_faiss(database, chosen, **options)
+                filled, built = build_faiss(database, chosen, progress=progress)
             meta = {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta}
             meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric}
             meta |= {"factory": chosen, "requested_factory": factory, **built}
             meta["bytes_per_vector"] = bytes_per_vector(filled)
-            parameters = {}
-            for name, value in (("nprobe", nprobe), ("efSearch", ef_search)):
-                if value is not None:
-                    set_parameter(filled, name, value)
-                    parameters[name] = value
-            probe_queries, rows = _measured_queries(database, queries, recall_queries, seed)
-            meta["search_parameters"] = parameters
-            meta |= _tune_and_measure(filled, database, probe_queries, rows, target_recall, parameters)
+            meta |= _tune_and_measure(filled, database, queries, recall_queries, target_recall)
             index = cls(filled, embeddings.ids, meta, embeddings.snippets, embeddings.columns)
             if folder is not None:
                 index.save(folder)
-            if in_parts:
-                remove(work)
-        if folder is not None and in_parts:
-            return cls.open(folder)
-        return index
+        return cls.open(folder) if folder is not None and on_disk else index
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save to a folder: `index.faiss`, `items.arrow` with ids, snippets and columns, `order.npy`, `meta.json`."""
@@ -340,39 +321,39 @@ def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | N
     return vectors
 
 
-def _measured_queries(
-    database: Database, queries: np.ndarray | None, count: int, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Queries (Q, D) to measure recall with, and their rows (Q,) in the database, -1 for the user's."""
-    if queries is None:
-        rows = database.sample(count, seed + 1)  # another seed than that of the training sample
-        return database.rows(rows), rows
-    ready = as_queries(queries, database.embeddings.dim, database.metric)[:count]
-    return ready, np.full(len(ready), -1)
+@contextmanager
+def _building(target: Path) -> Iterator[Path]:
+    """A new folder `.NAME.building` beside an index, in this context; it replaces that of a killed build."""
+    work = target.with_name(f".{target.name}.building")
+    remove(work)
+    work.mkdir()
+    try:
+        yield work
+    finally:
+        remove(work)
 
 
 def _tune_and_measure(
-    index: Any,
-    database: Database,
-    queries: np.ndarray,
-    rows: np.ndarray,
-    target_recall: float,
-    parameters: dict[str, int],
+    index: Any, database: Database, queries: np.ndarray | None, max_queries: int, target_recall: float
 ) -> dict[str, Any]:
-    """Tune the search parameters of a filled index unless some are set, and measure it; entries for meta.json."""
+    """Tune the search parameters of a filled index, and measure it; entries for meta.json."""
+    if queries is None:
+        rows = database.sample(max_queries, seed=1)  # another seed than that of the training sample
+        queries = database.rows(rows)
+    else:
+        queries = as_queries(queries, database.embeddings.dim, database.metric)[:max_queries]
+        rows = np.full(len(queries), -1)
     probe = exact_probe(database, queries, rows)
     if probe is None:
-        return {}
-    meta: dict[str, Any] = {}
-    if not parameters:
-        meta["target_recall"] = target_recall
-        tuning_probe = probe
-        # Recall on the queries that chose the parameters would be too high.
-        if len(queries) >= MIN_QUERIES_TO_SPLIT and parameter_values(index):
-            tuning_probe = probe.part(slice(0, None, 2))
-            probe = probe.part(slice(1, None, 2))
-        meta["search_parameters"] = tune(index, database, tuning_probe, target_recall)
-    return meta | {
+        return {"search_parameters": {}}
+    tuning_probe = probe
+    # Recall on the queries that chose the parameters would be too high.
+    if len(queries) >= MIN_QUERIES_TO_SPLIT and parameter_values(index):
+        tuning_probe = probe.part(slice(0, None, 2))
+        probe = probe.part(slice(1, None, 2))
+    return {
+        "target_recall": target_recall,
+        "search_parameters": tune(index, database, tuning_probe, target_recall),
         "recall_at_10": round(recall(index, database, probe), 4),
         "recall_queries": len(probe.queries),
         "recall_queries_from": "database" if (rows >= 0).any() else "given",
@@ -417,17 +398,13 @@ def write_contents(
     if lists is None:
         faiss.write_index(index, str(part / "index.faiss"))
     else:
-        work = Path(lists.filename).parent
-        if not (work / "plan.json").exists():
-            raise DualencError(
-                f"{folder}: an opened index with lists on disk is not saved again; copy its folder {work}"
-            )
-        for path in (work / LISTS, work / REFINE):
+        source = Path(lists.filename)
+        for path in (source, source.with_name(REFINE)):
             if path.exists():
-                os.replace(path, part / path.name)
+                link(path, part / path.name)
         lists.filename = os.path.abspath(folder / LISTS)
         faiss.write_index(split(index)[0], str(part / "index.faiss"))
-        lists.filename = str(work / LISTS)
+        lists.filename = str(source)
     write_items(part, ids, snippets, columns)
     try:
         # FAISS only prints that the disk was full at the end of the file.

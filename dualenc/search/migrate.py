@@ -34,7 +34,7 @@ from dualenc.reading import read_json_object
 from dualenc.search.index import Index, is_index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.maps import NEIGHBOURS, LinearMap
-from dualenc.search.parts import LISTS
+from dualenc.search.parts import LISTS, link
 from dualenc.search.texts import FOLDER as TEXTS_FOLDER
 
 FORMAT = "dualenc migration"
@@ -144,8 +144,7 @@ class Migration:
         location[order[stop:]] = -1
         vectors = MixedVectors(old.vectors, to_new, [part.vectors for part in new], location)
         settings = self.old.meta
-        # "files" tells the parts of an interrupted build (`dualenc.search.parts`) from those of another share.
-        meta: dict[str, Any] = {**settings, **self.notes, "normalized": True, "files": stop}
+        meta: dict[str, Any] = {**settings, **self.notes, "normalized": True}
         embeddings = Embeddings(self.old.ids, vectors, meta, self.old.snippets, self.old.columns)
         options = _build_options(settings, self.work / "old")
         target = self.work / "next"
@@ -156,7 +155,7 @@ class Migration:
         # Texts and BM25 know their index by the checksum of the items' file, which is thus not written anew.
         for name in (ITEMS, ORDER):
             remove(target / name)
-            _link(self.work / "old" / name, target / name)
+            link(self.work / "old" / name, target / name)
             for entry in ("files", "sizes"):
                 meta[entry][name] = settings[entry][name]
         _replace(self.folder, target, meta)
@@ -265,9 +264,6 @@ def _build_options(settings: Mapping[str, Any], old: Path) -> dict[str, Any]:
         options["recall_queries"] = 0
     if "target_recall" in measured:
         options["target_recall"] = measured["target_recall"]
-    else:
-        for name, option in (("nprobe", "nprobe"), ("efSearch", "ef_search")):
-            options[option] = settings["search_parameters"].get(name)
     if (old / LISTS).exists():
         options["memory"] = (old / LISTS).stat().st_size
     return options
@@ -275,12 +271,4 @@ def _build_options(settings: Mapping[str, Any], old: Path) -> dict[str, Any]:
 
 def _link_tree(source: Path, target: Path) -> None:
     """A folder with the same files, which nothing changes in place."""
-    shutil.copytree(source, target, copy_function=_link)
-
-
-def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """A hard link, or a copy where the file system has none."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+    shutil.copytree(source, target, copy_function=link)

@@ -1,14 +1,9 @@
 """Out-of-core index build: an IVF index larger than memory, filled in parts and merged on disk.
 
-Beside the index, in `.NAME.building`, until it is finished:
+    lists.ivfdata    the merged inverted lists (`faiss.contrib.ondisk`), mapped by searches
+    refine.faiss     the merged codes for refinement, if any, mapped by searches
 
-    plan.json           the build's parameters; parts of another plan are discarded
-    trained.faiss       the trained index without vectors
-    part-00000.faiss …  inverted lists of consecutive rows; part-00000.npy …: their codes for refinement, if any
-    lists.ivfdata       the merged inverted lists (`faiss.contrib.ondisk`), mapped by searches
-    refine.faiss        the merged codes for refinement, mapped by searches
-
-A finished part is a file, which the next run skips.
+They lie beside index.faiss; while they are made, in `.NAME.building` beside the index.
 """
 
 from __future__ import annotations
@@ -16,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +23,8 @@ import numpy as np
 from faiss.contrib.ondisk import merge_ondisk
 from tqdm.auto import tqdm
 
-from dualenc.data.identity import digest_of
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, recover_inside, remove, removed_if_refused, save_array, write_json
-from dualenc.reading import read_json_object
-from dualenc.search.build import Database, new_index, reason, train_index, training_rows
+from dualenc.search.build import Database, new_index, reason, train_index, training_rows, unfit
 from dualenc.search.kinds import training_rows_in
 
 PART_BYTES = 2**28
@@ -108,6 +101,14 @@ def _refined(base: Any, refine: Any) -> Any:
     return refined
 
 
+def link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Make a hard link, or a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Suppress the standard output of C++, to which FAISS logs its file operations."""
@@ -125,117 +126,66 @@ def quiet() -> Iterator[None]:
         os.close(null)
 
 
-def build_in_parts(
+def build_on_disk(
     database: Database,
     factory: str,
     work: Path,
     *,
-    train_rows: int | None,
     memory: int,
-    seed: int,
     progress: bool,
 ) -> tuple[Any, dict[str, Any]]:
-    """Train, fill in parts, and merge the parts on disk; a killed build is resumed.
+    """Train an index, fill files of consecutive rows, and merge their lists in the folder `work`.
 
-    `work` holds the parts, and is removed by the caller when the index is saved. Returns the merged index, mapped from
-    there, and entries for its meta.json.
+    Returns the merged index, mapped from there, and entries for its meta.json.
     """
     num_vectors = len(database)
     dim = database.embeddings.dim
-    empty = new_index(dim, factory, database.metric, num_vectors)
-    trained_on = train_rows or min(training_rows(empty, num_vectors), training_rows_in(memory, dim))
-    trained_on = min(trained_on, num_vectors)
-    rows_per_part = max(ROWS_AT_ONCE, min(PART_BYTES, memory // 8) // bytes_per_vector(empty))
-    plan = {"factory": factory, "metric": database.metric, "dim": dim, "count": num_vectors, "seed": seed}
-    plan |= {"trained_on": trained_on, "rows_of_a_part": rows_per_part, "faiss": faiss.__version__}
-    plan["files"] = digest_of(str(database.embeddings.meta.get("files")))
+    index = new_index(dim, factory, database.metric, num_vectors)
+    trained_on = min(training_rows(index, num_vectors), training_rows_in(memory, dim))
+    rows_per_part = max(ROWS_AT_ONCE, min(PART_BYTES, memory // 8) // bytes_per_vector(index))
     started = time.perf_counter()
-    with removed_if_refused(work, "*.faiss"):
-        _start_or_resume(work, plan)
-        if not (work / "trained.faiss").exists():
-            train_index(empty, database.rows(database.sample(trained_on, seed)), factory)
-            with atomic_path(work / "trained.faiss") as part:
-                faiss.write_index(empty, str(part))
-        del empty
-        starts = range(0, num_vectors, rows_per_part)
-        with tqdm(total=num_vectors, desc="index", unit=" vectors", disable=not progress) as bar:
-            for number, start in enumerate(starts):
-                rows = range(start, min(start + rows_per_part, num_vectors))
-                if not (work / f"part-{number:05d}.faiss").exists():
-                    _fill(database, rows, number, work, factory)
-                bar.update(len(rows))
-        merged = _merge(work, len(starts))
-    seconds = round(time.perf_counter() - started, 3)
-    return merged, {"trained_on": trained_on, "parts": len(starts), "build_seconds": seconds}
-
-
-def _start_or_resume(work: Path, plan: dict[str, Any]) -> None:
-    """Write the plan of a new build, discarding parts of another one."""
-    path = work / "plan.json"
-    if not path.exists() or read_json_object(path) != plan:
-        remove(work)
-        write_json(path, plan)
-    recover_inside(work)
-
-
-def _fill(database: Database, rows: range, number: int, work: Path, factory: str) -> None:
-    trained = faiss.read_index(str(work / "trained.faiss"))  # owns `base` and `refine`
-    base, refine = split(trained)
-    codes = []
-    try:
-        for start in range(rows.start, rows.stop, ROWS_AT_ONCE):
-            block_rows = np.arange(start, min(start + ROWS_AT_ONCE, rows.stop))
-            block = database.rows(block_rows)
-            base.add_with_ids(block, block_rows)
-            if refine is not None:
-                codes.append(refine.sa_encode(block))
-    except (RuntimeError, MemoryError) as error:
-        raise DualencError(
-            f"factory {factory!r} cannot take {len(rows)} vectors: {reason(error)}; try auto"
-        ) from None
-    # The lists come last: with them the part is complete.
-    if codes:
-        with atomic_path(work / f"part-{number:05d}.npy") as part:
-            save_array(part, np.concatenate(codes))
-    with atomic_path(work / f"part-{number:05d}.faiss") as part:
-        faiss.write_index(base, str(part))
-
-
-def _merge(work: Path, num_parts: int) -> Any:
-    trained: Any = faiss.read_index(str(work / "trained.faiss"))  # owns `base` and `refine`
-    base, refine = split(trained)
-    (work / LISTS).unlink(missing_ok=True)
-    names = [str(work / f"part-{number:05d}.faiss") for number in range(num_parts)]
+    train_index(index, database.rows(database.sample(trained_on, seed=0)), factory)
+    base, refine = split(index)
+    names: list[str] = []
+    with tqdm(total=num_vectors, desc="index", unit=" vectors", disable=not progress) as bar:
+        for start in range(0, num_vectors, rows_per_part):
+            stop = min(start + rows_per_part, num_vectors)
+            try:
+                for first in range(start, stop, ROWS_AT_ONCE):
+                    rows = np.arange(first, min(first + ROWS_AT_ONCE, stop))
+                    base.add_with_ids(database.rows(rows), rows)
+            except (RuntimeError, MemoryError) as error:
+                raise unfit(factory, f"cannot take {stop - start} vectors: {reason(error)}") from None
+            names.append(str(work / f"part-{len(names):05d}.faiss"))
+            faiss.write_index(base, names[-1])
+            base.reset()
+            bar.update(stop - start)
     with quiet():
         merge_ondisk(base, names, os.path.abspath(work / LISTS))
     faiss.write_index(base, str(work / "merged.faiss"))
     if refine is not None:
-        codes = (np.load(name.replace(".faiss", ".npy"), mmap_mode="r") for name in names)
-        _write_codes(refine, codes, work / REFINE)
-    return open_merged(work / "merged.faiss")
+        _write_codes(refine, database, work / REFINE)
+    seconds = round(time.perf_counter() - started, 3)
+    return open_merged(work / "merged.faiss"), {"trained_on": trained_on, "build_seconds": seconds}
 
 
-def _write_codes(refine: Any, codes: Iterable[np.ndarray], path: Path) -> None:
-    """Write an index of plain codes (n, bytes) in blocks, so that they are never in memory as a whole.
+def _write_codes(refine: Any, database: Database, path: Path) -> None:
+    """Write an index of the plain codes of a database in blocks, so that they are never in memory as a whole.
 
     FAISS cannot write such a file in blocks, so it is composed: the file of an empty index, the number of vectors at
     byte 8, the codes with their length before them. The sizes are compared after reading.
     """
     head = faiss.serialize_index(refine).tobytes()
-    count = 0
     size = 0
     with open(path, "wb") as stream:
         stream.write(head)
-        for block in codes:
-            for start in range(0, len(block), ROWS_AT_ONCE):
-                stream.write(np.ascontiguousarray(block[start : start + ROWS_AT_ONCE]).tobytes())
-            count += len(block)
-            size += block.nbytes
+        for block in database.blocks():
+            size += stream.write(refine.sa_encode(block).tobytes())
         stream.seek(8)
-        stream.write(np.int64(count).tobytes())
+        stream.write(np.int64(len(database)).tobytes())
         stream.seek(len(head) - 8)
         # A flat index counts floats, all others bytes.
         stream.write(np.int64(size // (4 if isinstance(refine, faiss.IndexFlat) else 1)).tobytes())
     written: Any = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-    if written.ntotal != count or written.codes.size() != size:
+    if written.ntotal != len(database) or written.codes.size() != size:
         raise DualencError(f"{path}: this version of FAISS writes it differently; leave out Refine")

@@ -71,7 +71,6 @@ def main(
     limit: str = "2GiB",
     memory: str = "1GiB",
     factory: str = "auto",
-    train_rows: int | None = None,
     target_recall: float = 0.95,
     folder: str = "large",
 ) -> None:
@@ -84,7 +83,6 @@ def main(
         limit: of RLIMIT_DATA.
         memory: that the build is told of.
         factory: FAISS factory string.
-        train_rows: vectors to train on.
         target_recall: recall@10 to aim at.
         folder: for embeddings and index.
     """
@@ -103,7 +101,7 @@ def main(
         told("embeddings written", write)
     embeddings = told("embeddings opened", lambda: Embeddings.open(place / "emb"))
     queries = block(range(1000), dim, around, 2)
-    how: dict[str, Any] = {"train_rows": train_rows, "target_recall": target_recall, "recall_queries": 400}
+    how: dict[str, Any] = {"target_recall": target_recall, "recall_queries": 400}
     how |= {"queries": queries, "folder": place / "index", "memory": parse_bytes(memory)}
     told("index built, merged and measured", lambda: Index.build(embeddings, None, factory, **how))
     index = told("index opened", lambda: Index.open(place / "index"))

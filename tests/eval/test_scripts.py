@@ -125,8 +125,8 @@ def test_migrating_to_a_linear_image_of_a_model_loses_little(
     collection = toy.write_beir(tmp_path / "beir", documents=300, queries=40)
     script.project(str(model), tmp_path / "new" / "model", dim=48)
     script.measure(str(model), str(tmp_path / "new" / "model"), collection, tmp_path / "work")
-    linear = capsys.readouterr().out.split("beir, linear")[1].split("beir, perceptron")[0]
-    lines = [line for line in linear.splitlines() if line.strip().startswith(("old", "new"))]
+    printed = capsys.readouterr().out.split("beir, map of")[1]
+    lines = [line for line in printed.splitlines() if line.strip().startswith(("old", "new"))]
     assert len(lines) == 7
     # The last column is what a system finds of the new model's ten: of mapped documents nearly all.
     assert all(float(line.split()[-1]) > 0.9 for line in lines[2:])

@@ -31,7 +31,9 @@ EXACT = ("Flat", "IVF16,Flat", "HNSW16", "IVF16,SQ8,Refine(Flat)", "OPQ16,IVF16,
 
 @cache
 def index_of(factory: str) -> Index:
-    index = Index.build(VECTORS, factory=factory, recall_queries=0, nprobe=16 if "IVF" in factory else None)
+    index = Index.build(VECTORS, factory=factory, recall_queries=0)
+    if "IVF" in factory:
+        index.search_rows(VECTORS[:1], nprobe=16)
     if "Refine" in factory:
         index.faiss.k_factor = 200.0
     return index
