@@ -13,27 +13,23 @@ A recipe is untrusted input; `dualenc.recipe_check` says what it may name. Value
 
 from __future__ import annotations
 
+import json
 import os
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from dualenc.errors import DualencError, nearest
+from dualenc.recipe_check import CLASS_KEYS, Refusal, build, check_class
 from dualenc.recipe_yaml import RecipeLoader
 
 if TYPE_CHECKING:
-    from dualenc.batching import BatchSelector
-    from dualenc.data import PairDataset
-    from dualenc.encoders import DualEncoder
-    from dualenc.objectives import Objective
-    from dualenc.recipe_check import Part
-    from dualenc.training.evaluators import Evaluator
-    from dualenc.training.trainer import Trainer, TrainingResult
+    from dualenc.training.trainer import TrainingResult
 
 SECTIONS = {
     "data": "dualenc.data.PairDataset",
@@ -41,81 +37,58 @@ SECTIONS = {
     "objective": "dualenc.objectives.Objective",
     "batching": "dualenc.batching.BatchSelector",
     "evaluator": "dualenc.training.evaluators.Evaluator",
-    "trainer": "dualenc.training.settings.TrainerSettings",
+    "trainer": "dualenc.training.trainer.Trainer",
 }
 """The class that each section's class_path must derive from, or that takes its keys."""
 OPTIONAL = ("batching", "evaluator")
-CLASS_KEYS = ("class_path", "init_args")
-
-
-class Parts(NamedTuple):
-    """The parts of a training, made from a recipe; without batching the trainer draws random batches."""
-
-    model: DualEncoder
-    data: PairDataset
-    objective: Objective
-    batching: BatchSelector | None
-    evaluator: Evaluator | None
-    trainer: Trainer
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A recipe, read and checked, with every default filled in; `source` is what errors call it."""
 
-    sections: Mapping[str, Part]
+    sections: Mapping[str, Any]
     source: str = "recipe"
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The resolved recipe as nested values of YAML, without what `build` fills in."""
-        settings: dict[str, Any] = dict.fromkeys(SECTIONS)
-        for name, part in self.sections.items():
-            settings[name] = part.settings()
+        settings: dict[str, Any] = json.loads(json.dumps(self.sections, default=str))
         return settings | {"trainer": settings["trainer"]["init_args"]}
 
-    def build(self) -> Parts:
-        """Make all parts; `trainer.seed` determines the model's initial weights."""
-        from dualenc.recipe_check import build
+    def build(self) -> dict[str, Any]:
+        """Make all parts, by section; `trainer.seed` determines the model's initial weights."""
         from dualenc.seeds import seed_everything
-        from dualenc.training.trainer import Trainer
 
         def make(section: str, **filled: Any) -> Any:
-            return build(self.sections.get(section), self.source, **filled)
+            return build(self.sections[section], self.source, **filled)
 
         # The trainer's mistakes are reported before data and models are read, which takes longer.
-        trainer = build(replace(self.sections["trainer"], kind=Trainer), self.source)
-        seed = trainer.settings.seed
-        batch_size = trainer.settings.batch_size
-        seed_everything(seed)
+        trainer = make("trainer")
+        batches = {"batch_size": trainer.batch_size, "seed": trainer.seed}
+        seed_everything(trainer.seed)
         data = make("data")
-        return Parts(
-            model=make("model", input_dim=data.left_dim, right_input_dim=data.right_dim),
-            data=data,
-            objective=make(
-                "objective", num_left=data.num_left, num_right=data.num_right, views=data.views, seed=seed
-            ),
-            batching=make("batching", num_pairs=len(data), batch_size=batch_size, seed=seed),
-            evaluator=make("evaluator"),
-            trainer=trainer,
-        )
+        sizes = {"num_left": data.num_left, "num_right": data.num_right, "views": data.views}
+        return {
+            "trainer": trainer,
+            "data": data,
+            "model": make("model", input_dim=data.left_dim, right_input_dim=data.right_dim),
+            "objective": make("objective", seed=trainer.seed, **sizes),
+            "batching": make("batching", num_pairs=len(data), **batches),
+            "evaluator": make("evaluator"),
+        }
 
     def train(self, resume: bool = False) -> TrainingResult:
         """Make all parts and train; `resume` continues from the latest checkpoint in `trainer.output`."""
         from dualenc.training.checkpoint import check_run_folder
 
         # Reading the data may take long.
-        check_run_folder(self.sections["trainer"].arguments["output"])
+        check_run_folder(self.settings["trainer"]["output"])
         parts = self.build()
-        return parts.trainer.fit(
-            parts.model,
-            parts.data,
-            parts.objective,
-            parts.batching,
-            parts.evaluator,
-            resume,
-            self.settings,
-        )
+        trainer = parts.pop("trainer")
+        pairs = parts.pop("data")
+        result: TrainingResult = trainer.fit(pairs=pairs, **parts, resume=resume, recipe=self.settings)
+        return result
 
 
 def read_recipe(
@@ -148,12 +121,9 @@ def make_recipe(
             raise DualencError(f"{source}: {name} is no section of a recipe{nearest(str(name), SECTIONS)}")
         if settings.get(name) is None and name not in OPTIONAL:
             raise DualencError(f"{source}: {name} is missing; add it")
-
-    # pydantic and torch, which the base classes import, take seconds: mistakes above are reported before.
-    from dualenc.recipe_check import Refusal, check_class
-
-    sections = {}
-    values = {**settings, "trainer": {"class_path": "TrainerSettings", "init_args": settings["trainer"]}}
+    # The base classes import torch, which takes seconds: the mistakes above are reported before.
+    sections: dict[str, Any] = dict.fromkeys(SECTIONS)
+    values = {**settings, "trainer": {"class_path": "Trainer", "init_args": settings["trainer"]}}
     for name, path in SECTIONS.items():
         try:
             if values.get(name) is not None:
@@ -181,8 +151,6 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     names = key.split(".")
     if not separator or not all(names):
         raise DualencError(f"'{override}' is no override; write section.key=value: trainer.epochs=3")
-    if names[0] != "trainer" and len(names) > 1 and names[1] not in CLASS_KEYS:
-        names.insert(1, "init_args")
     *parents, name = names
     section = settings
     for position, parent in enumerate(parents):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import builtins
 import importlib
 import inspect
-import json
 import os
+import pkgutil
 import re
 import types
 import typing
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired, Required
 
@@ -27,7 +26,7 @@ from dualenc.errors import DualencError, nearest
 
 PACKAGES = (
     *("dualenc.data", "dualenc.data.views", "dualenc.encoders", "dualenc.objectives", "dualenc.batching"),
-    *("dualenc.training.evaluators", "dualenc.training.settings"),
+    *("dualenc.training.evaluators", "dualenc.training.trainer"),
 )
 """The registry: a recipe may name the classes of these packages, with or without the package."""
 FILLED = {
@@ -49,45 +48,30 @@ class Refusal(DualencError):
         self.place = place
 
 
-@dataclass(frozen=True)
-class Part:
-    """A class of a recipe, and its checked arguments with all defaults, except those that are filled in."""
-
-    path: str
-    kind: type
-    arguments: dict[str, Any]
-
-    def settings(self) -> dict[str, Any]:
-        """The class and its arguments as values of YAML."""
-        plain = {"class_path": self.path, "init_args": self.arguments}
-        settings: dict[str, Any] = json.loads(json.dumps(plain, default=_plain))
-        return settings
-
-
-def _plain(value: Any) -> Any:
-    return value.settings() if isinstance(value, Part) else str(value)
-
-
 def build(value: Any, source: str, **filled: Any) -> Any:
-    """Make the classes in a value, from the inside out; each takes of `filled` what its constructor has."""
-    if isinstance(value, dict):
-        return {key: build(item, source, **filled) for key, item in value.items()}
+    """Make the classes in a checked value, from the inside out; each takes of `filled` what its constructor has."""
     if isinstance(value, list):
         return [build(item, source, **filled) for item in value]
-    if not isinstance(value, Part):
+    if not isinstance(value, dict):
         return value
-    arguments = build(value.arguments, source, **filled)
-    for name in parameters(value.kind).keys() & filled.keys() - arguments.keys():
+    if "class_path" not in value:
+        return {key: build(item, source, **filled) for key, item in value.items()}
+    kind = pkgutil.resolve_name(value["class_path"])
+    arguments = build(value["init_args"], source, **filled)
+    for name in parameters(kind).keys() & filled.keys() - arguments.keys():
         arguments[name] = filled[name]
     try:
-        return value.kind(**arguments)
+        return kind(**arguments)
     except (DualencError, OSError) as error:
-        message = str(error).removeprefix(f"{value.kind.__name__}: ")
-        raise DualencError(f"{source}: {value.kind.__name__}: {message}") from error
+        message = str(error).removeprefix(f"{kind.__name__}: ")
+        raise DualencError(f"{source}: {kind.__name__}: {message}") from error
 
 
-def check_class(value: Any, base: Any, allowed: Sequence[str]) -> Part:
-    """Check a class by class_path and init_args; it must be of a type, and of the registry or an allowed module."""
+def check_class(value: Any, base: Any, allowed: Sequence[str]) -> dict[str, Any]:
+    """Check a class by class_path and init_args; it must be of a type, and of the registry or an allowed module.
+
+    Returns both, with the full path and all defaults, except of arguments that are filled in.
+    """
     kind_name = getattr(typing.get_origin(base) or base, "__name__", str(base))
     wanted = f"class of type {kind_name}"
     if not isinstance(value, Mapping):
@@ -107,7 +91,8 @@ def check_class(value: Any, base: Any, allowed: Sequence[str]) -> Part:
     values = {} if value.get("init_args") is None else value["init_args"]
     if not isinstance(values, Mapping):
         raise Refusal(f"is {values!r}; it must hold the arguments of {path}", "init_args")
-    return Part(full_path, kind, check_arguments(kind, values, allowed, FILLED.get(kind_name, ())))
+    arguments = check_arguments(kind, values, allowed, FILLED.get(kind_name, ()))
+    return {"class_path": full_path, "init_args": arguments}
 
 
 def _registry(path: str, base: Any, allowed: Sequence[str]) -> dict[str, tuple[str, type]]:
@@ -217,7 +202,7 @@ def _checked_type(hint: Any) -> Any:
     return Annotated[Any, pydantic.PlainValidator(partial(_class_by_name, base=hint))]
 
 
-def _class_by_name(value: Any, info: pydantic.ValidationInfo, base: Any) -> Part:
+def _class_by_name(value: Any, info: pydantic.ValidationInfo, base: Any) -> dict[str, Any]:
     return check_class(value, base, info.context or ())
 
 
@@ -236,10 +221,6 @@ def _shown(value: Any) -> str:
     return "null" if value is None else repr(value)
 
 
-class Object:
-    """Stands for a type that is imported for type checkers only; no class of a recipe fits it."""
-
-
 def parameters(kind: type) -> dict[str, inspect.Parameter]:
     """The parameters of a constructor with their types, those behind `**arguments` of its base classes included."""
     known: dict[str, inspect.Parameter] = {}
@@ -248,7 +229,8 @@ def parameters(kind: type) -> dict[str, inspect.Parameter]:
             continue
         constructor = vars(base)["__init__"]
         names = vars(builtins) | getattr(inspect.unwrap(constructor), "__globals__", {})
-        hints = typing.get_type_hints(constructor, localns=defaultdict(lambda: Object, names))
+        # A type that is imported for type checkers only is none that a recipe can give.
+        hints = typing.get_type_hints(constructor, localns=defaultdict(lambda: type(None), names))
         kinds = set()
         for name, parameter in list(inspect.signature(constructor).parameters.items())[1:]:
             kinds.add(parameter.kind)

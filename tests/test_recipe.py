@@ -50,17 +50,17 @@ def test_parts_know_of_one_another_through_links(settings):
     settings["batching"] = {"class_path": "RandomBatches"}
     settings["trainer"]["seed"] = 5
     parts = make_recipe(settings).build()
-    assert type(parts.objective).__name__ == "SogCLR"
-    assert (parts.objective.num_left, parts.objective.num_right, parts.objective.views) == (16, 32, False)
-    assert (parts.batching.num_pairs, parts.batching.batch_size, parts.batching.seed) == (16, 4, 5)
-    assert parts.objective.seed == 5
-    assert parts.evaluator.primary == "ndcg@10"
+    assert type(parts["objective"]).__name__ == "SogCLR"
+    assert (parts["objective"].num_left, parts["objective"].num_right, parts["objective"].views) == (16, 32, False)
+    assert (parts["batching"].num_pairs, parts["batching"].batch_size, parts["batching"].seed) == (16, 4, 5)
+    assert parts["objective"].seed == 5
+    assert parts["evaluator"].primary == "ndcg@10"
 
 
 @pytest.mark.slow
 def test_first_weights_follow_the_seed(settings):
     def first_weight():
-        return next(make_recipe(settings).build().model.parameters()).sum().item()
+        return next(make_recipe(settings).build()["model"].parameters()).sum().item()
 
     assert first_weight() == first_weight()
     before = first_weight()
@@ -73,8 +73,8 @@ def test_full_class_paths_and_nested_classes(settings, folder):
     settings["objective"] = {"class_path": "dualenc.objectives.DCL"}
     settings["evaluator"]["init_args"] = {"pairs": pairs}
     parts = make_recipe(settings).build()
-    assert type(parts.objective).__name__ == "DCL"
-    assert len(parts.evaluator.collection.queries) == 16
+    assert type(parts["objective"]).__name__ == "DCL"
+    assert len(parts["evaluator"].collection.queries) == 16
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_another_class_drops_the_arguments_of_the_one_before(recipe):
 
 
 REFUSALS = [
-    ("trainer.lr=1", r"trainer\.lr is no key of TrainerSettings \(did you mean learning_rate\?\)"),
+    ("trainer.lr=1", r"trainer\.lr is no key of Trainer \(did you mean learning_rate\?\)"),
     ("objective.temprature=1", r"objective\.temprature is no key of SogCLR \(did you mean temperature\?\)"),
     (
         "objective.class_path=SogCRL",
@@ -207,10 +207,10 @@ def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
     recipe = read_recipe(path, changes)
     assert make_recipe(recipe.settings).settings == recipe.settings
     parts = recipe.build()
-    assert parts.data.source_weights == {"first": 0.5, "second": 2.0}
-    assert parts.data[20].left.startswith("q: ")
-    assert (parts.objective.num_left, parts.objective.num_right) == (32, 64)
-    assert parts.trainer.fit(parts.model, parts.data, parts.objective).steps == (8 + 32) // 4
+    assert parts["data"].source_weights == {"first": 0.5, "second": 2.0}
+    assert parts["data"][20].left.startswith("q: ")
+    assert (parts["objective"].num_left, parts["objective"].num_right) == (32, 64)
+    assert parts["trainer"].fit(parts["model"], parts["data"], parts["objective"]).steps == (8 + 32) // 4
 
 
 def test_plain_values_are_those_of_yaml_1_2(tmp_path):

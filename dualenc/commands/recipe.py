@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 import textwrap
 from pathlib import Path
@@ -44,19 +45,21 @@ def _keys(text: str) -> str:
     from dualenc.recipe_check import parameters
 
     lines = []
-    for section, part in make_recipe(yaml.safe_load(text)).sections.items():
+    for section, checked in make_recipe(yaml.safe_load(text)).sections.items():
+        if checked is None:
+            continue
+        kind = pkgutil.resolve_name(checked["class_path"])
         texts = {}
-        for base in reversed(part.kind.__mro__):
+        for base in reversed(kind.__mro__):
             for entry in docstring_parser.parse(base.__doc__ or "").params:
                 texts[entry.arg_name] = " ".join((entry.description or "").split())
-        lines.append(f"{section}: {part.kind.__name__}")
-        for name, parameter in parameters(part.kind).items():
-            if name in part.arguments:
-                kind = re.sub(r"\w+\.", "", inspect.formatannotation(parameter.annotation))
+        lines.append(f"{section}: {kind.__name__}")
+        for name, parameter in parameters(kind).items():
+            if name in checked["init_args"]:
+                value = re.sub(r"\w+\.", "", inspect.formatannotation(parameter.annotation))
                 is_required = parameter.default is parameter.empty
                 default = "required" if is_required else f"default: {parameter.default}"
-                lines.append(f"  {section}.{name} ({kind}, {default})")
-                lines += textwrap.wrap(
-                    texts.get(name, ""), 100, initial_indent=" " * 6, subsequent_indent=" " * 6
-                )
+                lines.append(f"  {section}.{name} ({value}, {default})")
+                description = textwrap.wrap(texts.get(name, ""), 94)
+                lines += [" " * 6 + line for line in description]
     return "\n".join(lines) + "\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,7 +54,7 @@ class TrainingResult(NamedTuple):
     skipped: int
 
 
-class Trainer:
+class Trainer(TrainerSettings):
     """Trains any dual encoder with any objective, on one process or many.
 
         Trainer(output="run", epochs=3).fit(model, pairs, objective)
@@ -67,15 +66,8 @@ class Trainer:
     checkpoint; resuming gives the model of an uninterrupted run, bit for bit. A second Ctrl-C, and the first where
     save_every is None, ends it at once.
 
-    Args:
-        settings: the fields of `TrainerSettings` by name.
+    The arguments are those of `TrainerSettings`.
     """
-
-    # Shown by help() and completed by notebooks.
-    __signature__ = inspect.signature(TrainerSettings)
-
-    def __init__(self, **settings: Any) -> None:
-        self.settings = TrainerSettings(**settings)
 
     def fit(
         self,
@@ -103,23 +95,22 @@ class Trainer:
             Interrupted: a KeyboardInterrupt, after Ctrl-C.
         """
         start = time.perf_counter()
-        settings = self.settings
-        output = Path(settings.output)
+        output = Path(self.output)
         if evaluator is None:
             pairs, evaluator = self._hold_out(pairs, batching, is_recipe=recipe is not None)
         batching = self._batching(pairs, batching)
         self._check_parts(model, pairs, objective, batching, evaluator)
-        accelerator = start_accelerator(settings, output)
+        accelerator = start_accelerator(self, output)
         with (
-            StopSignals(saves=settings.save_every is not None) as signals,
-            locked_run(output, resume=resume, overwrite=settings.overwrite),
-            deterministic_algorithms(settings.deterministic, accelerator.device),
+            StopSignals(saves=self.save_every is not None) as signals,
+            locked_run(output, resume=resume, overwrite=self.overwrite),
+            deterministic_algorithms(self.deterministic, accelerator.device),
         ):
             model = self._prepare_model(model, pairs, accelerator.device)
             counts = [torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES]
             objective.to(accelerator.device).set_counts(*counts)
             loop = Loop(
-                settings, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {}
+                self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {}
             )
             metrics = loop.run(resume)
         return TrainingResult(
@@ -136,7 +127,7 @@ class Trainer:
         self, pairs: PairDataset, batching: BatchSelector | None, is_recipe: bool
     ) -> tuple[PairDataset, Evaluator | None]:
         """The pairs to train on, with the same items and ids, and an evaluator of those that are held out, if any."""
-        share = self.settings.held_out
+        share = self.held_out
         can_split = not pairs.views and not isinstance(pairs, Mixture)
         if share is None:
             # A recipe's run ends with a number.
@@ -152,20 +143,19 @@ class Trainer:
             raise DualencError(
                 "held_out does not apply to views of images or a mixture; name an evaluator instead"
             )
-        rest, held_out = pairs.split(min(share, MAX_HELD_OUT / len(pairs)), self.settings.seed)
+        rest, held_out = pairs.split(min(share, MAX_HELD_OUT / len(pairs)), self.seed)
         if pairs.left_modality == "image" and pairs.right_modality == "text":
             return rest, ImageTextEvaluator(held_out)
         return rest, RetrievalEvaluator(pairs=held_out)
 
     def _batching(self, pairs: PairDataset, batching: BatchSelector | None) -> BatchSelector:
         """The batch selector: the given one, or the default for the data."""
-        settings = self.settings
-        if settings.batch_size > len(pairs):
+        if self.batch_size > len(pairs):
             raise DualencError(
-                f"batch_size is {settings.batch_size} but there are {len(pairs)} pairs; make it smaller"
+                f"batch_size is {self.batch_size} but there are {len(pairs)} pairs; make it smaller"
             )
         if not isinstance(pairs, Mixture) or pairs.is_plain:
-            return batching or RandomBatches(len(pairs), settings.batch_size, seed=settings.seed)
+            return batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
         if batching is not None and not isinstance(batching, MixtureBatches):
             raise DualencError(
                 f"data.weights and data.batches say what a batch is made of, which {type(batching).__name__} does not "
@@ -174,25 +164,24 @@ class Trainer:
         return batching or MixtureBatches(
             pairs.sizes,
             list(pairs.source_weights.values()),
-            settings.batch_size,
-            settings.seed,
+            self.batch_size,
+            self.seed,
             one_source=pairs.batches == "one_source",
             names=list(pairs.sources),
         )
 
     def _prepare_model(self, model: DualEncoder, pairs: PairDataset, device: torch.device) -> DualEncoder:
         """Freeze, place and compile a model."""
-        settings = self.settings
-        freeze(model, settings.freeze)
+        freeze(model, self.freeze)
         if isinstance(pairs, Mixture) and isinstance(model, TextEncoder):
             model.name_prompts(pairs.prompts)
-        model = place_model(model, device, settings.chunk_size)
-        if settings.compile:
+        model = place_model(model, device, self.chunk_size)
+        if self.compile:
             # A set, as both sides may be one tower.
             for tower in {model.left, model.right}:
                 tower.compile(dynamic=True)
-        has_mined = pairs.negatives is not None or settings.mine_every is not None
-        if has_mined and settings.chunk_size is None and waits_for_others(model):
+        has_mined = pairs.negatives is not None or self.mine_every is not None
+        if has_mined and self.chunk_size is None and waits_for_others(model):
             raise DualencError(
                 "mined negatives do not go with BatchNorm on several processes, some of which may have none of "
                 "them; use one process, or set chunk_size"
@@ -208,8 +197,7 @@ class Trainer:
         evaluator: Evaluator | None,
     ) -> None:
         """Refuse parts that do not fit one another, before any work."""
-        settings = self.settings
-        if settings.patience is not None and evaluator is None:
+        if self.patience is not None and evaluator is None:
             raise DualencError(
                 "patience counts evaluations, and there is no evaluator; give one, or leave it out"
             )
@@ -220,10 +208,10 @@ class Trainer:
                 f"evaluator.primary is {evaluator.primary!r}{nearest(evaluator.primary, names)}; choose one of "
                 f"{', '.join(names)}"
             )
-        if (batching.batch_size, batching.num_pairs) != (settings.batch_size, len(pairs)):
+        if (batching.batch_size, batching.num_pairs) != (self.batch_size, len(pairs)):
             raise DualencError(
                 f"batching is for batches of {batching.batch_size} of {batching.num_pairs} pairs, but batch_size is "
-                f"{settings.batch_size} and the data has {len(pairs)} pairs; give both the same"
+                f"{self.batch_size} and the data has {len(pairs)} pairs; give both the same"
             )
         remedy = objective.needs_uniform_batches
         if remedy and not batching.uniform:
@@ -232,7 +220,7 @@ class Trainer:
                 f"it {remedy}, or leave batching out and weigh all sources of a mixture 1"
             )
         _check_modalities(model, pairs, evaluator)
-        if settings.mine_every is not None:
+        if self.mine_every is not None:
             check_minable(pairs, objective)
 
 
