@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import get_args
 
 from dualenc.errors import BadSample, DualencError
@@ -38,10 +39,10 @@ class BadRows:
         self.counts[reason] += count
         self.first.setdefault(reason, position)
 
-    def update(self, other: BadRows) -> None:
-        """Add the bad samples of another reader."""
-        self.counts.update(other.counts)
-        self.first = {**other.first, **self.first}
+    def update(self, counts: Mapping[str, int], first: Mapping[str, str]) -> None:
+        """Add the bad samples of another reader, by its `counts` and `first`."""
+        self.counts.update(counts)
+        self.first = {**first, **self.first}
 
     def describe(self) -> str:
         """Reasons with their counts and first positions, in one line; "" when nothing was left out."""

@@ -13,11 +13,10 @@ from dualenc.data.bad_rows import BadRows
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.detect import detect
 from dualenc.data.hub import collection_table, hub_judgements
-from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_texts
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
-from dualenc.data.tables import open_table
+from dualenc.data.tables import TableSource
 from dualenc.data.vectors import open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import OnError
@@ -172,34 +171,33 @@ def read_corpus(
     """The documents (part "corpus") or queries (part "queries") of a BEIR folder; `columns` are kept for filters."""
     check_column_names(columns)
     folder = Path(folder)
-    what = "query" if part == "queries" else "document"
+    optional = ["title"]
     if detect(folder) == "hub":
-        table, id_column = collection_table(folder, part, bad_rows)
-        title_column = "title" if titles and part == "corpus" and table.has("title") else None
-        return table_corpus(
-            table, "text", title_column=title_column, id_column=id_column, columns=columns, what=what
-        )
-    if detect(folder / part) == "vectors":
+        source = collection_table(folder, part, bad_rows)
+        id_column = source.default_column(("_id", "id"), "its id")
+    elif detect(folder / part) == "vectors":
         return open_vectors(folder / part, columns=columns, bad_rows=bad_rows)
-    if (folder / f"{part}.parquet").is_file():
-        return open_vectors(
-            folder / f"{part}.parquet", id_column="_id", columns=columns, bad_rows=bad_rows
-        )
-    files = [folder / f"{part}.jsonl", folder / f"{part}.jsonl.gz"]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        raise DualencError(
-            f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/"
-        )
-    title_column = "title" if titles and part == "corpus" else None
-    to_read: dict[str, ColumnKind] = dict.fromkeys(["_id", "text", *columns], "value")
-    optional: tuple[str, ...] = ()
-    if title_column is not None:
-        to_read["title"] = "value"
-        optional = ("title", "text")
-    table = open_table(file, to_read, bad_rows, optional=optional)
+    elif (folder / f"{part}.parquet").is_file():
+        vectors = folder / f"{part}.parquet"
+        return open_vectors(vectors, id_column="_id", columns=columns, bad_rows=bad_rows)
+    else:
+        files = [folder / f"{part}.jsonl", folder / f"{part}.jsonl.gz"]
+        file = next((file for file in files if file.is_file()), None)
+        if file is None:
+            parts = "corpus.jsonl, queries.jsonl and qrels/"
+            raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has {parts}")
+        source = TableSource(file, bad_rows)
+        id_column = "_id"
+        if titles and part == "corpus":
+            # A document may be a title alone.
+            optional.append("text")
     return table_corpus(
-        table, "text", title_column=title_column, id_column="_id", columns=columns, what=what
+        source,
+        "text",
+        optional=optional,
+        title_column="title" if titles and part == "corpus" else None,
+        id_column=id_column,
+        columns=columns,
     )
 
 

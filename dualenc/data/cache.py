@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from tqdm import tqdm
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 IN_MEMORY_BYTES = 32 << 20
 """Files that are smaller than this together are kept in memory instead of the cache folder."""
 BATCH_ROWS = 2000
-VERSION = 5
+VERSION = 6
 """Of what the cache holds; raise it when the reading changes."""
 FIX_CACHE = "set HF_DATASETS_CACHE to another folder"
 
@@ -49,38 +50,41 @@ def cache_option(source: str | Path) -> dict[str, str]:
 
 
 def dataset_of_batches(
-    batches: Iterable[pa.RecordBatch],
+    read: Callable[[BadRows], Iterator[pa.RecordBatch]],
     schema: pa.Schema,
     files: Sequence[Path],
-    key: Callable[[], str],
+    key: Sequence[Any],
     bad_rows: BadRows,
 ) -> Dataset:
-    """A data set of record batches: in memory if their files are small, else mapped from the cache folder.
+    """A data set of the record batches that `read` makes of files: in memory if these are small, else a mapped file.
 
-    There the batches are stored under `key()` with the counts of `bad_rows`, and not read again.
+    In the cache folder the batches are stored by the contents of the files and by `key`, with what was counted as bad.
     """
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
+    own = BadRows(bad_rows.source, bad_rows.on_error)
     bar = {"unit": " rows", "unit_scale": BATCH_ROWS, "delay": 2, "leave": False}
-    batches = tqdm(batches, files[0].name, **bar)
+    batches = tqdm(read(own), files[0].name, **bar)
     if sum(file.stat().st_size for file in files) <= IN_MEMORY_BYTES:
-        return Dataset(InMemoryTable(pa.Table.from_batches(batches, schema=schema)))
-    # Contents under one key never change, so two processes that write the same file do no harm.
-    digest = hashlib.sha256(f"{VERSION} {key()}".encode()).hexdigest()
+        dataset = Dataset(InMemoryTable(pa.Table.from_batches(batches, schema=schema)))
+        bad_rows.update(own.counts, own.first)
+        return dataset
+    # Paths too, which messages name. Contents under one key never change: two processes may write the same file.
+    facts = [
+        (str(file.resolve()), file.stat().st_mtime_ns, file_identity(file).decode()) for file in files
+    ]
+    digest = hashlib.sha256(json.dumps([VERSION, facts, key]).encode()).hexdigest()
     target = cache_folder() / f"{digest[:32]}.arrow"
     counts = target.with_suffix(".json")
     # The counts are written after the table: a process killed in between leaves a table that is written again.
-    is_cached = target.is_file() and counts.is_file()
-    if not is_cached:
+    if not (target.is_file() and counts.is_file()):
         with explain(f"{target.parent}: cannot write the data cache", FIX_CACHE):
             with atomic_path(target) as part, pa.ipc.new_stream(str(part), schema) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
-            write_json(counts, {"counts": bad_rows.counts, "first": bad_rows.first})
+            write_json(counts, {"counts": own.counts, "first": own.first})
     with explain(f"{target}: damaged data cache", "remove this file"):
-        if is_cached:
-            stored = read_json_object(counts, {"counts": dict, "first": dict})
-            bad_rows.counts.update(stored["counts"])
-            bad_rows.first.update(stored["first"])
+        stored = read_json_object(counts, {"counts": dict, "first": dict})
+        bad_rows.update(stored["counts"], stored["first"])
         return Dataset.from_file(str(target))

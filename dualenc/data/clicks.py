@@ -17,7 +17,7 @@ from dualenc.data.item_lists import Picked, VectorItems, number_distinct
 from dualenc.data.line_tables import ColumnKind
 from dualenc.data.pairs import PairDataset
 from dualenc.data.ragged import Ragged
-from dualenc.data.tables import default_column, open_table, peek_columns
+from dualenc.data.tables import TableSource
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, OnError
@@ -96,12 +96,12 @@ def _read_table(
     bad_rows: BadRows,
 ) -> Judged:
     """The queries and the documents' rows of a table."""
-    kinds = peek_columns(source, split)
-    query = query_column or default_column(source, kinds, QUERY_NAMES, "query_column")
-    names = document_column or default_column(source, kinds, DOCUMENT_NAMES, "document_column", but=query)
-    is_vector = kinds.get(query) == "vector"
+    opened = TableSource(source, bad_rows, split=split)
+    query = query_column or opened.default_column(QUERY_NAMES, "query_column")
+    names = document_column or opened.default_column(DOCUMENT_NAMES, "document_column", but=query)
+    is_vector = opened.kinds.get(query) == "vector"
     to_read: dict[str, ColumnKind] = {query: "vector" if is_vector else "value", names: "list"}
-    table = open_table(source, to_read, bad_rows, split=split)
+    table = opened.open(to_read)
     queries = read_column(table, query, "vector" if is_vector else "text")
     if queries.is_list:
         raise DualencError(f"{source}: column {query!r} holds lists; name one with a query in each row")

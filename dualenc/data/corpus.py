@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +14,12 @@ import pyarrow as pa
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import Column, read_column
 from dualenc.data.identity import digest_of, items_identity
+from dualenc.data.images import ImageFiles, find_images
 from dualenc.data.item_lists import Picked
-from dualenc.data.labels import labels_of_column
+from dualenc.data.labels import labels_of_column, labels_of_folders
 from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset, by_position
-from dualenc.data.tables import DataTable
+from dualenc.data.tables import DataTable, TableSource
 from dualenc.decoding import rgb_item
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, Side
@@ -140,22 +142,25 @@ def used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
 
 
 def table_corpus(
-    table: DataTable,
+    source: TableSource,
     main_column: str,
     modality: Modality = "text",
     *,
+    optional: Collection[str] = (),
     title_column: str | None = None,
     label_column: str | None = None,
     id_column: str | None = None,
     columns: Sequence[str] = (),
-    what: str | None = None,
 ) -> Corpus:
     """The usable items of a table's column; in lists of items their ids are `ID#0`, `ID#1`, …
 
-    The columns are those of `dualenc.data.open_corpus`; `what` names an item in errors.
+    The columns are those of `dualenc.data.open_corpus`, of which the table may lack those in `optional`.
     """
-    what = what or {"text": "document", "image": "image", "vector": "vector"}[modality]
-    values = read_column(table, main_column, modality, title_column)
+    kind = "vector" if modality == "vector" else source.kinds.get(main_column, "value")
+    # A column may have two roles, such as text and filter.
+    others = [name for name in (title_column, label_column, id_column, *columns) if name is not None]
+    table = source.open({**dict.fromkeys(others, "value"), main_column: kind}, optional=optional)
+    values = read_column(table, main_column, modality, title_column if table.has(title_column) else None)
     usable = values.usable()
     values.skip(~usable)
     names = row_ids(table, id_column)
@@ -165,10 +170,12 @@ def table_corpus(
         names = [f"{names[row]}#{k}" if names[row] else None for row, k in zip(values.rows, entry)]
     named = ((position, names[position]) for position in np.flatnonzero(usable).tolist())
     ids, positions = distinct_ids(
-        named, table.bad_rows, lambda k: table.position(int(values.rows[k])), what
+        named, table.bad_rows, lambda k: table.position(int(values.rows[k])), modality
     )
     rows = values.rows[positions]
-    labels = None if label_column is None else labels_of_column(table, label_column)
+    labels = None
+    if label_column is not None and table.has(label_column):
+        labels = labels_of_column(table, label_column)
     return Corpus(
         ids,
         Picked(values.items, positions),
@@ -177,6 +184,13 @@ def table_corpus(
         class_names=None if labels is None else labels.names,
         columns=metadata_columns(table, columns, rows) if columns else None,
     )
+
+
+def image_corpus(folder: Path) -> Corpus:
+    """The images of a folder by their names, with the first subfolder, if there is one, as class."""
+    names = find_images(folder)
+    numbers, class_names = labels_of_folders(names) or (None, None)
+    return Corpus(names, ImageFiles(folder, names), "image", labels=numbers, class_names=class_names)
 
 
 def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:

@@ -7,7 +7,6 @@ split train.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import cache_option
 from dualenc.data.detect import detect
 from dualenc.data.line_tables import check_columns
-from dualenc.data.tables import DataTable, default_column
+from dualenc.data.tables import TableSource
 from dualenc.errors import DualencError, explain
 
 if TYPE_CHECKING:
@@ -52,16 +51,12 @@ def is_collection(source: str | Path) -> bool:
     return True
 
 
-def collection_table(source: str | Path, part: str, bad_rows: BadRows) -> tuple[DataTable, str]:
-    """The documents (part "corpus") or the queries of a collection, and the column that holds their ids."""
+def collection_table(source: str | Path, part: str, bad_rows: BadRows) -> TableSource:
+    """The documents (part "corpus") or the queries of a collection."""
     splits = _load(source, part)
     if len(splits) > 1:
         raise DualencError(f"{source}: its {part} has splits ({', '.join(splits)}); open one as a table")
-    dataset = next(iter(splits.values()))
-    name = f"{source} {part}"
-    id_column = default_column(name, dataset.column_names, ("_id", "id"), "its id")
-    check_columns(name, dataset.column_names, ["text"])
-    return DataTable(name, dataset, bad_rows, Path(os.curdir)), id_column
+    return TableSource(f"{source} {part}", bad_rows, dataset=next(iter(splits.values())))
 
 
 def hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[str]]]:

@@ -16,7 +16,6 @@ import pyarrow as pa
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import BATCH_ROWS, dataset_of_batches
-from dualenc.data.identity import file_identity
 from dualenc.data.lines import file_format, read_records
 from dualenc.errors import DualencError
 
@@ -45,29 +44,18 @@ def table_of_lines(
     quotes: bool | None = None,
     reshape: Reshape | None = None,
 ) -> Dataset:
-    """Columns of line-based files of one format, and the file number and line of each row; as for `open_table`."""
+    """Columns of line-based files of one format, and the file number and line of each row; see `TableSource.open`."""
     fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
     schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
-    own = BadRows(bad_rows.source, bad_rows.on_error)
-    rows = _rows(files, columns, optional, own, quotes, reshape)
 
-    def key() -> str:
-        reshaped = "" if reshape is None else reshape.__qualname__
-        return json.dumps([_facts(files), list(columns.items()), quotes, own.on_error, reshaped])
+    def batches(own: BadRows) -> Iterator[pa.RecordBatch]:
+        rows = _rows(files, columns, optional, own, quotes, reshape)
+        while block := list(islice(rows, BATCH_ROWS)):
+            yield pa.RecordBatch.from_pylist(block, schema=schema)
 
-    dataset = dataset_of_batches(_batches(rows, schema), schema, files, key, own)
-    bad_rows.update(own)
-    return dataset
-
-
-def _batches(rows: Iterator[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    while block := list(islice(rows, BATCH_ROWS)):
-        yield pa.RecordBatch.from_pylist(block, schema=schema)
-
-
-def _facts(files: Sequence[Path]) -> list[tuple[str, int, str]]:
-    """What identifies the contents of files, and their paths, which messages name."""
-    return [(str(file.resolve()), file.stat().st_mtime_ns, file_identity(file).decode()) for file in files]
+    reshaped = None if reshape is None else reshape.__qualname__
+    key = [list(columns.items()), quotes, bad_rows.on_error, reshaped]
+    return dataset_of_batches(batches, schema, files, key, bad_rows)
 
 
 def _rows(
@@ -106,12 +94,9 @@ def check_columns(source: str, available: Iterable[str], required: Iterable[str]
     names = [name for name in available if name not in (FILE, LINE)]
     for name in required:
         if name not in names:
-            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-            hint = (
-                f"did you mean {nearest[0]!r}? (columns: {', '.join(names)})"
-                if nearest
-                else "it has no columns"
-            )
+            hint = "it has no columns"
+            for nearest in difflib.get_close_matches(name, names, n=1, cutoff=0.0):
+                hint = f"did you mean {nearest!r}? (columns: {', '.join(names)})"
             raise DualencError(f"{source}: no column {name!r}; {hint}")
 
 

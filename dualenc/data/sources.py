@@ -7,18 +7,16 @@ from pathlib import Path
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import BeirPairs, read_corpus
-from dualenc.data.corpus import Corpus, table_corpus
+from dualenc.data.corpus import Corpus, image_corpus, table_corpus
 from dualenc.data.detect import detect
 from dualenc.data.hub import is_collection
-from dualenc.data.images import ImageFiles, find_images, split_folder
-from dualenc.data.labels import labels_of_folders
-from dualenc.data.line_tables import ColumnKind
+from dualenc.data.images import split_folder
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
-from dualenc.data.tables import check_whole, default_column, first_of, open_table, peek_columns
-from dualenc.data.vectors import ID_NAMES, default_ids, open_vectors
-from dualenc.data.webdataset import IMAGES, WebDatasetPairs, tar_corpus
+from dualenc.data.tables import TableSource, check_whole, first_of
+from dualenc.data.vectors import ID_NAMES, open_vectors
+from dualenc.data.webdataset import WebDatasetPairs, tar_corpus
 from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
 
@@ -45,14 +43,12 @@ def open_corpus(
     part: str = "corpus",
     modality: Modality | None = None,
     text_column: str | None = None,
-    title_column: str | None = None,
     image_column: str | None = None,
     vector_column: str | None = None,
     id_column: str | None = None,
     label_column: str | None = None,
     columns: Sequence[str] = (),
     split: str = "train",
-    subset: str | None = None,
     quotes: bool | None = None,
     allow_outside: bool = False,
     on_error: OnError = "skip",
@@ -65,14 +61,13 @@ def open_corpus(
             or its queries.
         modality: "text", "image" or "vector", where a table or tar holds several; images, then texts, are preferred.
         text_column: by default `text` or another common name, or the only column. A list of texts gives several items.
-        title_column: joined in front of the text; by default `title`, if there is one next to a default text column.
+            Without it a column `title` is joined in front of the text.
         image_column: by default `image` or another common name.
         vector_column: lists of numbers; by default `vector` or another common name.
         id_column: ids; by default `_id` or another common name, and the row's number if there is none.
         label_column: classes of images; by default `label`.
         columns: further columns of a table or BEIR folder, to keep for filters.
         split: of a folder of tables or images, a saved data set or hub name; of tables a slice such as train[:90%].
-        subset: configuration of a hub data set.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
@@ -86,52 +81,33 @@ def open_corpus(
     if columns and kind in ("tars", "images"):
         reason = "has no columns to keep; give a table that names the images and their columns"
         raise DualencError(f"{path}: {reason}")
+    bad_rows = BadRows(path, on_error)
     if kind == "tars":
         check_whole(path, split)
-        return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
-    bad_rows = BadRows(path, on_error)
-    if kind == "images":
-        folder = split_folder(path, split)
-        names = find_images(folder)
-        numbers, class_names = labels_of_folders(names) or (None, None)
-        corpus = Corpus(names, ImageFiles(folder, names), "image", labels=numbers, class_names=class_names)
-    elif kind == "beir" or (subset is None and is_collection(path)):
+        corpus = tar_corpus(path, "text" if modality == "text" else "image", bad_rows)
+    elif kind == "images":
+        corpus = image_corpus(split_folder(path, split))
+    elif kind == "beir" or is_collection(path):
         corpus = read_corpus(path, part, columns=columns, bad_rows=bad_rows)
     elif kind == "vectors" or modality == "vector" or vector_column is not None:
         corpus = open_vectors(
-            path,
-            vector_column,
-            id_column=id_column or default_ids(path, split, subset),
-            split=split,
-            subset=subset,
-            columns=columns,
-            bad_rows=bad_rows,
+            path, vector_column, id_column=id_column, split=split, columns=columns, bad_rows=bad_rows
         )
     else:
-        kinds = peek_columns(path, split, subset, quotes)
-        main, modality = _main_column(path, kinds, part, modality, text_column, image_column)
+        source = TableSource(path, bad_rows, split=split, quotes=quotes, allow_outside=allow_outside)
+        main, modality = _main_column(source, part, modality, text_column, image_column)
+        title_column = None
         if modality == "image":
-            title_column = None
-            label_column = label_column or first_of(kinds, ("label",), but=main)
-        else:
-            label_column = None
-            # Next to a text column that the user chose, a title is only joined when it is named too.
-            if text_column is None:
-                title_column = title_column or first_of(kinds, ("title",), but=main)
-        id_column = id_column or first_of(kinds, ID_NAMES, but=main)
-        # A column may have two roles, such as text and filter.
-        others = [name for name in (title_column, label_column, id_column, *columns) if name is not None]
-        to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), main: kinds.get(main, "value")}
-        table = open_table(
-            path, to_read, bad_rows, split=split, subset=subset, quotes=quotes, allow_outside=allow_outside
-        )
+            label_column = label_column or first_of(source.kinds, ("label",), but=main)
+        elif text_column is None:
+            title_column = first_of(source.kinds, ("title",), but=main)
         corpus = table_corpus(
-            table,
+            source,
             main,
             modality,
             title_column=title_column,
-            label_column=label_column,
-            id_column=id_column,
+            label_column=label_column if modality == "image" else None,
+            id_column=id_column or first_of(source.kinds, ID_NAMES, but=main),
             columns=columns,
         )
     corpus.skipped = bad_rows.report()
@@ -144,12 +120,9 @@ def open_pairs(
     right_column: str | None = None,
     *,
     split: str = "train",
-    subset: str | None = None,
     left_modality: Modality | None = None,
     right_modality: Modality | None = None,
-    deduplicate: bool = True,
     quotes: bool | None = None,
-    allow_outside: bool = False,
     on_error: OnError = "skip",
 ) -> PairDataset:
     """Open training pairs: a BEIR folder, tars, a folder of images with captions, mined negatives, or a table.
@@ -161,46 +134,37 @@ def open_pairs(
         right_column: of a table; by default `captions`, `document` or another common name.
         left_modality: of a table: "text", "image" or "vector"; by default as the values look.
         right_modality: the same for the right column.
-        deduplicate: equal texts, images and vectors of a table or tar are the same item and share an id.
-
     """
     kind = detect(path)
-    if kind == "beir" or (subset is None and is_collection(path)):
+    if kind == "beir" or is_collection(path):
         return BeirPairs(path, split, on_error=on_error)
     if kind == "tars":
         check_whole(path, split)
-        return WebDatasetPairs(path, deduplicate=deduplicate, on_error=on_error)
+        return WebDatasetPairs(path, on_error=on_error)
     if kind == "images":
-        folder = split_folder(path, split)
-        return ImageFolderPairs(folder, deduplicate=deduplicate, quotes=quotes, on_error=on_error)
-    kinds = peek_columns(path, split, subset, quotes)
+        return ImageFolderPairs(split_folder(path, split), quotes=quotes, on_error=on_error)
+    source = TableSource(path, BadRows(path), split=split, quotes=quotes)
     # Only without named columns: files of mined negatives may have further ones to train on.
-    if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
+    if left_column is None and right_column is None and {"pos", "positive_passages"} & source.kinds.keys():
         return MinedPairs(path, split=split, on_error=on_error)
     left_names = (*_SURELY_IMAGES, *_QUERIES, "title", "file_name")
     right_names = (*CAPTION_NAMES[:2], *_DOCUMENTS)
-    left_column = left_column or default_column(path, kinds, left_names, "left_column")
-    right_column = right_column or default_column(
-        path, kinds, right_names, "right_column", but=left_column
-    )
+    left_column = left_column or source.default_column(left_names, "left_column")
+    right_column = right_column or source.default_column(right_names, "right_column", but=left_column)
     return TablePairs(
         path,
         left_column,
         right_column,
         split=split,
-        subset=subset,
         left_modality=left_modality,
         right_modality=right_modality,
-        deduplicate=deduplicate,
         quotes=quotes,
-        allow_outside=allow_outside,
         on_error=on_error,
     )
 
 
 def _main_column(
-    source: str | Path,
-    kinds: dict[str, ColumnKind],
+    source: TableSource,
     part: str,
     modality: Modality | None,
     text_column: str | None,
@@ -214,7 +178,7 @@ def _main_column(
     texts: tuple[str, ...] = _TEXTS
     if part == "queries":
         texts = (*_QUERIES, *_TEXTS)
-    elif first_of(kinds, _QUERIES) is not None:
+    elif first_of(source.kinds, _QUERIES) is not None:
         # The right column of such pairs, as in `open_pairs`.
         texts = (*_DOCUMENTS, *_TEXTS)
     defaults: list[tuple[tuple[str, ...], Modality]]
@@ -225,13 +189,12 @@ def _main_column(
         (IMAGE_NAMES, "image"),
     ]
     for names, kind in defaults:
-        name = first_of(kinds, names)
+        name = first_of(source.kinds, names)
         if name is not None and modality in (kind, None):
             return name, kind
-    if len(kinds) == 1:
-        return next(iter(kinds)), modality or "text"
-    argument = {"text": "text_column", "image": "image_column"}.get(
-        modality or "", "text_column or image_column"
-    )
-    reason = f"cannot tell which column to read; name {argument} (columns: {', '.join(kinds)})"
-    raise DualencError(f"{source}: {reason}")
+    if len(source.kinds) == 1:
+        return next(iter(source.kinds)), modality or "text"
+    argument = "text_column or image_column" if modality is None else f"{modality}_column"
+    columns = ", ".join(source.kinds)
+    reason = f"cannot tell which column to read; name {argument} (columns: {columns})"
+    raise DualencError(f"{source.path}: {reason}")

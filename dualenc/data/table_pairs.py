@@ -15,16 +15,15 @@ import numpy as np
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.column_pairs import ColumnPairs
 from dualenc.data.columns import Column, read_column, read_ids_or_texts
-from dualenc.data.corpus import Corpus, table_corpus
+from dualenc.data.corpus import Corpus, image_corpus, table_corpus
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS
-from dualenc.data.images import ImageFiles, existing_file, find_images, split_folder
+from dualenc.data.images import existing_file, find_images, split_folder
 from dualenc.data.item_lists import Picked
-from dualenc.data.labels import Labels, labels_of_folders
 from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_records
 from dualenc.data.pairs import PairDataset
-from dualenc.data.tables import DataTable, default_column, open_table, peek_columns
-from dualenc.data.vectors import default_ids, open_vectors
+from dualenc.data.tables import DataTable, TableSource
+from dualenc.data.vectors import open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, OnError
 
@@ -75,9 +74,16 @@ class TablePairs(ColumnPairs):
         quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
-        bad_rows = BadRows(path, on_error)
+        source = TableSource(
+            path,
+            BadRows(path, on_error),
+            split=split,
+            subset=subset,
+            quotes=quotes,
+            allow_outside=allow_outside,
+        )
         # Lines carry no types: what most records hold decides how columns are read.
-        kinds = peek_columns(path, split, subset, quotes)
+        kinds = source.kinds
         if negative_column is None:
             negative_column = _default_negatives(kinds, (left_column, right_column))
         negatives = [negative_column] if isinstance(negative_column, str) else list(negative_column)
@@ -89,9 +95,7 @@ class TablePairs(ColumnPairs):
         columns |= dict.fromkeys(negatives, columns[right_column])
         if weight_column is not None:
             columns[weight_column] = "value"
-        table = open_table(
-            path, columns, bad_rows, split=split, subset=subset, quotes=quotes, allow_outside=allow_outside
-        )
+        table = source.open(columns)
         right = read_column(table, right_column, right_modality)
         super().__init__(
             read_column(table, left_column, left_modality),
@@ -154,7 +158,8 @@ class MinedPairs(ColumnPairs):
         # Of vectors the file holds the ids alone.
         if left is not None:
             reshape = _mined_ids
-        table = open_table(path, columns, bad_rows, optional=("neg",), split=split, reshape=reshape)
+        source = TableSource(path, bad_rows, split=split)
+        table = source.open(columns, optional=("neg",), reshape=reshape)
         super().__init__(
             read_ids_or_texts(table, "query", left),
             read_ids_or_texts(table, "pos", right),
@@ -164,9 +169,7 @@ class MinedPairs(ColumnPairs):
 
 
 def _vectors_by_id(source: str | Path | None, bad_rows: BadRows) -> Corpus | None:
-    return (
-        None if source is None else open_vectors(source, id_column=default_ids(source), bad_rows=bad_rows)
-    )
+    return None if source is None else open_vectors(source, bad_rows=bad_rows)
 
 
 # Named functions, not partials: the cache of a table is keyed by the function's name.
@@ -208,14 +211,12 @@ def _joined(*parts: Any) -> str:
 class ImageFolderPairs(ColumnPairs):
     """Images of a folder with their captions.
 
-    The captions are in a table with a column of file names and one of captions, or lists of them. Without a table,
-    `photo.txt` holds the captions of `photo.jpg`, one per line.
+    The captions are in a table `metadata.*` or `captions.*` in the folder, with a column of file names (file_name,
+    image, filename, path) and one of captions, or lists of them (captions, caption, text). Without a table, `photo.txt`
+    holds the captions of `photo.jpg`, one per line.
 
     Args:
         path: the folder of images; of one that is divided into splits (`train`, `val`, …) its subfolder `train`.
-        captions: the table; by default `metadata.*` or `captions.*` in the folder, else the text files.
-        image_column: file names, relative to the folder; by default one of file_name, image, filename, path.
-        caption_column: captions; by default one of captions, caption, text.
         deduplicate: equal captions, and equal paths of images, are the same item and share an id.
         quotes: as for `TablePairs`.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
@@ -224,37 +225,34 @@ class ImageFolderPairs(ColumnPairs):
     def __init__(
         self,
         path: str | Path,
-        captions: str | Path | None = None,
         *,
-        image_column: str | None = None,
-        caption_column: str | None = None,
         deduplicate: bool = True,
         quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
         folder = Path(path)
-        if captions is None and _default_captions(folder) is None:
+        file = _captions_file(folder)
+        if file is None:
             folder = split_folder(folder, ONLY_SPLIT)
-        file = _default_captions(folder) if captions is None else Path(captions)
+            file = _captions_file(folder)
         bad_rows = BadRows(path if file is None else file, on_error)
         names = find_images(folder)
         if file is None:
+            table = _table_of_text_files(folder, names, bad_rows)
             image_column = "image"
             caption_column = "captions"
-            table = _table_of_text_files(folder, names, bad_rows)
         else:
-            known = peek_columns(file, quotes=quotes)
-            image_column = image_column or default_column(file, known, IMAGE_NAMES, "image_column")
-            caption_column = caption_column or default_column(file, known, CAPTION_NAMES, "caption_column")
-            columns: dict[str, ColumnKind] = {image_column: "value", caption_column: "list"}
             # Links among a folder's images are followed.
-            table = open_table(file, columns, bad_rows, quotes=quotes, root=folder, allow_outside=True)
+            source = TableSource(file, bad_rows, quotes=quotes, root=folder, allow_outside=True)
+            image_column = source.default_column(IMAGE_NAMES, "image_column")
+            caption_column = source.default_column(CAPTION_NAMES, "caption_column")
+            table = source.open({image_column: "value", caption_column: "list"})
             table = _rows_of_files(table, image_column, names)
         images = read_column(table, image_column, "image")
         super().__init__(images, read_column(table, caption_column, "text"), deduplicate=deduplicate)
 
 
-def _default_captions(folder: Path) -> Path | None:
+def _captions_file(folder: Path) -> Path | None:
     """The table of captions in a folder, if there is one."""
     suffixes = [suffix for suffix in TABLE_FORMATS if suffix != ".txt"]
     files = [folder / f"{stem}{suffix}" for stem in ("metadata", "captions") for suffix in suffixes]
@@ -289,7 +287,7 @@ def _table_of_text_files(folder: Path, names: list[str], bad_rows: BadRows) -> D
         if captions:
             rows.append({"image": name, "captions": captions})
         else:
-            fix = f"write one to {file.name}, pass captions=TABLE"
+            fix = f"write one to {file.name}"
             bad_rows.add("image without a caption", str(folder / name), fix)
     bad_rows.require(len(rows), "image with a caption")
     # Explicit, because an empty first list has no type to infer.
@@ -304,20 +302,23 @@ class ImageViews(PairDataset):
 
     Args:
         images: raw images.
-        labels: their classes, if they have any; not used in training. Kept as `labels` (N,) and `class_names`.
+        labels: their class numbers (N,), -1 where there is none, if they have any; not used in training.
+        class_names: the name of each class number.
     """
 
     views = True
 
-    def __init__(self, images: Items, labels: Labels | None = None) -> None:
+    def __init__(
+        self, images: Items, labels: np.ndarray | None = None, class_names: list[str] | None = None
+    ) -> None:
         super().__init__(images, images, left_modality="image", right_modality="image")
-        self.labels: np.ndarray | None = None if labels is None else labels.numbers
-        self.class_names: list[str] | None = None if labels is None else labels.names
+        self.labels = labels
+        self.class_names = class_names
 
     def subset(self, rows: np.ndarray) -> ImageViews:
         """The images of some rows (n,), in their order."""
-        labels = None if self.labels is None else Labels(self.labels[rows], self.class_names or [])
-        return ImageViews(Picked(self.left_items, rows), labels)
+        labels = None if self.labels is None else self.labels[rows]
+        return ImageViews(Picked(self.left_items, rows), labels, self.class_names)
 
     def sample(self, count: int, seed: int = 0) -> ImageViews:
         """At most `count` random images; files are often sorted by class, so their head is no sample."""
@@ -347,23 +348,15 @@ class TableViews(ImageViews):
         quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
-        label = label_column or "label"
-        table = open_table(
-            path,
-            {image_column: "value", label: "value"},
-            BadRows(path, on_error),
-            optional=() if label_column else (label,),
-            split=split,
-            subset=subset,
-            quotes=quotes,
-            allow_outside=allow_outside,
+        bad_rows = BadRows(path, on_error)
+        source = TableSource(
+            path, bad_rows, split=split, subset=subset, quotes=quotes, allow_outside=allow_outside
         )
-        corpus = table_corpus(
-            table, image_column, "image", label_column=label if table.has(label) else None
-        )
-        labels = None if corpus.labels is None else Labels(corpus.labels, corpus.class_names or [])
-        super().__init__(corpus.items, labels)
-        self.skipped = table.bad_rows.report()
+        optional = () if label_column else ("label",)
+        label_column = label_column or "label"
+        corpus = table_corpus(source, image_column, "image", optional=optional, label_column=label_column)
+        super().__init__(corpus.items, corpus.labels, corpus.class_names)
+        self.skipped = bad_rows.report()
 
 
 class ImageFolderViews(ImageViews):
@@ -374,6 +367,5 @@ class ImageFolderViews(ImageViews):
     """
 
     def __init__(self, path: str | Path) -> None:
-        folder = split_folder(path, ONLY_SPLIT)
-        names = find_images(folder)
-        super().__init__(ImageFiles(folder, names), labels_of_folders(names))
+        corpus = image_corpus(split_folder(path, ONLY_SPLIT))
+        super().__init__(corpus.items, corpus.labels, corpus.class_names)

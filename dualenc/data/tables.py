@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import BATCH_ROWS, cache_option, dataset_of_batches
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, detect
-from dualenc.data.identity import file_identity
 from dualenc.data.line_tables import (
     FILE,
     LINE,
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _FORMATS = ", ".join(TABLE_FORMATS)
-_HUB_ADVICE = "check the name, subset and split, and the network"
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class DataTable:
         """The values of a column."""
         return self.dataset.data.column(name)
 
-    def has(self, name: str) -> bool:
+    def has(self, name: str | None) -> bool:
         """Whether there is such a column."""
         return name in self.dataset.column_names
 
@@ -77,81 +75,94 @@ class DataTable:
         return f"{file}:{self.column(LINE)[row].as_py()}"
 
 
-def open_table(
-    source: str | Path,
-    columns: Mapping[str, ColumnKind],
-    bad_rows: BadRows,
-    *,
-    optional: Collection[str] = (),
-    split: str = "train",
-    subset: str | None = None,
-    quotes: bool | None = None,
-    reshape: Reshape | None = None,
-    root: Path | None = None,
-    allow_outside: bool = False,
-) -> DataTable:
-    """Open some columns of a table wherever it is; other arguments are those of `dualenc.data.TablePairs`.
+class TableSource:
+    """A table wherever it is, of which some columns are then opened.
+
+        TableSource("x.csv", BadRows("x.csv")).open({"text": "value"})
 
     Args:
-        source: as for `TablePairs`.
-        columns: how to read each of these columns.
+        path: this, `split`, `subset`, `quotes` and `allow_outside` are as for `dualenc.data.TablePairs`.
         bad_rows: counts malformed lines.
-        optional: columns of these that may be missing.
-        reshape: applied to each record of a line-based file before its columns are taken.
+        dataset: rows that are loaded already; `path` is their name.
         root: where relative image paths start; by default the table's folder.
     """
-    import datasets
 
-    source = str(source)
-    files = find_files(source, split)
-    required = [column for column in columns if column not in optional]
-    if not files:
-        dataset = _from_datasets(source, subset, split)
-    elif file_format(files[0]) == ".parquet":
-        dataset = _from_parquet(source, files, columns, required)
-    else:
-        dataset = table_of_lines(files, columns, optional, bad_rows, quotes, reshape)
-    check_columns(source, dataset.column_names, required)
-    if files:
-        dataset = select_split({split_name(split): dataset}, split, source)
-    # Columns are read as stored, without the indices of a selection.
-    if dataset._indices is not None:
-        dataset = dataset.flatten_indices()
-    if root is None and files:
-        root = files[0].parent
-    elif root is None:
-        # For a hub name a folder of the cache without any images in it.
-        root = Path(
-            source if detect(source) in ("saved", "saved_splits") else datasets.config.HF_CACHE_HOME
-        )
-    return DataTable(source, dataset, bad_rows, root, files, allow_outside)
+    def __init__(
+        self,
+        path: str | Path,
+        bad_rows: BadRows,
+        *,
+        dataset: Dataset | None = None,
+        split: str = ONLY_SPLIT,
+        subset: str | None = None,
+        quotes: bool | None = None,
+        root: Path | None = None,
+        allow_outside: bool = False,
+    ) -> None:
+        self.path = str(path)
+        self.bad_rows = bad_rows
+        self.split = split
+        self.quotes = quotes
+        self.files = [] if dataset is not None else find_files(self.path, split)
+        if dataset is None and not self.files:
+            dataset = _from_datasets(self.path, subset, split)
+        self.dataset = dataset
+        # The name of a data set of the hub is no folder here, so that no path of its rows leads to an image.
+        self.root = root or (self.files[0].parent if self.files else Path(self.path))
+        self.allow_outside = allow_outside
 
+    @cached_property
+    def kinds(self) -> dict[str, ColumnKind]:
+        """The columns, in any of its files, and their kinds; lists of floating-point numbers are vectors."""
+        if self._is_lines():
+            return kinds_of_records(self.files, BadRows(self.path), self.quotes)
+        schema = _one_schema(self.files) if self.dataset is None else self.dataset.data.schema
+        return {column.name: kind_of_type(column.type) for column in schema}
 
-def peek_columns(
-    source: str | Path, split: str = "train", subset: str | None = None, quotes: bool | None = None
-) -> dict[str, ColumnKind]:
-    """The columns of a table, in any of its files, and their kinds; lists of floating-point numbers are vectors."""
-    files = find_files(str(source), split)
-    if files and file_format(files[0]) != ".parquet":
-        return kinds_of_records(files, BadRows(source), quotes)
-    schema = _one_schema(files) if files else _from_datasets(str(source), subset, split).data.schema
-    return {column.name: kind_of_type(column.type) for column in schema}
+    def default_column(self, names: Iterable[str], argument: str, but: str | None = None) -> str:
+        """The `first_of` some usual names, for an argument that the user left out; a `DualencError` without any."""
+        name = first_of(self.kinds, names, but)
+        if name is None:
+            reason = f"cannot tell which column is {argument}; name it (columns: {', '.join(self.kinds)})"
+            raise DualencError(f"{self.path}: {reason}")
+        return name
+
+    def open(
+        self,
+        columns: Mapping[str, ColumnKind],
+        *,
+        optional: Collection[str] = (),
+        reshape: Reshape | None = None,
+    ) -> DataTable:
+        """Open some columns.
+
+        Args:
+            columns: how to read each of these columns.
+            optional: columns of these that may be missing.
+            reshape: applied to each record of a line-based file before its columns are taken.
+        """
+        required = [column for column in columns if column not in optional]
+        if self.dataset is not None:
+            dataset = self.dataset
+        elif self._is_lines():
+            dataset = table_of_lines(self.files, columns, optional, self.bad_rows, self.quotes, reshape)
+        else:
+            dataset = _from_parquet(self.path, self.files, columns, required, self.bad_rows)
+        check_columns(self.path, dataset.column_names, required)
+        if self.files:
+            dataset = select_split({split_name(self.split): dataset}, self.split, self.path)
+        # Columns are read as stored, without the indices of a selection.
+        if dataset._indices is not None:
+            dataset = dataset.flatten_indices()
+        return DataTable(self.path, dataset, self.bad_rows, self.root, self.files, self.allow_outside)
+
+    def _is_lines(self) -> bool:
+        return bool(self.files) and file_format(self.files[0]) != ".parquet"
 
 
 def first_of(columns: Iterable[str], names: Iterable[str], but: str | None = None) -> str | None:
     """The first of some usual names that a column has."""
     return next((name for name in names if name in columns and name != but), None)
-
-
-def default_column(
-    source: object, columns: Collection[str], names: Iterable[str], argument: str, but: str | None = None
-) -> str:
-    """The `first_of` some usual names, for an argument that the user left out; a `DualencError` if there is none."""
-    name = first_of(columns, names, but)
-    if name is None:
-        reason = f"cannot tell which column is {argument}; name it (columns: {', '.join(columns)})"
-        raise DualencError(f"{source}: {reason}")
-    return name
 
 
 def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
@@ -163,14 +174,17 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
         with explain(f"{source}: saved data set cannot be read", "save it again"):
             loaded = datasets.load_from_disk(source)
         return select_split(loaded if isinstance(loaded, dict) else {ONLY_SPLIT: loaded}, split, source)
-    with explain(
-        f"{source}: no such file here, and as a dataset of the hub it does not load", _HUB_ADVICE
-    ):
+    failure = f"{source}: no such file here, and as a dataset of the hub it does not load"
+    with explain(failure, "check the name, subset and split, and the network"):
         return datasets.load_dataset(source, subset, split=split, **cache_option(source))
 
 
 def _from_parquet(
-    source: str, files: Sequence[Path], columns: Mapping[str, ColumnKind], required: Sequence[str]
+    source: str,
+    files: Sequence[Path],
+    columns: Mapping[str, ColumnKind],
+    required: Sequence[str],
+    bad_rows: BadRows,
 ) -> Dataset:
     """The named columns of parquet files, as far as they have them; columns that a file lacks are null in its rows."""
     schema = _one_schema(files)
@@ -178,17 +192,14 @@ def _from_parquet(
     names = [name for name in schema.names if name in columns] or schema.names
     schema = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
 
-    def batches() -> Iterator[pa.RecordBatch]:
+    def batches(_: BadRows) -> Iterator[pa.RecordBatch]:
         for file in files:
             advice = "write all files with the same types, or fetch it again"
             with explain(f"{file}: cannot be read", advice):
                 data = pyarrow.dataset.dataset(file, schema=schema, format="parquet")
                 yield from data.to_batches(batch_size=BATCH_ROWS)
 
-    def key() -> str:
-        return json.dumps(["parquet", [file_identity(file).decode() for file in files], names])
-
-    return dataset_of_batches(batches(), schema, files, key, BadRows(source))
+    return dataset_of_batches(batches, schema, files, ["parquet", names], bad_rows)
 
 
 def _one_schema(files: Sequence[Path]) -> pa.Schema:
@@ -214,15 +225,14 @@ def _one_schema(files: Sequence[Path]) -> pa.Schema:
 
 def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType:
     """The type that the values of both can be cast to, at worst a text; an ArrowException for lists beside others."""
-    schemas = [pa.schema([("value", kind)]) for kind in (left, right)]
-    is_nested = pa.types.is_nested(left) or pa.types.is_nested(right)
     # No integer holds the values of both kinds.
-    is_mixed = {pa.int64(), pa.uint64()} == {left, right}
+    if {pa.int64(), pa.uint64()} == {left, right}:
+        return pa.large_string()
     try:
-        common = pa.unify_schemas(schemas, promote_options="permissive").field("value").type
-        return pa.large_string() if is_mixed else common
+        schemas = [pa.schema([("value", kind)]) for kind in (left, right)]
+        return pa.unify_schemas(schemas, promote_options="permissive").field("value").type
     except pa.ArrowException:
-        if is_nested:
+        if pa.types.is_nested(left) or pa.types.is_nested(right):
             raise
         return pa.large_string()
 
@@ -242,15 +252,12 @@ def find_files(source: str, split: str) -> list[Path]:
     files = _files_of_split(Path(source), split) if Path(source).is_dir() else glob_files(source)
     if not files:
         raise DualencError(f"{source}: no such file; give a file, folder or glob of {_FORMATS}")
-    _check_one_format(source, {file_format(file) for file in files})
-    return files
-
-
-def _check_one_format(source: str, formats: set[str]) -> None:
+    formats = {file_format(file) for file in files}
     if len(formats) > 1 or not formats <= set(TABLE_FORMATS):
         present = ", ".join(sorted(formats)) or "no suffix"
         fix = f"give files of one format among {_FORMATS}, or .tar files"
         raise DualencError(f"{source}: no table of one format ({present}); {fix}")
+    return files
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
@@ -260,9 +267,8 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     split_of = {file: re.split(r"[._-]", file.name)[0] for file in tables}
     files = [file for file, name in split_of.items() if name == split_name(split)]
     if split_of and not files:
-        raise DualencError(
-            f"{folder}: no split {split!r}; there are: {', '.join(sorted(set(split_of.values())))}"
-        )
+        available = ", ".join(sorted(set(split_of.values())))
+        raise DualencError(f"{folder}: no split {split!r}; there are: {available}")
     return files
 
 
@@ -291,9 +297,8 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
     except (ValueError, AssertionError) as error:
         available = f"{', '.join(splits)}, and slices such as train[:90%] ({first_line(error)})"
         raise DualencError(f"{source}: no split {split!r}; there are: {available}") from None
-    slices = [
-        splits[part.splitname].select(range(part.from_, part.to)) for part in parts if part.from_ < part.to
-    ]
+    ranges = [(splits[part.splitname], range(part.from_, part.to)) for part in parts]
+    slices = [rows.select(selected) for rows, selected in ranges if selected]
     if not slices:
         known = ", ".join(f"{name} {count:,}" for name, count in sizes.items())
         raise DualencError(f"{source}: split {split!r} has no rows (of {known}); widen the slice")

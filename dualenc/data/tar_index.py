@@ -17,28 +17,26 @@ from tqdm import tqdm
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import cache_folder
 from dualenc.data.identity import file_identity
-from dualenc.errors import BadSample, DualencError
+from dualenc.errors import BadSample, DualencError, first_line
 from dualenc.files import atomic_path
 from dualenc.reading import is_utf8, open_regular
 
-_VERSION = 3  # of what an index holds; raise it when the scan changes
+_VERSION = 4  # of what an index holds; raise it when the scan changes
 _MEMBER = re.compile(
     r"^((?:.*/|)[^.]+)[.]([^/]*)$"
-)  # path up to the first dot of the file name, and what follows it
+)  # up to the first dot of the file name, and what follows it
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstandard
-
-_NUMBERS = pa.list_(pa.int64())
 _SCHEMA = pa.schema(
     [
         ("sample", pa.large_string()),
-        ("extension", pa.list_(pa.string())),
-        ("offset", _NUMBERS),
-        ("size", _NUMBERS),
+        ("extension", pa.string()),
+        ("offset", pa.int64()),
+        ("size", pa.int64()),
     ]
 )
 
-Samples = dict[str, dict[str, tuple[int, int]]]
-"""Offset and size of each sample's files, by their extensions."""
+Files = dict[tuple[str, str], tuple[int, int]]
+"""Offset and size of each file, by the sample's name and its extension."""
 
 
 def read_member(tar: Path, offset: int, size: int) -> bytes:
@@ -56,24 +54,21 @@ def read_member(tar: Path, offset: int, size: int) -> bytes:
 
 
 def index_tar(tar: Path, bad_rows: BadRows) -> pa.Table:
-    """The samples of one tar: a row for each, with its name and lists of its files' extensions, offsets and sizes."""
+    """The files of one tar: a row for each, with its sample's name, its extension, offset and size."""
     try:
         changed = tar.stat().st_mtime_ns
     except OSError as error:
         raise DualencError(f"{tar}: cannot be read ({error.strerror or error}); check the path") from None
-    key = f"{_VERSION} {tar.resolve()} {changed} {file_identity(tar).decode()}".encode(
-        errors="surrogateescape"
-    )
-    stored = cache_folder() / "tars" / f"{hashlib.sha256(key).hexdigest()[:32]}.parquet"
+    facts = f"{_VERSION} {tar.resolve()} {changed} {file_identity(tar).decode()}"
+    key = hashlib.sha256(facts.encode(errors="surrogateescape")).hexdigest()
+    stored = cache_folder() / "tars" / f"{key[:32]}.parquet"
     with suppress(OSError, pa.ArrowException):
         return pq.read_table(stored, schema=_SCHEMA)
     before = bad_rows.total
-    samples = _scan(tar, bad_rows)
-    files = [list(of_sample.values()) for of_sample in samples.values()]
-    extensions = [list(of_sample) for of_sample in samples.values()]
-    offsets = [[offset for offset, _ in places] for places in files]
-    sizes = [[size for _, size in places] for places in files]
-    table = pa.Table.from_arrays([list(samples), extensions, offsets, sizes], schema=_SCHEMA)
+    files = _scan(tar, bad_rows)
+    rows = [(*names, *place) for names, place in files.items()]
+    columns = [list(values) for values in zip(*rows)] or [[]] * len(_SCHEMA)
+    table = pa.Table.from_arrays(columns, schema=_SCHEMA)
     # The faults of a broken tar must be reported again next time.
     if bad_rows.total == before:
         with suppress(OSError, pa.ArrowException), atomic_path(stored) as part:
@@ -81,11 +76,11 @@ def index_tar(tar: Path, bad_rows: BadRows) -> pa.Table:
     return table
 
 
-def _scan(tar: Path, bad_rows: BadRows) -> Samples:
-    samples: Samples = {}
+def _scan(tar: Path, bad_rows: BadRows) -> Files:
+    files: Files = {}
     with open_regular(tar) as stream:
         try:
-            _read_headers(tar, stream, samples, bad_rows)
+            _read_headers(tar, stream, files, bad_rows)
         except DualencError:
             raise
         except Exception as error:  # tarfile raises many kinds on broken headers
@@ -94,13 +89,12 @@ def _scan(tar: Path, bad_rows: BadRows) -> Samples:
                 raise DualencError(
                     f"{tar}: a compressed tar cannot be read at random; decompress it first"
                 ) from None
-            reason = " ".join(str(error).split()) or type(error).__name__
-            bad_rows.add("truncated or broken tar", str(tar), f"{reason}; fetch it again")
-    return samples
+            bad_rows.add("truncated or broken tar", str(tar), f"{first_line(error)}; fetch it again")
+    return files
 
 
-def _read_headers(tar: Path, stream: BinaryIO, samples: Samples, bad_rows: BadRows) -> None:
-    """Add the files of all samples; a `tarfile.ReadError` where the tar is broken."""
+def _read_headers(tar: Path, stream: BinaryIO, files: Files, bad_rows: BadRows) -> None:
+    """Add all files; a `tarfile.ReadError` where the tar is broken."""
     tar_size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
     end = 0
@@ -116,8 +110,7 @@ def _read_headers(tar: Path, stream: BinaryIO, samples: Samples, bad_rows: BadRo
             if member.isdir() or match is None or member.name.startswith("__"):
                 continue
             position = f"{tar}: {member.name}"
-            name = match[1]
-            extension = match[2].lower()
+            name = (match[1], match[2].lower())
             if not is_utf8(member.name):
                 bad_rows.add("name in a tar that is not UTF-8", repr(position), "rename the file")
             elif not member.isreg() or member.issparse():
@@ -126,7 +119,7 @@ def _read_headers(tar: Path, stream: BinaryIO, samples: Samples, bad_rows: BadRo
                 )
             elif member.offset_data + member.size > tar_size:
                 raise tarfile.ReadError(f"{member.name} is cut off")
-            elif extension in samples.get(name, {}):
+            elif name in files:
                 bad_rows.add("duplicate file in a tar", position, "remove one of them")
             else:
-                samples.setdefault(name, {})[extension] = (member.offset_data, member.size)
+                files[name] = (member.offset_data, member.size)

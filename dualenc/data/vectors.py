@@ -12,12 +12,12 @@ import pyarrow as pa
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import matrix_faults, usable
 from dualenc.data.corpus import Corpus, distinct_ids, table_corpus
-from dualenc.data.detect import detect
+from dualenc.data.detect import ONLY_SPLIT, detect
 from dualenc.data.item_lists import Picked, VectorItems, number_distinct
 from dualenc.data.items import rows_of
-from dualenc.data.line_tables import ColumnKind, check_columns
+from dualenc.data.line_tables import check_columns
 from dualenc.data.pairs import PairDataset
-from dualenc.data.tables import check_whole, default_column, first_of, open_table, peek_columns
+from dualenc.data.tables import TableSource, check_whole, first_of
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
 from dualenc.types import OnError
@@ -46,8 +46,8 @@ class VectorPairs(PairDataset):
         self, left: str | Path, right: str | Path, *, deduplicate: bool = True, on_error: OnError = "skip"
     ) -> None:
         bad_rows = BadRows(left, on_error)
-        lefts = open_vectors(left, id_column=default_ids(left), bad_rows=bad_rows)
-        rights = open_vectors(right, id_column=default_ids(right), bad_rows=bad_rows)
+        lefts = open_vectors(left, bad_rows=bad_rows)
+        rights = open_vectors(right, bad_rows=bad_rows)
         rows = rows_of(rights.ids, lefts.ids)
         unpaired = [name for name, row in zip(lefts.ids, rows.tolist()) if row < 0]
         unpaired += sorted(set(rights.ids) - set(lefts.ids))
@@ -81,8 +81,7 @@ def open_vectors(
     column: str | None = None,
     *,
     id_column: str | None = None,
-    split: str = "train",
-    subset: str | None = None,
+    split: str = ONLY_SPLIT,
     columns: Sequence[str] = (),
     bad_rows: BadRows,
 ) -> Corpus:
@@ -90,14 +89,12 @@ def open_vectors(
     if detect(source) == "vectors":
         check_whole(source, split)
         return _open_matrix(source, columns, bad_rows)
+    table = TableSource(source, bad_rows, split=split)
     if column is None:
-        kinds = peek_columns(source, split, subset)
-        lists = [name for name, kind in kinds.items() if kind == "vector"]
+        lists = [name for name, kind in table.kinds.items() if kind == "vector"]
         usual = [*VECTOR_NAMES, *lists] if len(lists) == 1 else VECTOR_NAMES
-        column = default_column(source, kinds, usual, "the vectors")
-    named = [*columns, *([] if id_column is None else [id_column])]
-    to_read: dict[str, ColumnKind] = {**dict.fromkeys(named, "value"), column: "vector"}
-    table = open_table(source, to_read, bad_rows, split=split, subset=subset)
+        column = table.default_column(usual, "the vectors")
+    id_column = id_column or first_of(table.kinds, ID_NAMES)
     return table_corpus(table, column, "vector", id_column=id_column, columns=columns)
 
 
@@ -120,13 +117,6 @@ def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) 
     ids, positions = distinct_ids(((row, names[row]) for row in rows), bad_rows, position_of, "vector")
     selected = stored.select(columns).take(positions) if columns else None
     return Corpus(ids, Picked(VectorItems(opened.vectors), positions), "vector", columns=selected)
-
-
-def default_ids(source: str | Path, split: str = "train", subset: str | None = None) -> str | None:
-    """The column of a table that holds ids, if it has one of a usual name."""
-    if detect(source) == "vectors":
-        return None
-    return first_of(peek_columns(source, split, subset), ID_NAMES)
 
 
 def load_npy(path: Path) -> np.ndarray:

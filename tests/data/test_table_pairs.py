@@ -29,7 +29,6 @@ from dualenc.data import (
     open_pairs,
 )
 from dualenc.data import cache as arrow_cache
-from dualenc.data.labels import Labels
 from dualenc.errors import BadSample, DualencError
 
 from .make import contents, encoded, picture, shade_of, write_csv, write_jsonl, write_rows
@@ -306,7 +305,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_captions_in_a_table(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_captions_in_a_table(folder: Path) -> None:
     records = [{"file_name": f"sub/{i}.png", "text": f"number {i}"} for i in (2, 1, 2, 3)]
     write_jsonl(folder / "metadata.jsonl", records)
     pairs = ImageFolderPairs(folder)
@@ -315,9 +314,8 @@ def test_captions_in_a_table(folder: Path, tmp_path_factory: pytest.TempPathFact
     write_jsonl(folder / "metadata.jsonl", records[1:])
     other = datasets.load_dataset("imagefolder", data_dir=str(folder), split="train")
     assert sorted(contents(ImageFolderPairs(folder))) == sorted((shade_of(row["image"]), row["text"]) for row in other)
-    table = write_jsonl(tmp_path_factory.mktemp("t") / "x.jsonl", [{"photo": "1.png", "says": ["one", "uno"]}])
-    elsewhere = ImageFolderPairs(folder / "sub", table, image_column="photo", caption_column="says")
-    assert contents(elsewhere) == [(1, "one"), (1, "uno")]
+    write_jsonl(folder / "sub" / "captions.jsonl", [{"path": "1.png", "caption": ["one", "uno"]}])
+    assert contents(ImageFolderPairs(folder / "sub")) == [(1, "one"), (1, "uno")]
 
 
 def test_captions_in_text_files_beside_the_images(folder: Path) -> None:
@@ -407,7 +405,7 @@ def test_folders_are_classes_as_torchvision_has_them(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_a_seeded_part_with_its_labels() -> None:
-    images = ImageViews(list("abcdefgh"), Labels(np.arange(8) % 3, ["x", "y", "z"]))
+    images = ImageViews(list("abcdefgh"), np.arange(8) % 3, ["x", "y", "z"])
     part, again, other = images.sample(5, seed=1), images.sample(5, seed=1), images.sample(5, seed=2)
     drawn = [part.item("left", i) for i in range(5)]
     assert len(set(drawn)) == 5

@@ -12,7 +12,7 @@ import pytest
 from dualenc.data import cache as arrow_cache
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.line_tables import FILE, LINE, ColumnKind, table_of_lines
-from dualenc.data.tables import DataTable, open_table, peek_columns
+from dualenc.data.tables import DataTable, TableSource
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_csv, write_jsonl
@@ -23,7 +23,7 @@ QUERY: dict[str, ColumnKind] = {"query": "value"}
 
 
 def read(source: Path | str, columns: dict[str, ColumnKind] = COLUMNS, **options: Any) -> DataTable:
-    return open_table(source, columns, BadRows(source, "raise"), **options)
+    return TableSource(source, BadRows(source, "raise"), **options).open(columns)
 
 
 def queries(source: Path | str, **options: Any) -> list[str]:
@@ -50,7 +50,7 @@ def test_every_format_that_datasets_writes_gives_the_same_rows(tmp_path: Path, k
     path = save(tmp_path, kind)
     table = read(path)
     assert {name: table.dataset[name][:] for name in COLUMNS} == ROWS
-    assert peek_columns(path) == COLUMNS
+    assert TableSource(path, BadRows(path)).kinds == COLUMNS
     assert set(table.dataset.column_names) - {FILE, LINE} == set(COLUMNS)
 
 
@@ -168,7 +168,7 @@ def test_columns_that_are_not_there(tmp_path: Path) -> None:
         with pytest.raises(DualencError, match=r"no column 'quary'; did you mean 'query'\? \(columns: query, docum"):
             read(save(tmp_path, kind), {"quary": "value"})
     with pytest.raises(DualencError, match="no usable record: it is empty"):
-        peek_columns(write_jsonl(tmp_path / "x.jsonl", []))
+        _ = TableSource(write_jsonl(tmp_path / "x.jsonl", []), BadRows("x")).kinds
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
 
 from dualenc.data import ImageViews, PairDataset
-from dualenc.data.labels import Labels
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.errors import DualencError
 from dualenc.training.evaluators import ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
@@ -141,7 +140,7 @@ def test_neighbours_vote_on_features_as_in_scikit_learn():
     sides = []
     for seed, count in ((0, 60), (1, 30)):
         values = colours(count, seed)
-        sides.append((values, ImageViews(images(values), Labels(values.argmax(axis=1), ["r", "g", "b"]))))
+        sides.append((values, ImageViews(images(values), values.argmax(axis=1), ["r", "g", "b"])))
     model = unimodal()
     found = KNNEvaluator(sides[0][1], sides[1][1], k=5, temperature=None)(model)["knn_accuracy"]
     train, test = (v / np.linalg.norm(v, axis=1, keepdims=True) for v, _ in sides)
@@ -163,7 +162,7 @@ def test_declared_metric_names_are_those_that_an_evaluation_has(model, kind):
         evaluator = ImageTextEvaluator(PairDataset(images(rows), names, left_modality="image"))
         model = captioning()
     else:
-        views = ImageViews(images(rows), labels=Labels(np.arange(12) % 3, ["r", "g", "b"]))
+        views = ImageViews(images(rows), np.arange(12) % 3, ["r", "g", "b"])
         evaluator, model = KNNEvaluator(views, views, k=2), unimodal()
     assert set(evaluator.metric_names) == set(evaluator(model))
     assert evaluator.primary in evaluator.metric_names
