@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from dualenc.data.bad_rows import BadRows
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.detect import detect
 from dualenc.data.hub import collection_table, hub_judgements
+from dualenc.data.items import rows_of
 from dualenc.data.lines import read_texts
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
@@ -47,7 +48,6 @@ class BeirPairs(PairDataset):
         path: the BEIR folder, or a collection of the Hugging Face hub: mteb/scifact, zeta-alpha-ai/NanoSciFact.
         split: the qrels file to train on, without `.tsv`, or the split of the hub's judgements.
         titles: join a document's title to its text.
-        min_grade: lowest grade that counts as relevant.
         weigh_grades: multiply a pair's loss by its grade over the mean grade, so that weights are 1 on average.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
 
@@ -62,43 +62,44 @@ class BeirPairs(PairDataset):
         split: str = "train",
         *,
         titles: bool = True,
-        min_grade: int = 1,
         weigh_grades: bool = False,
         on_error: OnError = "skip",
     ) -> None:
-        if weigh_grades and min_grade < 1:
-            raise DualencError(
-                f"weigh_grades with min_grade {min_grade}: a weight is not below 0; give min_grade 1"
-            )
         queries, self.corpus, qrels = read_beir(path, split, titles=titles, on_error=on_error)
-        query_row = {name: row for row, name in enumerate(queries.ids)}
-        document_row = {name: row for row, name in enumerate(self.corpus.ids)}
-        query_rows = []
-        right_id = []
-        grades = []
-        for query, judged in qrels.items():
-            for document, grade in judged.items():
-                if grade >= min_grade and document in document_row:
-                    query_rows.append(query_row[query])
-                    right_id.append(document_row[document])
-                    grades.append(grade)
-        if not grades:
-            raise DualencError(
-                f"{path}: no usable pair: no judgement of a document has grade {min_grade} or more"
-            )
-        # Queries without a relevant document are no items: training would never see them.
-        used, left_id = np.unique(query_rows, return_inverse=True)
-        self.queries = queries.take(used)
+        self.queries, left_id, right_id, grades = relevant_pairs(queries, qrels, self.corpus.ids)
+        if not len(grades):
+            raise DualencError(f"{path}: no usable pair: no judgement of a document has grade 1 or more")
         super().__init__(
             self.queries.items,
             self.corpus.items,
             left_id,
             right_id,
-            weights=np.array(grades) / np.mean(grades) if weigh_grades else None,
+            weights=grades / np.mean(grades) if weigh_grades else None,
             left_modality=self.queries.modality,
             right_modality=self.corpus.modality,
         )
         self.skipped = self.corpus.skipped
+
+
+class RelevantPairs(NamedTuple):
+    """M pairs: rows (M,) among the queries that have one and among the documents, and their grades (M,), 1 or more."""
+
+    queries: Corpus
+    left_id: np.ndarray
+    right_id: np.ndarray
+    grades: np.ndarray
+
+
+def relevant_pairs(
+    queries: Corpus, qrels: Mapping[str, Mapping[str, int]], document_ids: Sequence[str]
+) -> RelevantPairs:
+    """The relevant (query, document) pairs of judgements. Queries without one are left out: nothing trains on them."""
+    judged = [(query, document, grade) for query in qrels for document, grade in qrels[query].items()]
+    names, documents, grades = zip(*judged)
+    document_rows = rows_of(document_ids, documents)
+    is_pair = (document_rows >= 0) & (np.array(grades) >= 1)
+    used, left_id = np.unique(rows_of(queries.ids, names)[is_pair], return_inverse=True)
+    return RelevantPairs(queries.take(used), left_id, document_rows[is_pair], np.array(grades)[is_pair])
 
 
 def read_beir(
@@ -138,19 +139,19 @@ def check_split(folder: Path, split: str) -> Path:
 
 
 def read_judged_queries(
-    folder: Path, split: str, document_ids: Iterable[str], bad_rows: BadRows
+    folder: Path, split: str, document_ids: Sequence[str], bad_rows: BadRows
 ) -> tuple[Corpus, dict[str, dict[str, int]]]:
     """The queries of a BEIR folder that a split judges, and its judgements; no documents are read."""
-    judgements = judgements_of_split(folder, split, bad_rows)
+    judgements = list(judgements_of_split(folder, split, bad_rows))
     queries = read_corpus(folder, "queries", bad_rows=bad_rows)
     query_row = {name: row for row, name in enumerate(queries.ids)}
-    documents = set(document_ids)
+    document_rows = rows_of(document_ids, [entry.document for entry in judgements])
     qrels: dict[str, dict[str, int]] = {}
-    for position, query, document, grade in judgements:
+    for (position, query, document, grade), document_row in zip(judgements, document_rows):
         if query not in query_row:
             bad_rows.add("judgement of an unknown query", position, f"{query!r} is none of the queries")
             continue
-        if document not in documents:
+        if document_row < 0:
             reason = "judged document that is not in the corpus (kept as never found)"
             bad_rows.add(reason, position, f"{document!r} is missing")
         qrels.setdefault(query, {})[document] = grade

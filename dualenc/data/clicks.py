@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import judgements_of_split, read_corpus
-from dualenc.data.columns import Column, read_column
-from dualenc.data.corpus import Corpus
+from dualenc.data.beir import read_judged_queries, relevant_pairs
+from dualenc.data.column_pairs import paired_positions
+from dualenc.data.columns import ItemColumn, read_column, read_ids
 from dualenc.data.detect import detect
 from dualenc.data.hub import is_collection
 from dualenc.data.item_lists import Picked, VectorItems, number_distinct
-from dualenc.data.line_tables import ColumnKind
 from dualenc.data.pairs import PairDataset
 from dualenc.data.ragged import Ragged
 from dualenc.data.tables import TableSource
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
-from dualenc.types import Items, Modality, OnError
+from dualenc.types import OnError
 
 QUERY_NAMES = ("query", "question", "q", "search", "anchor", "text", "vector", "embedding")
 DOCUMENT_NAMES = (
     *("document", "document_id", "doc_id", "docid", "doc", "corpus-id", "corpus_id", "passage_id"),
     *("item_id", "item", "product_id", "positive", "positives", "clicked", "id", "_id"),
 )
-
-
-class Judged(NamedTuple):
-    """Q queries, and P pairs of a query's row and a document's row."""
-
-    queries: Items
-    modality: Modality
-    left_id: np.ndarray
-    right_id: np.ndarray
 
 
 class IndexPairs(PairDataset):
@@ -68,96 +58,50 @@ class IndexPairs(PairDataset):
     ) -> None:
         bad_rows = BadRows(source, on_error)
         if detect(source) == "beir" or is_collection(source):
-            judged = _read_beir(Path(source), split, documents, bad_rows)
+            queries, qrels = read_judged_queries(Path(source), split, documents.ids, bad_rows)
+            judged = relevant_pairs(queries, qrels, documents.ids)
+            items = judged.queries.items
+            modality = queries.modality
+            pairs = np.stack([judged.left_id, judged.right_id], axis=1)
         else:
-            judged = _read_table(str(source), split, query_column, document_column, documents, bad_rows)
+            table = TableSource(source, bad_rows, split=split)
+            left, right = _read_clicks(table, query_column, document_column, documents)
+            modality = left.modality
+            paired = paired_positions(left, right)
+            used, rows = np.unique(right.rows[paired], return_inverse=True)
+            first, number = number_distinct(left.keys.__getitem__, used)
+            items = Picked(left.items, first)
+            pairs = np.stack([number[rows], cast(Picked, right.items).positions[paired]], axis=1)
+        bad_rows.require(len(pairs), "pair")
         # The same pair twice, as of two clicks, is one pair.
-        pairs = np.stack([judged.left_id, judged.right_id], axis=1)
         _, first = np.unique(pairs, axis=0, return_index=True)
         pairs = pairs[np.sort(first)]
         super().__init__(
-            judged.queries,
+            items,
             VectorItems(documents.vectors),
             pairs[:, 0],
             pairs[:, 1],
-            left_modality=judged.modality,
+            left_modality=modality,
             right_modality="vector",
         )
         self.documents = documents
         self.skipped = bad_rows.report()
 
 
-def _read_table(
-    source: str,
-    split: str,
-    query_column: str | None,
-    document_column: str | None,
-    documents: Embeddings,
-    bad_rows: BadRows,
-) -> Judged:
-    """The queries and the documents' rows of a table."""
-    opened = TableSource(source, bad_rows, split=split)
-    query = query_column or opened.default_column(QUERY_NAMES, "query_column")
-    names = document_column or opened.default_column(DOCUMENT_NAMES, "document_column", but=query)
-    is_vector = opened.kinds.get(query) == "vector"
-    to_read: dict[str, ColumnKind] = {query: "vector" if is_vector else "value", names: "list"}
-    table = opened.open(to_read)
-    queries = read_column(table, query, "vector" if is_vector else "text")
-    if queries.is_list:
-        raise DualencError(f"{source}: column {query!r} holds lists; name one with a query in each row")
-    queries.skip(~queries.usable())
-    ids = Column(table, names, "text", lists=True)
-    document_rows = _document_rows(ids, documents)
-    if len(document_rows) and not (document_rows >= 0).any():
-        shown = f"{str(ids[0])[:60]!r}, and the documents' are such as {documents.ids[0][:60]!r}"
+def _read_clicks(
+    source: TableSource, query_column: str | None, document_column: str | None, documents: Embeddings
+) -> tuple[ItemColumn, ItemColumn]:
+    """The queries of a table, and the vectors of the documents that it names."""
+    query = query_column or source.default_column(QUERY_NAMES, "query_column")
+    names = document_column or source.default_column(DOCUMENT_NAMES, "document_column", but=query)
+    is_vector = source.kinds.get(query) == "vector"
+    table = source.open({query: "vector" if is_vector else "value", names: "list"})
+    right = read_ids(table, names, documents.ids, VectorItems(documents.vectors))
+    if len(right.rows) and not right.usable().any():
+        shown = f"{right.keys[0][:60]!r}, and the documents' are such as {documents.ids[0][:60]!r}"
         problem = f"no id of column {names!r} is among the documents (the first is {shown})"
-        raise DualencError(f"{source}: {problem}; name the column of ids")
-    rows = ids.rows
-    table.skip_rows(
-        f"no id in column {names!r}",
-        np.setdiff1d(np.arange(len(table)), rows),
-        "fill it in or remove the row",
-    )
-    is_query = queries.usable()[rows]
-    missing = is_query & (document_rows < 0)
-    table.skip_rows("id that is not among the documents", rows[missing], f"correct column {names!r}")
-    is_pair = is_query & (document_rows >= 0)
-    bad_rows.require(int(is_pair.sum()), "pair")
-    used, place = np.unique(rows[is_pair], return_inverse=True)
-    first, number = number_distinct(queries.keys.__getitem__, used)
-    return Judged(Picked(queries.items, first), queries.modality, number[place], document_rows[is_pair])
-
-
-def _document_rows(ids: Column, documents: Embeddings) -> np.ndarray:
-    """The document's row of each id, -1 for an id that is not among the documents."""
-    names = ["" if value is None else str(value) for value in ids.values()]
-    rows = documents.rows_of(names)
-    # Beside missing ids pandas writes id 7 as 7.0.
-    whole = documents.rows_of([name.removesuffix(".0") for name in names])
-    return np.where(rows < 0, whole, rows)
-
-
-def _read_beir(folder: Path, split: str, documents: Embeddings, bad_rows: BadRows) -> Judged:
-    """The queries of a BEIR folder that a split judges, with the rows of their relevant documents."""
-    judgements = [entry for entry in judgements_of_split(folder, split, bad_rows) if entry.grade >= 1]
-    queries: Corpus = read_corpus(folder, "queries", bad_rows=bad_rows)
-    query_row = {name: row for row, name in enumerate(queries.ids)}
-    document_rows = documents.rows_of([entry.document for entry in judgements])
-    query_rows = []
-    right_id = []
-    for entry, row in zip(judgements, document_rows.tolist(), strict=True):
-        if entry.query not in query_row:
-            reason = "judgement of an unknown query"
-            bad_rows.add(reason, entry.position, f"{entry.query!r} is not a query")
-        elif row < 0:
-            reason = "id that is not among the documents"
-            bad_rows.add(reason, entry.position, f"{entry.document!r} is missing")
-        else:
-            query_rows.append(query_row[entry.query])
-            right_id.append(row)
-    bad_rows.require(len(right_id), "pair")
-    used, left_id = np.unique(query_rows, return_inverse=True)
-    return Judged(queries.take(used).items, queries.modality, left_id, np.array(right_id))
+        raise DualencError(f"{source.path}: {problem}; name the column of ids")
+    return read_column(table, query, "vector" if is_vector else "text"), right
 
 
 class DocumentSplit(NamedTuple):

@@ -29,17 +29,12 @@ class ColumnPairs(PairDataset):
         max_negatives: int | None = None,
     ) -> None:
         table = left.table
-        if left.is_list:
-            raise DualencError(
-                f"{table.source}: the left column holds lists; name it as right_column instead"
-            )
         weights = None if weight_column is None else _weights(table, weight_column)
         if weights is not None:
             reason = f"no weight of 0 or more in column {weight_column!r}"
             left = left.with_fault(reason, ~np.isfinite(weights), "fix the row")
-        paired = _paired_positions(left, right)
+        paired = paired_positions(left, right)
         rows = right.rows[paired]
-        table.bad_rows.require(len(rows), "pair")
         items = right.items
         keys = right.keys
         used = paired
@@ -50,8 +45,8 @@ class ColumnPairs(PairDataset):
             keys = Joined([keys, *(column.keys for column in negative_columns)])
             used = np.concatenate([paired, np.unique(negatives.values)])
         # Only items that a pair uses get a number: ids have no gaps.
-        left_first, left_number = _number(left.items, left.keys, np.unique(rows), deduplicate)
-        right_first, right_number = _number(items, keys, used, deduplicate)
+        left_first, left_number = number_items(left.items, left.keys, np.unique(rows), deduplicate)
+        right_first, right_number = number_items(items, keys, used, deduplicate)
         super().__init__(
             Picked(left.items, left_first),
             Picked(items, right_first),
@@ -85,8 +80,11 @@ class ColumnPairs(PairDataset):
         self.negatives = ids.keep(~positive & ids.first_in_row())
 
 
-def _paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
-    """The positions of right values that make a pair; the faults of all others are counted."""
+def paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
+    """The positions (M,) of right values that make a pair; the faults of all others are counted."""
+    table = left.table
+    if left.is_list:
+        raise DualencError(f"{table.source}: the left column holds lists; name it as right_column instead")
     good_rows = left.usable()
     good_values = right.usable()
     left.skip(~good_rows)
@@ -94,6 +92,7 @@ def _paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
     is_empty = np.bincount(right.rows, minlength=len(good_rows)) == 0
     in_good_row = good_rows[right.rows]
     right.skip(~good_values & in_good_row, np.flatnonzero(is_empty & good_rows))
+    table.bad_rows.require(int((good_values & in_good_row).sum()), "pair")
     return np.flatnonzero(good_values & in_good_row)
 
 
@@ -128,7 +127,7 @@ def _weights(table: DataTable, name: str) -> np.ndarray:
     return weights
 
 
-def _number(
+def number_items(
     items: Items, keys: Items, positions: np.ndarray, deduplicate: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """First position of each item that is distinct by its key; the item's number by position, else -1."""

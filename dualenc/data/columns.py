@@ -19,6 +19,7 @@ from PIL import Image
 from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, existing_file
 from dualenc.data.item_lists import Picked, VectorItems
+from dualenc.data.items import rows_of
 from dualenc.data.line_tables import is_list, kind_of_type
 from dualenc.data.tables import DataTable
 from dualenc.data.vector_shards import Array, ShardedVectors
@@ -110,13 +111,6 @@ class Column:
     def values(self) -> list[Any]:
         """All values."""
         return self.array.to_pylist()
-
-    def positions_in(self, names: Sequence[str]) -> np.ndarray:
-        """The position of each value among some strings, (len(self),); -1 for a value that is none of them."""
-        # Both sides as large strings: numbers in one table are texts in another.
-        value_set = pa.array(names, pa.large_string())
-        positions = pc.index_in(pc.cast(self.array, value_set.type), value_set=value_set)
-        return np.asarray(pc.fill_null(positions, -1).to_numpy(), dtype=np.int64)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -343,19 +337,25 @@ def read_ids_or_texts(table: DataTable, name: str, vectors: Corpus | None) -> It
     """The texts of a column, or the vectors whose ids it holds."""
     if vectors is None:
         return read_column(table, name, "text")
+    return read_ids(table, name, vectors.ids, vectors.items)
+
+
+def read_ids(table: DataTable, name: str, ids: Sequence[str], vectors: Items) -> ItemColumn:
+    """The vectors (N, D) whose ids (N,) a column holds."""
     column = Column(table, name, "text", lists=True)
     filled = column.filled()
-    positions = column.positions_in(vectors.ids)
-    missing = filled & (positions < 0)
+    names = ["" if value is None else str(value) for value in column.values()]
+    positions = rows_of(ids, names)
+    missing = np.flatnonzero(positions < 0)
+    # Beside missing ids pandas writes id 7 as 7.0.
+    positions[missing] = rows_of(ids, [names[value].removesuffix(".0") for value in missing])
     faults = {
         f"no id in column {name!r}": (~filled, "fill it in or remove the row"),
-        "id without a vector": (missing, f"column {name!r} names what is not embedded"),
+        "id without a vector": (filled & (positions < 0), f"column {name!r} names what is not embedded"),
     }
     # Position -1 is never read: those values are among the faults.
-    items = Picked(vectors.items, positions)
-    return ItemColumn(
-        table, vectors.modality, column.is_list, column.rows, items, TextColumn(column), faults
-    )
+    items = Picked(vectors, positions)
+    return ItemColumn(table, "vector", column.is_list, column.rows, items, TextColumn(column), faults)
 
 
 def _read_vectors(table: DataTable, name: str) -> ItemColumn:

@@ -51,7 +51,6 @@ class TablePairs(ColumnPairs):
         allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         weight_column: numbers, 0 or more, that each row's loss is multiplied by: graded pairs.
         deduplicate: equal texts, vectors and images (by contents or path) of one side share an id.
-        max_negatives: keep that many negatives of each row, from the front.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
     """
@@ -70,7 +69,6 @@ class TablePairs(ColumnPairs):
         allow_outside: bool = False,
         weight_column: str | None = None,
         deduplicate: bool = True,
-        max_negatives: int | None = None,
         quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
@@ -103,7 +101,6 @@ class TablePairs(ColumnPairs):
             [read_column(table, name, right.modality) for name in negatives],
             weight_column=weight_column,
             deduplicate=deduplicate,
-            max_negatives=max_negatives,
         )
 
 
@@ -121,14 +118,14 @@ class MinedPairs(ColumnPairs):
     """Pairs with mined negatives, one query a line, as FlagEmbedding and Tevatron write them.
 
     FlagEmbedding: `{"query": …, "pos": [text, …], "neg": [text, …]}`. Tevatron: `{"query": …, "positive_passages":
-    [{"docid", "title", "text"}, …], "negative_passages": […]}`. A query with several positives makes one pair each.
+    [{"docid", "title", "text"}, …], "negative_passages": […]}`, whose titles are joined to the texts. A query with
+    several positives makes one pair each.
 
     With `queries` and `documents` the file holds ids of these vectors: `query_id` and each `docid` of Tevatron's lines,
     so that one file serves for the texts and for their embeddings, or `query`, `pos` and `neg`.
 
     Args:
         path: a .jsonl file, or a glob of them.
-        titles: join a passage's title to its text.
         max_negatives: keep that many negatives of each query, from the front.
         split: a slice such as train[:90%], and of a folder of files which of them.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
@@ -140,7 +137,6 @@ class MinedPairs(ColumnPairs):
         self,
         path: str | Path,
         *,
-        titles: bool = True,
         max_negatives: int | None = None,
         split: str = "train",
         on_error: OnError = "skip",
@@ -154,10 +150,8 @@ class MinedPairs(ColumnPairs):
         left = _vectors_by_id(queries, bad_rows)
         right = _vectors_by_id(documents, bad_rows)
         columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
-        reshape = _mined_with_titles if titles else _mined
         # Of vectors the file holds the ids alone.
-        if left is not None:
-            reshape = _mined_ids
+        reshape = _mined_texts if left is None else _mined_ids
         source = TableSource(path, bad_rows, split=split)
         table = source.open(columns, optional=("neg",), reshape=reshape)
         super().__init__(
@@ -175,13 +169,9 @@ def _vectors_by_id(source: str | Path | None, bad_rows: BadRows) -> Corpus | Non
 # Named functions, not partials: the cache of a table is keyed by the function's name.
 
 
-def _mined(record: dict[str, Any]) -> dict[str, Any]:
+def _mined_texts(record: dict[str, Any]) -> dict[str, Any]:
     """Tevatron's nested passages as FlagEmbedding's lists of texts; the reading of columns checks the values."""
-    return _flat_passages(record, lambda passage: _joined(passage.get("text")))
-
-
-def _mined_with_titles(record: dict[str, Any]) -> dict[str, Any]:
-    return _flat_passages(record, lambda passage: _joined(passage.get("title"), passage.get("text")))
+    return _flat_passages(record, _text_of_passage)
 
 
 def _mined_ids(record: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +192,8 @@ def _flat_passages(record: dict[str, Any], value_of: Callable[[dict[str, Any]], 
     return flat
 
 
-def _joined(*parts: Any) -> str:
+def _text_of_passage(passage: dict[str, Any]) -> str:
+    parts = [passage.get(name) for name in ("title", "text")]
     if any(not isinstance(part, (str, NoneType)) for part in parts):
         raise TypeError("a passage's title or text is no string")
     return " ".join(part or "" for part in parts).strip()

@@ -39,14 +39,13 @@ def test_pairs_are_the_relevant_judgements_and_the_corpus_is_whole(folder: Path)
 
 
 def test_titles_grades_and_weights(folder: Path) -> None:
-    assert [p.right for p in BeirPairs(folder, titles=False, min_grade=2)] == ["text 3"]
+    assert [p.right for p in BeirPairs(folder, titles=False)] == ["text 3", "text 3", "text 1"]
     assert BeirPairs(folder).weights is None
     # The mean grade of 1, 2 and 1 is 4/3.
     assert [pair.weight for pair in BeirPairs(folder, weigh_grades=True)] == pytest.approx([0.75, 1.5, 0.75])
-    with pytest.raises(DualencError, match="weigh_grades with min_grade 0"):
-        BeirPairs(folder, weigh_grades=True, min_grade=0)
-    with pytest.raises(DualencError, match="no judgement of a document has grade 9 or more"):
-        BeirPairs(folder, min_grade=9)
+    (folder / "qrels" / "none.tsv").write_text("q0\td3\t0\n")
+    with pytest.raises(DualencError, match="no judgement of a document has grade 1 or more"):
+        BeirPairs(folder, "none")
 
 
 def test_read_beir_gives_queries_of_the_split_and_all_judgements(folder: Path) -> None:
@@ -80,8 +79,8 @@ def test_missing_splits_and_files_are_named(tmp_path: Path, folder: Path) -> Non
     ("file", "line", "message"),
     [
         ("corpus.jsonl", json.dumps({"_id": "x", "title": " ", "text": ""}), "corpus.jsonl:5: no text in column"),
-        ("corpus.jsonl", json.dumps({"_id": "d1", "text": "x"}), "corpus.jsonl:5: document with an id used before"),
-        ("corpus.jsonl", json.dumps({"text": "nameless"}), "corpus.jsonl:5: document without an id"),
+        ("corpus.jsonl", json.dumps({"_id": "d1", "text": "x"}), "corpus.jsonl:5: text with an id used before"),
+        ("corpus.jsonl", json.dumps({"text": "nameless"}), "corpus.jsonl:5: text without an id"),
         ("corpus.jsonl", '{"_id": "x", ', "corpus.jsonl:5: malformed JSON line"),
         ("queries.jsonl", json.dumps({"_id": "x", "text": ""}), "queries.jsonl:4: no text in column"),
         ("qrels/train.tsv", "q0\tnone\t1", "train.tsv:6: judged document that is not in the corpus"),

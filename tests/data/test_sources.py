@@ -158,7 +158,6 @@ def test_columns_of_pairs_by_usual_and_by_given_names(tmp_path: Path) -> None:
     assert open_pairs(path)[0].right == "a"
     assert open_pairs(path, right_column="note")[0].right == "n"
     assert texts(open_corpus(path, text_column="note", id_column="answer")) == {"a": "n"}
-    assert texts(open_corpus(path, text_column="note", title_column="question")) == {"0": "q n"}
 
 
 @pytest.mark.parametrize(

@@ -247,9 +247,8 @@ def test_both_layouts_of_mined_negatives(tmp_path: Path) -> None:
     assert (pairs.num_left, pairs.num_right) == (2, 5)
     assert list(MinedPairs(write_jsonl(tmp_path / "x.jsonl", [tevatron(*a) for a in arguments]))) == list(pairs)
     path = write_jsonl(tmp_path / "titles.jsonl", [tevatron("q", ["T|one"], ["U|two"])])
-    for titles, texts in ((True, ("T one", "U two")), (False, ("one", "two"))):
-        pair = MinedPairs(path, titles=titles)[0]
-        assert (pair.left, pair.right, *pair.negatives) == ("q", *texts)
+    pair = MinedPairs(path)[0]
+    assert (pair.left, pair.right, *pair.negatives) == ("q", "T one", "U two")
     with pytest.raises(DualencError, match="no column 'pos'; did you mean 'positives'"):
         MinedPairs(write_jsonl(tmp_path / "other.jsonl", [{"query": "q", "positives": ["p"]}]))
 

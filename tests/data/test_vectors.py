@@ -80,7 +80,7 @@ def test_columns_of_vectors_make_pairs_by_row(tmp_path: Path, kind: str) -> None
         np.testing.assert_array_equal(pairs[5].right, RIGHT[5])
         np.testing.assert_array_equal(pairs[5].negatives[0], -RIGHT[5])
         assert pairs[4].negatives == ()
-    assert open_pairs(path, "q", "d", deduplicate=False).num_left == N
+    assert TablePairs(path, "q", "d", deduplicate=False).num_left == N
 
 
 def test_whole_numbers_are_vectors_where_they_are_named(tmp_path: Path) -> None:
