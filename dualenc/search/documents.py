@@ -24,7 +24,7 @@ from dualenc.data.beir import read_corpus
 from dualenc.data.detect import detect
 from dualenc.data.vector_shards import Embeddings, ShardedVectors, is_embeddings
 from dualenc.data.vectors import load_npy
-from dualenc.errors import DualencError, Unsupported
+from dualenc.errors import DualencError
 from dualenc.files import atomic_path, remove, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.build import STORED_TOLERANCE, Database
@@ -152,9 +152,8 @@ def _index_documents(index: Index, source: Path) -> Embeddings:
     def read(rows: range) -> np.ndarray:
         try:
             return index.reconstruct(np.asarray(rows))
-        except Unsupported as error:
-            remedy = "embed the documents, and name that folder"
-            raise DualencError(f"{source}: {error}; {remedy}") from None
+        except DualencError as error:
+            raise DualencError(f"{source}: {error}") from None
 
     vectors = ReadRows(len(index), index.dim, read)
     return Embeddings(index.ids, vectors, _about(index.meta), index.snippets, index.columns)

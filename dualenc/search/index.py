@@ -15,7 +15,7 @@ import pyarrow as pa
 from dualenc.checksums import checksums, sizes, verify_files
 from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, rows_of, write_items
 from dualenc.data.vector_shards import Embeddings, read_head
-from dualenc.errors import DualencError, UnknownId, Unsupported
+from dualenc.errors import DualencError
 from dualenc.files import (
     atomic_folder,
     check_folder_target,
@@ -284,17 +284,6 @@ class Index:
             return search_among(self.faiss, ready, k, allowed_rows)
         return self.faiss.search(ready, k)
 
-    def vectors(self, ids: Sequence[str]) -> np.ndarray:
-        """Reconstruct the vectors of some ids, in the precision of the index: (n, D) float32."""
-        rows = rows_of(self.ids, ids)
-        if (rows < 0).any():
-            name = ids[int(np.argmin(rows))][:200]
-            raise UnknownId(f"the index has no item {name!r}; give an id that it has returned")
-        try:
-            return self.reconstruct(rows)
-        except Unsupported as error:
-            raise Unsupported(f"{error}; search by text") from None
-
     def reconstruct(self, rows: np.ndarray) -> np.ndarray:
         """The vectors (n, D) float32 of rows (n,), of a refined index as its second stage has them."""
         base, refine = split(self.faiss)
@@ -306,8 +295,10 @@ class Index:
                 ivf.make_direct_map(True)
             return stored.reconstruct_batch(rows)
         except RuntimeError as error:
-            kind = self.meta.get("factory", "?")
-            raise Unsupported(f"an index of kind {kind} gives no vectors back ({reason(error)})") from None
+            problem = (
+                f"an index of kind {self.meta.get('factory', '?')} gives no vectors back ({reason(error)})"
+            )
+            raise DualencError(f"{problem}; embed the documents, and name that folder") from None
 
 
 def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | None) -> Embeddings:

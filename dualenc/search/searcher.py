@@ -27,11 +27,10 @@ from dualenc.types import Modality, Side
 
 
 class Query(NamedTuple):
-    """Search query: a text, image or vector, or ids of the index for similar items.
+    """Search query: a text, image or vector.
 
     Attributes:
         side: the side of the model that encodes the item.
-        ids: in place of an item; the mean of their vectors is the query, and the results exclude them.
         where: conditions on columns of an index, all of which must hold.
         filter: in the engine's own language, JSON of Qdrant or SQL of PostgreSQL; "" for none. SQL reads whatever the
             user of the connection may read: only from whoever owns it.
@@ -39,9 +38,8 @@ class Query(NamedTuple):
         weight: of the vector's results in the fusion, from 0 to 1; BM25 has the rest.
     """
 
-    side: Side = "left"
-    item: Any = None
-    ids: tuple[str, ...] = ()
+    side: Side
+    item: Any
     k: int = 10
     where: tuple[Condition, ...] = ()
     filter: str = ""
@@ -144,7 +142,7 @@ class Searcher:
         return self.index.filter_language
 
     def check(self, query: Query) -> None:
-        """Refuse a query that this index cannot answer; error messages contain no path, as a server passes them on."""
+        """Refuse a query that this index cannot answer; error messages contain no path."""
         is_text = isinstance(query.item, str)
         if query.hybrid is not None and not (is_text and self.lexical):
             raise Unsupported(
@@ -158,10 +156,7 @@ class Searcher:
     def search(self, query: Query) -> list[Hit]:
         """The best items for a query, best first."""
         self.check(query)
-        # The results exclude the query's own items.
-        depth = query.k + len(query.ids)
-        if query.hybrid is not None:
-            depth = max(depth, FUSION_DEPTH)
+        depth = query.k if query.hybrid is None else max(query.k, FUSION_DEPTH)
         depth = min(depth, len(self))
         vector = self._vector(query)
         allowed_rows = None
@@ -173,13 +168,11 @@ class Searcher:
             hits = self.index.search(vector, depth, allowed_rows=allowed_rows, **self.settings)[0]
         if query.hybrid is not None:
             hits = self._fused(query, hits, depth, allowed_rows)
-        return [hit for hit in hits if hit.id not in query.ids][: query.k]
+        return hits[: query.k]
 
     @torch.inference_mode()
     def _vector(self, query: Query) -> np.ndarray:
         """The vector (D,) of a query, of the size of the index, which may contain the first components only."""
-        if query.ids:
-            return self.index.vectors(query.ids).mean(axis=0)
         tower = self.encoder.tower(query.side)
         forward = tower.features if self.index.meta.get("output", "embedding") == "features" else tower
         device = next((tensor.device for tensor in tower.state_dict().values()), torch.device("cpu"))

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dualenc.errors import DualencError, Unsupported
+from dualenc.errors import DualencError
 from dualenc.search import Embeddings, Index, build, documents, parts
 from dualenc.search.documents import fingerprint, open_documents
 from dualenc.search.embeddings import EmbeddingWriter
@@ -162,8 +162,8 @@ def test_inner_products_of_different_lengths_are_refused(tmp_path: Path) -> None
 def test_sources_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     lossy, corrupt = built(tmp_path / "lossy", "PCAW16,Flat"), built(tmp_path / "corrupt")
-    with pytest.raises(Unsupported, match="PCAW16,Flat gives no vectors back"):
-        Index.open(lossy).vectors(Index.open(lossy).ids[:2])
+    with pytest.raises(DualencError, match="PCAW16,Flat gives no vectors back"):
+        Index.open(lossy).reconstruct(np.arange(2))
     (corrupt / "index.faiss").write_bytes(b"broken")
     with pytest.raises(DualencError) as theirs:
         Index.open(corrupt)

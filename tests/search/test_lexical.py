@@ -120,4 +120,4 @@ def test_mistakes(made: Path) -> None:
     with pytest.raises(DualencError, match="no text holds a word"):
         Lexical.build(["", "the of"])
     with pytest.raises(DualencError, match="hybrid search needs a text"):
-        Searcher.open(made / "index").search(Query(ids=("d1",), hybrid="rrf"))
+        Searcher.open(made / "index").search(Query("left", np.ones(32), hybrid="rrf"))
