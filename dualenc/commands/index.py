@@ -204,14 +204,13 @@ def _open_texts(folder: str, data: str | None, items: SourceOptions) -> Corpus:
 
 def _write_texts(folder: str, corpus: Corpus, *, bm25: bool, texts: bool) -> None:
     """Put BM25, the texts or both into the folder of an index."""
-    from dualenc.search.lexical import add_lexical
     from dualenc.search.texts import add_texts
 
+    count = add_texts(folder, corpus, bm25=bm25, whole=texts)
     if bm25:
-        lexical = add_lexical(folder, corpus)
-        print(printable(f"BM25 over {lexical.count:,} texts → {folder}"))
+        print(printable(f"BM25 over {count:,} texts → {folder}"))
     if texts:
-        print(printable(f"{add_texts(folder, corpus):,} texts kept → {folder}"))
+        print(printable(f"{count:,} texts kept → {folder}"))
 
 
 def _verify(folder: str) -> None:

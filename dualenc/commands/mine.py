@@ -19,7 +19,6 @@ def mine(
     out: str,
     rule: Rule,
     form: Literal["flagembedding", "sentence-transformers"] = "flagembedding",
-    factory: str = "exact",
     split: str = "train",
     columns: ColumnOptions,
     batch_size: int = 32,
@@ -38,7 +37,6 @@ def mine(
         form: rows as FlagEmbedding and `dualenc train` read them. Or as the losses of sentence-transformers train on
             them: anchor, positive, negative_1, negative_2, …, a row for each positive, without scores; queries with
             fewer negatives than num_negatives are left out.
-        factory: exact, or a FAISS factory string (auto chooses one) for a corpus too large to compare with.
         split: of a BEIR folder or a data set that has several.
         batch_size: items per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
@@ -51,7 +49,7 @@ def mine(
     from dualenc.search.mining import check_modalities, mine_negatives
 
     folder = Path(f"{Path(out)}-embeddings")
-    _check(rule, Path(out), folder, factory, batch_size)
+    _check(rule, Path(out), folder, batch_size)
     device_to_use = start_processes(device)
     pairs = open_pairs(data, **vars(columns), split=split)
     left, right = corpora(pairs)
@@ -61,7 +59,7 @@ def mine(
     with writing(out):
         queries = embed_into(folder / "queries", encoder.left, left, side="left", **embedding)
         documents = embed_into(folder / "documents", encoder.right, right, side="right", **embedding)
-        report = mine_negatives(queries, documents, pairs, out, rule=rule, form=form, factory=factory)
+        report = mine_negatives(queries, documents, pairs, out, rule=rule, form=form, device=device_to_use)
     if distributed.is_main():
         rows = [{"what": name.replace("_", " "), "number": count} for name, count in vars(report).items()]
         print_table(Table("Mined", rows))
@@ -70,18 +68,15 @@ def mine(
     distributed.barrier()
 
 
-def _check(rule: Rule, target: Path, folder: Path, factory: str, batch_size: int) -> None:
+def _check(rule: Rule, target: Path, folder: Path, batch_size: int) -> None:
     """Refuse options and output places that would fail after hours of work."""
     from dualenc.data.vector_shards import are_embeddings
-    from dualenc.search.build import check_factory
     from dualenc.search.mining import check_mined
 
     check_options(
         1, MAX_ITEMS, num_negatives=rule.num_negatives, last_rank=rule.last_rank, batch_size=batch_size
     )
     check_options(0, MAX_SEED, seed=rule.seed)
-    if factory != "exact":
-        check_factory(factory)
     check_mined(target)
     check_writable(target.parent)
     check_folder_target(folder, are_embeddings, "embeddings of mining")

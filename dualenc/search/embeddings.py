@@ -12,13 +12,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from filelock import FileLock, Timeout
 
 from dualenc import distributed
 from dualenc.checksums import checksums, sizes
@@ -34,7 +35,6 @@ from dualenc.data.vector_shards import (
 )
 from dualenc.errors import DualencError
 from dualenc.files import recover_inside, remove, version_of, write_json
-from dualenc.search.locks import work_lock
 
 MAX_SHARD_ROWS = 16384
 MIN_SHARD_ROWS = 1024
@@ -296,3 +296,31 @@ class EmbeddingWriter:
 
 def _digest(batch: pa.RecordBatch) -> str:
     return hashlib.sha256(batch.serialize()).hexdigest()
+
+
+@contextmanager
+def work_lock(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Yield whether this worker got a file lock, held until the end of the context or the death of this process.
+
+    With `wait` it waits until it does. A folder that is gone is a FileNotFoundError. The empty file stays.
+    """
+    lock = FileLock(path)
+    while True:
+        # FileLock would create the folder again, which another worker may have removed after finishing.
+        if not path.parent.is_dir():
+            raise FileNotFoundError(path)
+        try:
+            lock.acquire(timeout=MIN_WAIT if wait else 0)
+            break
+        except Timeout:
+            if not wait:
+                yield False
+                return
+        except NotImplementedError:
+            raise DualencError(
+                f"{path.parent}: its file system has no locks; choose another disk"
+            ) from None
+    try:
+        yield True
+    finally:
+        lock.release()

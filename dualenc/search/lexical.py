@@ -17,7 +17,7 @@ import os
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import bm25s
 import numpy as np
@@ -26,12 +26,8 @@ from bm25s.stopwords import STOPWORDS_EN
 from bm25s.tokenization import Tokenized
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_folder, is_folder_of, locked, write_json
+from dualenc.files import atomic_folder, is_folder_of, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.index import Index, rows_in
-
-if TYPE_CHECKING:
-    from dualenc.data import Corpus
 
 FOLDER = "bm25"
 FORMAT = "dualenc bm25"
@@ -145,16 +141,3 @@ class Lexical:
 def has_lexical(index: str | os.PathLike[str]) -> bool:
     """Whether the folder of an index has a BM25 index."""
     return is_folder_of(Path(index) / FOLDER, FORMAT)
-
-
-def add_lexical(folder: str | os.PathLike[str], corpus: Corpus) -> Lexical:
-    """Add a BM25 index to the folder of an index, of the texts (in any order, more are ignored) that were indexed."""
-    if corpus.modality != "text":
-        raise DualencError(
-            f"{folder}: BM25 needs texts, and its data holds {corpus.modality}s; leave --bm25 out"
-        )
-    with locked(folder):
-        index = Index.open(folder)
-        lexical = Lexical.build(corpus[row] for row in rows_in(corpus, index, folder))
-        lexical.save(folder, index.items_checksum)
-    return lexical

@@ -4,7 +4,6 @@ For each query: search the nearest documents, drop known positives and their cop
 candidates that score too close to the positive as likely relevant (Moreira et al. 2024, arXiv 2407.15831).
 
     .OUT.mining/rows-00000.jsonl    counts of a block of queries, and its lines
-    .OUT.mining/index               a FAISS index, unless the search is exact
     .OUT.mining/settings.json       a digest of everything that the rows depend on
 
 A finished block is a file, which the next run skips.
@@ -16,13 +15,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from tqdm.auto import tqdm
 
 from dualenc import distributed
@@ -34,17 +33,13 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_path, check_file_target, remove, removed_if_refused, write_json
 from dualenc.hard_negatives import Negatives, Rule, choose_negatives, search_depth
 from dualenc.reading import open_regular, read_json
-from dualenc.search.build import new_index
 from dualenc.search.exact import exact_search
-from dualenc.search.index import Index, is_index
-from dualenc.types import Metric, Vectors
+from dualenc.types import Vectors
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus, PairDataset
 
 Form = Literal["flagembedding", "sentence-transformers"]
-Search = Callable[[np.ndarray, int], np.ndarray]
-"""From query vectors (n, D) and k to document rows (n, k), best first, -1 where fewer are found."""
 
 QUERIES_PER_BLOCK = 256
 PAIRS_PER_BLOCK = 4096
@@ -75,7 +70,7 @@ def mine_negatives(
     *,
     rule: Rule | None = None,
     form: Form = "flagembedding",
-    factory: str = "exact",
+    device: str | torch.device = "cpu",
     progress: bool = True,
 ) -> Report:
     """Mine hard negatives: write each query with its positives, its negatives and all scores, one JSON object a line.
@@ -92,7 +87,7 @@ def mine_negatives(
         queries: (Q, D) vectors of the pairs' left items, by the ids of `dualenc.data.corpus.corpora(pairs)`.
         documents: (N, D) vectors of the right items, likewise; both of length one for cosines.
         pairs: texts or vectors with their known positives.
-        factory: "exact", or a FAISS factory string, including "auto", to search an index.
+        device: to search on, see `exact_search`.
     """
     rule = rule or Rule()
     left, right = corpora(pairs)
@@ -102,13 +97,9 @@ def mine_negatives(
             f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike"
         )
     check_mined(out)
-    metric: Metric = "cosine" if documents.meta.get("normalized") else "ip"
-    # A bad factory string is refused before any work.
-    if factory not in ("exact", "auto"):
-        new_index(documents.dim, factory, metric, len(documents))
     target = Path(out)
     folder = target.with_name(f".{target.name}.mining")
-    settings = [json.dumps(asdict(rule)), form, factory]
+    settings = [json.dumps(asdict(rule)), form]
     settings += [pairs.identity(), digest_of(left.ids), digest_of(right.ids)]
     for source in (queries, documents):
         # Vectors are identified by the checksums of their files, or by their values.
@@ -123,8 +114,8 @@ def mine_negatives(
         if is_main:
             write_json(path, fingerprint)
         distributed.barrier()
-        miner = _Miner(queries, documents, pairs, left, right, rule, form, folder)
-        num_blocks = miner.write_blocks(miner.searcher(factory, metric), progress and is_main)
+        miner = _Miner(queries, documents, pairs, left, right, rule, form, folder, device)
+        num_blocks = miner.write_blocks(progress and is_main)
         distributed.barrier()
     report = miner.report(num_blocks)
     distributed.barrier()  # before the files are removed, every process has read them
@@ -250,6 +241,7 @@ class _Miner:
     rule: Rule
     form: Form
     folder: Path
+    device: str | torch.device
 
     def __post_init__(self) -> None:
         pairs = self.pairs
@@ -276,25 +268,7 @@ class _Miner:
         self.query_ids = np.unique(pairs.left_id[is_scored])
         self._pairs_of = Ragged.from_pairs(pairs.left_id, np.arange(len(pairs)), len(self.left))
 
-    def searcher(self, factory: str, metric: Metric) -> Search:
-        """The search of the documents: exact, or by an index that the main process builds."""
-        if factory == "exact":
-
-            def search(vectors: np.ndarray, k: int) -> np.ndarray:
-                with distributed.single_process():
-                    return exact_search(vectors, self.documents.vectors, k)[1]
-
-            return search
-        folder = self.folder / "index"
-        if distributed.is_main() and not is_index(folder):
-            vectors = self.queries.vectors[self.left_row[self.query_ids[:500]]]
-            with distributed.single_process():
-                Index.build(self.documents, None, factory, metric=metric, queries=vectors, folder=folder)
-        distributed.barrier()
-        index = Index.open(folder)
-        return lambda vectors, k: index.search_rows(vectors, k)[1]
-
-    def write_blocks(self, search: Search, progress: bool) -> int:
+    def write_blocks(self, progress: bool) -> int:
         """Write the unfinished blocks of queries of this process; returns the number of blocks of all processes."""
         starts = range(0, len(self.query_ids), QUERIES_PER_BLOCK)
         blocks = [self.query_ids[start : start + QUERIES_PER_BLOCK].tolist() for start in starts]
@@ -305,7 +279,7 @@ class _Miner:
                 path = _block_path(self.folder, number)
                 if not path.exists():
                     report = Report()
-                    rows = self._rows(blocks[number], search, report)
+                    rows = self._rows(blocks[number], report)
                     with atomic_path(path) as part, open(part, "w", encoding="utf-8") as stream:
                         for row in (vars(report), *rows):
                             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -322,17 +296,18 @@ class _Miner:
                     setattr(report, name, getattr(report, name) + count)
         return report
 
-    def _rows(self, queries: list[int], search: Search, report: Report) -> list[dict[str, Any]]:
+    def _rows(self, queries: list[int], report: Report) -> list[dict[str, Any]]:
         """The lines of a block of left ids, counted in `report`."""
         depth = min(search_depth(queries, self.exclusions, self.rule), len(self.documents))
         vectors = np.asarray(self.queries.vectors[self.left_row[queries]], np.float32)
         # Columns of a table hold a value in every row.
         fewest = self.rule.num_negatives if self.form == "sentence-transformers" else 1
         rows = []
-        for query, vector, nearest in zip(queries, vectors, search(vectors, depth)):
+        with distributed.single_process():
+            columns = exact_search(vectors, self.documents.vectors, depth, device=self.device)[1]
+        for query, vector, nearest in zip(queries, vectors, columns):
             pairs = self._scored_pairs(query)
-            nearest = nearest[nearest >= 0]
-            # Scored again: scores of an index are approximate, and so is their order.
+            # Scored one query at a time: the result does not depend on the blocks.
             scores = np.asarray(self.documents.vectors[nearest], np.float32) @ vector
             order = np.argsort(-scores, kind="stable")
             negatives = choose_negatives(

@@ -19,6 +19,7 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, consistent_read, is_folder_of, locked, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.index import Index, rows_in
+from dualenc.search.lexical import Lexical
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
@@ -55,14 +56,24 @@ def has_texts(folder: str | os.PathLike[str]) -> bool:
     return is_folder_of(Path(folder) / FOLDER, FORMAT)
 
 
-def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
-    """Add a text store to the folder of an index; returns the number of texts."""
+def add_texts(
+    folder: str | os.PathLike[str], corpus: Corpus, *, bm25: bool = False, whole: bool = False
+) -> int:
+    """Add a BM25 index, the whole texts or both to the folder of an index; returns the number of texts.
+
+    The corpus holds the texts that were indexed, in any order, and perhaps more.
+    """
     if corpus.modality != "text":
-        raise DualencError(f"{folder}: its data holds {corpus.modality}s, not texts; leave --texts out")
+        raise DualencError(
+            f"{folder}: its data holds {corpus.modality}s, not texts; leave --bm25 and --texts out"
+        )
     with locked(folder):
         index = Index.open(folder)
         rows = rows_in(corpus, index, folder)
-        write_texts(folder, index.ids, (corpus[row] for row in rows), index.items_checksum)
+        if bm25:
+            Lexical.build(corpus[row] for row in rows).save(folder, index.items_checksum)
+        if whole:
+            write_texts(folder, index.ids, (corpus[row] for row in rows), index.items_checksum)
     return len(index)
 
 

@@ -13,7 +13,7 @@ from dualenc.errors import DualencError
 from dualenc.evaluation import migration as measured
 from dualenc.search import Embeddings, Index, change, migrate, parts
 from dualenc.search.documents import open_documents
-from dualenc.search.lexical import Lexical, add_lexical
+from dualenc.search.lexical import Lexical
 from dualenc.search.maps import fit
 from dualenc.search.texts import TextStore, add_texts
 from tests.fake_towers import corpus
@@ -92,8 +92,7 @@ def test_bm25_and_texts_stay_and_a_rollback_gives_the_same_bytes(tmp_path: Path)
     texts = corpus(COUNT)
     texts.ids = [f"doc {row}" for row in range(COUNT)]
     texts.text = lambda row: f"text {row}"  # type: ignore[method-assign]
-    add_texts(tmp_path / "index", texts)
-    add_lexical(tmp_path / "index", texts)
+    add_texts(tmp_path / "index", texts, bm25=True, whole=True)
     before = contents(tmp_path / "index")
     migration.swap(open_documents(migration.work / "old", migration.work), [], 0)
     index = Index.open(tmp_path / "index")

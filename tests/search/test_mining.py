@@ -119,10 +119,6 @@ def test_random_negatives_come_from_the_window_and_differ_by_seed(tmp_path: Path
     assert max(places) > 30, "the best alone would end at 5"
 
 
-def test_an_index_finds_what_exact_search_finds(tmp_path: Path) -> None:
-    assert run(tmp_path, Rule(), factory="Flat")[0] == run(tmp_path, Rule())[0]
-
-
 def test_copies_of_positives_and_of_the_query_are_no_negatives_and_others_stand_once(tmp_path: Path) -> None:
     texts = ["the answer", "the answer", "what is it?", "other", "other", "third"]
     vectors = np.array([[1, 0], [1, 0], [0.99, 0.14], [0.9, 0.436], [0.9, 0.436], [0.5, 0.866]], np.float32)
@@ -170,7 +166,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
     searched: list[bytes] = []
     is_stopped = True
 
-    def stopping(queries: np.ndarray, documents: np.ndarray, k: int) -> Any:
+    def stopping(queries: np.ndarray, documents: np.ndarray, k: int, **_: Any) -> Any:
         if is_stopped and len(searched) == 20:
             raise KeyboardInterrupt
         searched.extend(query.tobytes() for query in queries)

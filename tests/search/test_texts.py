@@ -48,6 +48,6 @@ def test_they_are_never_those_of_another_index(made: Path, tmp_path: Path) -> No
 
 def test_mistakes(made: Path) -> None:
     with pytest.raises(DualencError, match="the data has no text 'd0'"):
-        add_texts(made / "index", Corpus(["x"], ["fox"]))
+        add_texts(made / "index", Corpus(["x"], ["fox"]), whole=True)
     with pytest.raises(DualencError, match="its data holds vectors"):
-        add_texts(made / "index", Corpus(["d0"], [np.zeros(3)], "vector"))
+        add_texts(made / "index", Corpus(["d0"], [np.zeros(3)], "vector"), bm25=True)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dualenc.search.embed import embed
-from dualenc.search.locks import work_lock
+from dualenc.search.embeddings import work_lock
 from tests.fake_towers import LetterTower, corpus
 
 FORK = multiprocessing.get_context("fork")
