@@ -22,7 +22,7 @@ from dualenc.data.beir import read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, VectorEncoder, train_tokenizer
 from dualenc.evaluation.image_text import both_ways_ranks
-from dualenc.evaluation.probe import knn_predict, linear_probe
+from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.retrieval import Result, retrieve
 from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator
 from dualenc.training.evaluators import embed_side
@@ -109,7 +109,9 @@ class Neighbours(Quality):
         )
         votes, labels = self.evaluator.labels
         found = self.mean((knn_predict(train, votes, test, k=20) == labels).astype(float).tolist())
-        return found | ({"linear_probe": linear_probe(train, votes, test, labels).accuracy} if self.probe else {})
+        if self.probe:
+            found["linear_probe"] = accuracy(linear_probe(train, votes).classifier.predict(test), labels)
+        return found
 
 
 def beir_parts(path: Path) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:

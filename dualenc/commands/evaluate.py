@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from dualenc.arguments import COMMAS
 from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, MAX_WORKERS, check_options
 from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
-from dualenc.errors import DualencError
 
-MAX_SAMPLES = 10_000_000
 MAX_EPOCHS = 1 << 20
 
 
@@ -23,8 +21,6 @@ class RetrievalOptions:
         split: which judgements of a BEIR folder, or which split of a folder of tables or a hub name, by default test;
             of one table a slice such as train[90%:], by default all.
         bm25: evaluate BM25 as well as the model; --hybrid does so, too.
-        depth: documents to retrieve for each query.
-        titles: put a document's title in front of its text.
         keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed as its copy.
         batch_size: texts encoded at once.
         documents: an index, embeddings or what `push` wrote, whose vectors are the documents of a BEIR folder, by their
@@ -33,8 +29,6 @@ class RetrievalOptions:
 
     split: str | None = None
     bm25: bool = False
-    depth: int = 100
-    titles: bool = True
     keep_self_matches: bool = False
     batch_size: int = 32
     documents: str | None = None
@@ -65,7 +59,7 @@ def retrieval(
             parquet, a folder of them, a hub name).
         more: further folders or tables; the table of results then has a mean row.
     """
-    check_options(1, MAX_ITEMS, depth=options.depth, batch_size=options.batch_size)
+    check_options(1, MAX_ITEMS, batch_size=options.batch_size)
     check_options(0, 1, weight=ranking.weight)
     from dualenc.commands.evaluate_retrieval import evaluate_retrieval
 
@@ -104,7 +98,6 @@ class ZeroShotOptions:
         split: of a folder of tables or a hub name, by default test; of a file a slice such as train[90%:], by default
             all.
         label_column: of a table, class numbers or names; by default `label`.
-        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         class_names: text file with the name of each class on a line; by default the names in the data.
         templates: text file with prompt templates, one on a line, {} for the class; by default a set of eight.
         batch_size: items encoded at once.
@@ -112,7 +105,6 @@ class ZeroShotOptions:
 
     split: str | None = None
     label_column: str | None = None
-    quotes: bool | None = None
     class_names: str | None = None
     templates: str | None = None
     batch_size: int = 64
@@ -140,7 +132,6 @@ class ImageOptions:
         train: images to train a probe on; by default (`probe`) another split of the same data, or (`corrupted`) none.
         train_split: which split is trained on.
         label_column: of a table; by default `label`.
-        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         limit: test so many images, chosen at random.
         train_limit: train on so many images, chosen at random.
         seed: of everything random.
@@ -151,7 +142,6 @@ class ImageOptions:
     train: str | None = None
     train_split: str = "train"
     label_column: str | None = None
-    quotes: bool | None = None
     limit: int | None = None
     train_limit: int | None = None
     seed: int = 0
@@ -164,37 +154,21 @@ class ImageOptions:
         check_options(0, MAX_SEED, seed=self.seed)
 
 
-@dataclass(frozen=True)
-class ProbeOptions:
-    """The probes of image features.
-
-    Args:
-        l2: penalties to try in the linear probe, chosen on a tenth of the training images; by default 1e-6 to 0.1.
-        shots: images of each class in the few-shot probes; by default 1, 5 and 10, where every class has so many.
-        batch_size: images encoded at once.
-    """
-
-    l2: Annotated[list[float] | None, COMMAS] = None
-    shots: Annotated[list[int] | None, COMMAS] = None
-    batch_size: int = 256
-
-
 def probe(
-    model: str, data: str, *, images: ImageOptions, options: ProbeOptions, output: OutputOptions
+    model: str, data: str, *, images: ImageOptions, batch_size: int = 256, output: OutputOptions
 ) -> None:
-    """Probe the frozen image features of a model: linear, nearest neighbours, few-shot.
+    """Probe the frozen image features of a model: a linear classifier, and nearest neighbours.
 
     Args:
         model: model folder or name, of kind image or image-text.
         data: images with labels: parquet or other table, hub name, or a folder of class folders.
+        batch_size: images encoded at once.
     """
-    check_options(1, MAX_ITEMS, batch_size=options.batch_size)
+    check_options(1, MAX_ITEMS, batch_size=batch_size)
     images.check()
-    for value in options.l2 or ():
-        check_options(1e-30, 1e30, l2=value)
     from dualenc.commands.evaluate_probe import evaluate_probe
 
-    evaluate_probe(model, data, images, options, output)
+    evaluate_probe(model, data, images, batch_size, output)
 
 
 @dataclass(frozen=True)
@@ -204,16 +178,12 @@ class CorruptionOptions:
     Args:
         clean: with a CIFAR-C or Tiny-ImageNet-C folder: the images without corruption.
         corruptions: their names; by default all 19, or all that the folder has.
-        severity: of the corruptions in retrieval, 1 to 5.
-        severities: of the corruptions in the robustness table; by default 1 to 5.
-        augmentation: SimCLR's, or the training augmentation that the model folder knows.
+        severity: of the corruptions in retrieval, 1 to 5; the robustness table has all five.
     """
 
     clean: str | None = None
     corruptions: Annotated[list[str] | None, COMMAS] = None
     severity: int = 1
-    severities: Annotated[list[int] | None, COMMAS] = None
-    augmentation: Literal["simclr", "model"] = "simclr"
 
 
 def corrupted(
@@ -228,8 +198,7 @@ def corrupted(
         data: clean images, corrupted on the fly; or a CIFAR-C or Tiny-ImageNet-C folder.
     """
     images.check()
-    for value in (options.severity, *(options.severities or ())):
-        check_options(1, 5, severity=value)
+    check_options(1, 5, severity=options.severity)
     from dualenc.commands.evaluate_corrupted import evaluate_corrupted
 
     evaluate_corrupted(model, data, images, options, output)
@@ -242,7 +211,7 @@ class ObjectivesOptions:
     Args:
         split: of the data.
         batch_size: B, pairs in a batch.
-        temperature: τ; by default the one of the model's training, if it or its run's checkpoints record it, or 0.07.
+        temperature: τ; by default the one that the model records, or 0.07.
         objectives: some of InfoNCE, DCL, SogCLR, SogCLR-0.1 (γ = 0.1), ISogCLR, GlobalCache, NegativeCache, EMC2, ISIR,
             HCL, SACLR, SigLIP; by default all.
         pairs: the most pairs that are embedded, chosen at random and always the same; a multiple of the batch size.
@@ -299,38 +268,23 @@ def engine(folder: str, *, recall: float | None = None) -> None:
     evaluate_engine(folder, recall)
 
 
-@dataclass(frozen=True)
-class CompareOptions:
-    """The comparison of two runs.
-
-    Args:
-        qrels: judgements of TREC run files, in BEIR's or TREC's format.
-        metrics: names separated by commas; by default the usual ones among those that both runs have.
-        samples: number of bootstrap resamples.
-        confidence: share of the resamples inside the interval.
-        seed: of the resampling.
-        out: folder for comparison.json and report.html; by default the table is only printed.
-    """
-
-    qrels: str | None = None
-    metrics: str | None = None
-    samples: int = 10_000
-    confidence: float = 0.95
-    seed: int = 0
-    out: str | None = None
-
-
-def compare(run_a: str, run_b: str, *, options: CompareOptions) -> None:
-    """Compare two runs by the paired bootstrap over queries: difference, confidence interval, p-value.
+def compare(
+    run_a: str,
+    run_b: str,
+    *,
+    qrels: str | None = None,
+    metrics: Annotated[list[str] | None, COMMAS] = None,
+    out: str | None = None,
+) -> None:
+    """Compare two runs by the paired bootstrap over queries: difference, 95 % confidence interval, p-value.
 
     Args:
         run_a: output folder of `dualenc evaluate …`, a per-query log (.ndjson), or a TREC run file (needs qrels).
         run_b: the same for the run to compare with it.
+        qrels: judgements of TREC run files, in BEIR's or TREC's format.
+        metrics: names separated by commas; by default the usual ones among those that both runs have.
+        out: folder for comparison.json and report.html; by default the table is only printed.
     """
-    check_options(1, MAX_SAMPLES, samples=options.samples)
-    check_options(0, MAX_SEED, seed=options.seed)
-    if not 0 < options.confidence < 1:
-        raise DualencError(f"--confidence is {options.confidence}; it must lie between 0 and 1")
     from dualenc.commands.evaluate_compare import evaluate_compare
 
-    evaluate_compare(run_a, run_b, options)
+    evaluate_compare(run_a, run_b, qrels, metrics, out)

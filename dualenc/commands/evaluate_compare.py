@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from dualenc.data.beir import read_qrels
 from dualenc.errors import DualencError
-from dualenc.evaluation.metrics import CUTOFFS, Comparison, Scores, compare_runs, score_queries
+from dualenc.evaluation.metrics import CUTOFFS, Qrels, Scores, compare_runs, score_queries
 from dualenc.evaluation.report import Table, print_table, write_report
 from dualenc.evaluation.retrieval import HEADLINES
 from dualenc.evaluation.runs import read_per_query, read_trec
@@ -16,41 +15,43 @@ from dualenc.files import check_folder_target, check_writable, write_json
 from dualenc.reading import read_json_object
 from dualenc.terminal import printable
 
-if TYPE_CHECKING:
-    from dualenc.commands.evaluate import CompareOptions
-
 LOG = "per_query.ndjson"
 RESULT = "comparison.json"
+COLUMNS = {"mean_a": "A", "mean_b": "B", "difference": "B − A", "p_value": "p"}
+"""The names of a comparison's fields in the table, where these are others."""
 
 Logs = dict[str, dict[str, Scores]]
 """Per-query scores by collection ("" if there is one) and query id."""
 
 
-def evaluate_compare(run_a: str, run_b: str, options: CompareOptions) -> None:
-    """Compare two runs; print a table, and write it to `options.out`."""
-    out = None if options.out is None else Path(options.out)
+def evaluate_compare(
+    run_a: str, run_b: str, qrels: str | None, metrics: Sequence[str] | None, out: str | None
+) -> None:
+    """Compare two runs; print a table, and write it to `out`."""
     if out is not None:
-        check_writable(out)
-        check_folder_target(out, _is_comparison, "comparison")
-    qrels = None if options.qrels is None else read_qrels(options.qrels)
-    a = _read_logs(Path(run_a), qrels)
-    b = _read_logs(Path(run_b), qrels)
+        check_writable(Path(out))
+        check_folder_target(Path(out), _is_comparison, "comparison")
+    judgements = None if qrels is None else read_qrels(qrels)
+    a = _read_logs(Path(run_a), judgements)
+    b = _read_logs(Path(run_b), judgements)
     if a.keys() != b.keys():
         raise DualencError(
             f"{run_a} has the collections {sorted(a)}, {run_b} has {sorted(b)}; compare the same ones"
         )
-    chosen_metrics = {name: _chosen_metrics(a[name], b[name], options.metrics) for name in a}
-    settings: dict[str, Any] = {name: getattr(options, name) for name in ("samples", "confidence", "seed")}
+    chosen_metrics = {name: _chosen_metrics(a[name], b[name], metrics) for name in a}
     rows: list[dict[str, object]] = []
     for name, chosen in chosen_metrics.items():
-        for metric, comparison in compare_runs(a[name], b[name], chosen, **settings).items():
+        for metric, comparison in compare_runs(a[name], b[name], chosen).items():
             row: dict[str, object] = {"data": name} if name else {}
-            rows.append(row | {"metric": metric, **_comparison_row(comparison)})
-    facts = {"A": run_a, "B": run_b, **settings}
-    table = Table(f"B against A, {options.confidence:.0%} intervals of the paired bootstrap", rows)
+            row["metric"] = metric
+            for field, value in comparison._asdict().items():
+                row[COLUMNS.get(field, field)] = value
+            rows.append(row)
+    facts = {"A": run_a, "B": run_b}
+    table = Table("B against A, 95% intervals of the paired bootstrap", rows)
     if out is not None:
-        write_json(out / RESULT, {"task": "compare", **facts, "comparisons": rows})
-        write_report(out / "report.html", "Comparison of two runs", facts=facts, tables=[table])
+        write_json(Path(out) / RESULT, {"task": "compare", **facts, "comparisons": rows})
+        write_report(Path(out) / "report.html", "Comparison of two runs", facts=facts, tables=[table])
         print(printable(f"{RESULT} and report.html are in {out}"))
     print_table(table)
 
@@ -59,12 +60,7 @@ def _is_comparison(folder: Path) -> bool:
     return (folder / RESULT).is_file() and read_json_object(folder / RESULT).get("task") == "compare"
 
 
-def _comparison_row(comparison: Comparison) -> dict[str, object]:
-    names = {"mean_a": "A", "mean_b": "B", "difference": "B − A", "p_value": "p"}
-    return {names.get(name, name): value for name, value in comparison._asdict().items()}
-
-
-def _read_logs(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs:
+def _read_logs(path: Path, qrels: Qrels | None) -> Logs:
     if path.is_dir():
         if (path / LOG).is_file():
             return {"": read_per_query(path / LOG)}
@@ -86,19 +82,16 @@ def _read_logs(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Log
     return {"": score_queries(qrels, run, CUTOFFS)}
 
 
-def _chosen_metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | None) -> list[str]:
+def _chosen_metrics(
+    a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: Sequence[str] | None
+) -> Sequence[str]:
     """The metrics of `metrics`, which must be in every line of both runs; by default the usual ones, or all."""
     shared = list(next(iter(a.values()), {}))
     for scores in (*a.values(), *b.values()):
         shared = [name for name in shared if name in scores]
     if not shared:
         raise DualencError("the runs have no metric in common; evaluate both with the same command")
-    if metrics is not None:
-        chosen = [name.strip() for name in metrics.split(",")]
-        for name in chosen:
-            if name not in shared:
-                raise DualencError(
-                    f"--metrics: {name!r} is not in both runs; they share {', '.join(shared)}"
-                )
-        return chosen
-    return [name for name in HEADLINES if name in shared] or shared
+    for name in metrics or ():
+        if name not in shared:
+            raise DualencError(f"--metrics: {name!r} is not in both runs; they share {', '.join(shared)}")
+    return metrics or [name for name in HEADLINES if name in shared] or shared

@@ -17,14 +17,14 @@ from dualenc.commands.labelled_images import (
     random_rows,
     require_labels,
 )
-from dualenc.commands.output import Evaluation, short_name
+from dualenc.commands.output import Evaluation
 from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
 from dualenc.evaluation.corrupted import (
     CLEAN,
     Condition,
+    EncodeInputs,
     ImageVersions,
-    PrepareImages,
     SimCLRPrepare,
     confusions,
     encode_versions,
@@ -65,33 +65,51 @@ def evaluate_corrupted(
     evaluation = Evaluation("corrupted", model, data, output)
     source, clean = _open_versions(data, split, images, options)
     if images.train is not None:
-        training = open_images(images.train, images.train_split, images, limit=images.train_limit)
+        training = open_images(
+            images.train, images.train_split, images.label_column, limit=images.train_limit
+        )
         labels = require_labels(training, f"{images.train} ({images.train_split})", for_training=True)
         # Classes that the training images lack are an error before hours of encoding.
         _tested_labels(source, training.class_names)
-    tower = open_image_tower(model, evaluation.device)
-    evaluation.check_weights(tower)
-    prepare_views = SimCLRPrepare(tower.prepare) if options.augmentation == "simclr" else tower.prepare
-    study = Study(tower, prepare_views, source, clean, images)
-    study.add_versions(options.severity)
+    tower = open_image_tower(evaluation)
+    encoder = VersionEncoder(tower, images)
+    names = source.corruptions
+    conditions = [(name, options.severity) for name in names]
+    nearest = encoder.views(source, conditions, nearest_versions, "corrupted retrieval")
+    found = {"images": len(nearest), "severity": options.severity, **summarise(nearest, names)}
+    metrics: dict[str, Any] = {"corrupted": found}
+    retrieval = [_retrieval_row(f"among {len(names)} versions of the image", found)]
+    tables = [Table("By corruption", _confusion_rows(nearest, names))]
     if clean is not None:
-        study.add_images(clean)
+        views = encoder.views(clean, [CLEAN], lambda features: features[:, :, 0], "clean images")
+        metrics["plain"] = {"images": len(views), **summarise(nearest_images(views))}
+        retrieval.append(_retrieval_row("among all images, not corrupted", metrics["plain"]))
     if images.train is not None:
-        folder = evaluation.folder / "features" / "train"
-        fitted = labelled_features(tower, training, labels, folder, TRAIN_BATCH, images.num_workers)
-        classifier = (
-            linear_probe(fitted.features, fitted.labels).classifier if distributed.is_main() else None
-        )
+        settings = {"batch_size": TRAIN_BATCH, "num_workers": images.num_workers}
+        fitted = labelled_features(evaluation, "train", tower, training, labels, **settings)
         # Processes may fit slightly different ones, and their results are put together.
-        classifier = distributed.broadcast_object(classifier)
-        study.add_robustness(classifier, options.severities or SEVERITIES, training.class_names)
-    if distributed.is_main():
-        facts: dict[str, object] = {"model": model, "data": data, "split": split}
-        facts |= {"augmentation": options.augmentation, "seed": images.seed}
-        tables = [Table("Retrieval of the other view", study.retrieval), *study.tables]
-        evaluation.conclude(
-            f"Corrupted images: {short_name(model)} on {data}", facts, study.metrics, tables
+        classifier = distributed.from_main(lambda: linear_probe(fitted.features, fitted.labels).classifier)
+        correct = encoder.correct(source, classifier, training.class_names, "robustness")
+        errors = 1 - correct.reshape(len(correct), len(names), len(SEVERITIES)).mean(axis=0)
+        robustness: dict[str, Any] = {
+            "images": len(correct),
+            "mean_corruption_error": float(errors.mean()),
+        }
+        if clean is not None and clean.labels is not None:
+            correct = encoder.correct(clean, classifier, training.class_names, "clean images")
+            robustness["clean_accuracy"] = float(correct.mean())
+        tables.append(Table("Robustness of a linear probe", [dict(robustness)]))
+        tables.append(
+            Table("Accuracy by corruption and severity", robustness_rows(errors, names, SEVERITIES))
         )
+        severities = [str(severity) for severity in SEVERITIES]
+        by_corruption = zip(names, errors.tolist())
+        robustness["errors"] = {name: dict(zip(severities, row)) for name, row in by_corruption}
+        metrics["robustness"] = robustness
+    if distributed.is_main():
+        facts: dict[str, object] = {"model": model, "data": data, "split": split, "seed": images.seed}
+        tables = [Table("Retrieval of the other view", retrieval), *tables]
+        evaluation.conclude("Corrupted images", data, facts, metrics, tables)
     distributed.barrier()
 
 
@@ -105,14 +123,14 @@ def _open_versions(
     if is_corrupted_folder(data):
         source = read_corrupted(data, corruptions)
         if options.clean is not None:
-            corpus = open_images(options.clean, split, images)
+            corpus = open_images(options.clean, split, images.label_column)
             clean = CleanImages(corpus.items, corpus.labels, corpus.class_names)
+    elif options.clean is not None:
+        raise DualencError(
+            f"{data}: is no CIFAR-C or Tiny-ImageNet-C folder but clean images; leave --clean out"
+        )
     else:
-        if options.clean is not None:
-            raise DualencError(
-                f"{data}: is no CIFAR-C or Tiny-ImageNet-C folder but clean images; leave --clean out"
-            )
-        corpus = open_images(data, split, images)
+        corpus = open_images(data, split, images.label_column)
         about: dict[str, Any] = {"labels": corpus.labels, "class_names": corpus.class_names}
         clean = CleanImages(corpus.items, **about)
         source = GeneratedCorruptions(corpus.items, corruptions or ALL, seed=images.seed, **about)
@@ -124,124 +142,86 @@ def _open_versions(
     return source, clean
 
 
-class Study:
-    """The results of all parts: metrics, rows of the table of retrieval, and further tables.
+def _retrieval_row(task: str, found: dict[str, float]) -> dict[str, object]:
+    return {
+        "task": task,
+        "images": found["images"],
+        "top-1": found["top1"],
+        "first to second": found["top1_first_to_second"],
+        "second to first": found["top1_second_to_first"],
+    }
 
-    `images` says how many to use, the seed of corruptions and augmentation, and the number of workers.
-    """
 
-    def __init__(
-        self,
-        tower: Tower,
-        prepare_views: PrepareImages,
-        source: CorruptedImages,
-        clean: CleanImages | None,
-        images: ImageOptions,
-    ) -> None:
+def _confusion_rows(nearest: np.ndarray, names: Sequence[str]) -> list[dict[str, object]]:
+    """For each corruption how often it finds itself, and which other one it finds most often."""
+    rates = confusions(nearest)
+    others = rates - 2 * np.eye(len(names))
+    rows: list[dict[str, object]] = []
+    for name, right, row in zip(names, rates.diagonal().tolist(), others):
+        mistaken = {"most often taken for": names[row.argmax()], "share": float(row.max())}
+        rows.append({"corruption": name, "top-1": right, **mistaken})
+    return rows
+
+
+class VersionEncoder:
+    """Encodes versions of images; processes share the images. `options` say how many, with which seed and workers."""
+
+    def __init__(self, tower: Tower, options: ImageOptions) -> None:
         self.tower = tower
-        self.prepare_views = prepare_views
-        self.source = source
-        self.clean = clean
-        self.images = images
-        self.metrics: dict[str, Any] = {}
-        self.retrieval: list[dict[str, object]] = []
-        self.tables: list[Table] = []
+        self.options = options
 
-    def add_versions(self, severity: int) -> None:
-        """Retrieval of the other view among the corrupted versions of the same image."""
-        names = self.source.corruptions
-        conditions = [(name, severity) for name in names]
-        nearest = self._values(
-            self.source,
-            conditions,
-            lambda _, features: nearest_versions(features),
-            "corrupted retrieval",
-            views=2,
+    def views(
+        self,
+        source: CorruptedImages,
+        conditions: Sequence[Condition],
+        value_of: Callable[[np.ndarray], np.ndarray],
+        what: str,
+    ) -> np.ndarray:
+        """`value_of` the embeddings (n, 2, C, D) of two augmented views of each version, of all images."""
+        prepare = SimCLRPrepare(self.tower.prepare)
+        versions = ImageVersions(source, conditions, prepare, views=2, seed=self.options.seed)
+        return self._values(
+            versions, encoder_of(self.tower, "embedding"), lambda _, embeddings: value_of(embeddings), what
         )
-        task = f"among {len(names)} versions of the image"
-        self._add_retrieval(
-            "corrupted", task, {"severity": severity, **summarise(nearest, names)}, len(nearest)
-        )
-        rates = confusions(nearest)
-        others = rates - 2 * np.eye(len(names))
-        rows = []
-        for name, right, row in zip(names, rates.diagonal().tolist(), others):
-            mistaken = {"most often taken for": names[row.argmax()], "share": float(row.max())}
-            rows.append({"corruption": name, "top-1": right, **mistaken})
-        self.tables.append(Table("By corruption", rows))
 
-    def add_images(self, clean: CleanImages) -> None:
-        """Retrieval of the other view among all clean images."""
-        views = self._values(
-            clean, [CLEAN], lambda _, features: features[:, :, 0], "clean images", views=2
-        )
-        nearest = nearest_images(views)
-        self._add_retrieval("plain", "among all images, not corrupted", summarise(nearest), len(nearest))
+    def correct(
+        self,
+        source: CorruptedImages,
+        classifier: Pipeline,
+        class_names: Sequence[str] | None,
+        what: str,
+    ) -> np.ndarray:
+        """(n, C) whether the classifier is right about each image under each corruption and severity."""
+        labels = _tested_labels(source, class_names)
+        conditions = [(name, severity) for name in source.corruptions for severity in source.severities]
+        versions = ImageVersions(source, conditions, self.tower.prepare)
 
-    def _add_retrieval(self, part: str, task: str, metrics: dict[str, float], images: int) -> None:
-        self.metrics[part] = {"images": images, **metrics}
-        row: dict[str, object] = {"task": task, "images": images, "top-1": metrics["top1"]}
-        row |= {
-            "first to second": metrics["top1_first_to_second"],
-            "second to first": metrics["top1_second_to_first"],
-        }
-        self.retrieval.append(row)
+        def is_right(rows: list[int], features: np.ndarray) -> np.ndarray:
+            predicted = classifier.predict(features.reshape(-1, features.shape[-1]))
+            return predicted.reshape(len(rows), -1) == labels[rows][:, None]
 
-    def add_robustness(
-        self, classifier: Pipeline, severities: Sequence[int], class_names: Sequence[str] | None
-    ) -> None:
-        """Accuracy of a linear probe of clean features under every corruption."""
-
-        def is_correct(source: CorruptedImages, conditions: list[Condition], what: str) -> np.ndarray:
-            """(n, C) whether the classifier is correct for each image under each condition."""
-            labels = _tested_labels(source, class_names)
-
-            def correct(indices: list[int], features: np.ndarray) -> np.ndarray:
-                predicted = classifier.predict(features.reshape(-1, features.shape[-1]))
-                return predicted.reshape(len(indices), -1) == labels[indices][:, None]
-
-            return self._values(source, conditions, correct, what)
-
-        names = self.source.corruptions
-        conditions = [(name, severity) for name in names for severity in severities]
-        right = is_correct(self.source, conditions, "robustness")
-        errors = 1 - right.reshape(len(right), len(names), len(severities)).mean(axis=0)
-        metrics: dict[str, Any] = {"images": len(right), "mean_corruption_error": float(errors.mean())}
-        if self.clean is not None and self.clean.labels is not None:
-            metrics["clean_accuracy"] = float(is_correct(self.clean, [CLEAN], "clean images").mean())
-        self.tables.append(Table("Robustness of a linear probe", [dict(metrics)]))
-        self.tables.append(
-            Table("Accuracy by corruption and severity", robustness_rows(errors, names, severities))
-        )
-        columns = [str(severity) for severity in severities]
-        metrics["errors"] = {name: dict(zip(columns, row)) for name, row in zip(names, errors.tolist())}
-        self.metrics["robustness"] = metrics
+        return self._values(versions, encoder_of(self.tower, "features"), is_right, what)
 
     def _values(
         self,
-        source: CorruptedImages,
-        conditions: list[Condition],
+        versions: ImageVersions,
+        encode: EncodeInputs,
         value_of: Callable[[list[int], np.ndarray], np.ndarray],
         what: str,
-        *,
-        views: int = 0,
     ) -> np.ndarray:
-        """`value_of` each readable image's row number and (V, C, D) features; processes share the images."""
-        prepare = self.prepare_views if views else self.tower.prepare
-        versions = ImageVersions(source, conditions, prepare, views=views, seed=self.images.seed)
-        encode = encoder_of(self.tower, "embedding" if views else "features")
-        rows = random_rows(len(source), self.images.limit).tolist()
+        """`value_of` the row numbers and features (n, V, C, D) of the readable images, of all processes."""
+        rows = random_rows(len(versions), self.options.limit).tolist()
         own = rows[distributed.rank_slice(len(rows))]
         values: list[np.ndarray] = []
         with tqdm(total=len(own), desc=what, unit=" images", disable=not distributed.is_main()) as bar:
             for block in encode_versions(
-                versions, encode, indices=own, num_workers=self.images.num_workers
+                versions, encode, indices=own, num_workers=self.options.num_workers
             ):
                 if block.indices:
                     values.append(value_of(block.indices, block.features))
                 bar.update(len(block.indices) + len(block.bad))
                 if block.bad:
-                    tqdm.write(printable(f"{what}: left out {block.bad[0][1]}"))
+                    tqdm.write(printable(f"{what}: left out {block.bad[0]}"))
         everything = [block for part in distributed.gather_objects(values) for block in part]
         if not everything:
             raise DualencError(f"{what}: none of {len(rows)} images can be read; check the data")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.output import Evaluation, embed_into, open_model, short_name
+from dualenc.commands.output import Evaluation, short_name
 from dualenc.data import Corpus, open_pairs
 from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
@@ -16,7 +15,7 @@ from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, mat
 from dualenc.evaluation.metrics import recall_at
 from dualenc.evaluation.query_scores import rank_rows, snippet
 from dualenc.evaluation.report import Table
-from dualenc.evaluation.runs import write_per_query
+from dualenc.evaluation.runs import write_ranks
 
 if TYPE_CHECKING:
     from dualenc.commands.options import ColumnOptions, OutputOptions
@@ -41,14 +40,12 @@ def evaluate_image_text(
             f"{data}: pairs of {pairs.left_modality} and {pairs.right_modality}, not of image and text; "
             "name the columns with --left_column and --right_column"
         )
-    encoder = open_model(model, ("image-text",), evaluation.device)
-    evaluation.check_weights(encoder.left, encoder.right)
-    folder = evaluation.folder / "embeddings"
+    encoder = evaluation.open("image-text")
     settings: dict[str, Any] = {"batch_size": batch_size, "model": model}
     left = Corpus([str(number) for number in range(len(pairs.left_items))], pairs.left_items, "image")
     right = Corpus([str(number) for number in range(len(pairs.right_items))], pairs.right_items, "text")
-    images = embed_into(folder / f"images-{split}", encoder.left, left, side="left", **settings)
-    texts = embed_into(folder / f"texts-{split}", encoder.right, right, side="right", **settings)
+    images = evaluation.embed(f"embeddings/images-{split}", encoder.left, left, side="left", **settings)
+    texts = evaluation.embed(f"embeddings/texts-{split}", encoder.right, right, side="right", **settings)
 
     image_ids = [int(name) for name in images.ids]
     text_ids = [int(name) for name in texts.ids]
@@ -66,36 +63,25 @@ def evaluate_image_text(
 
         to_text = rank_rows(ranks["image_to_text"], image_vectors, text_vectors, image, text)
         to_image = rank_rows(ranks["text_to_image"], text_vectors, image_vectors, text, image)
-        tables = [Table("Best and worst images", to_text), Table("Best and worst captions", to_image)]
         # Every caption is a query, as in the literature, also where several images have the same one.
         ranks["text_to_image"] = ranks["text_to_image"][matched.text_of_pair]
-        _write_results(evaluation, {"model": model, "data": data, "split": split}, ranks, tables)
+        rows: list[dict[str, object]] = []
+        for direction, own in ranks.items():
+            name = direction.replace("_", " ")
+            rows.append({"direction": name, "queries": len(own), **recall_at(own, CUTOFFS)})
+            log = evaluation.folder / direction / "per_query.ndjson"
+            write_ranks(log, map(str, range(len(own))), own, "recall", CUTOFFS, direction)
+        sizes = {"images": len(ranks["image_to_text"]), "texts": len(ranks["text_to_image"])}
+        evaluation.conclude(
+            "Image-text retrieval",
+            short_name(data),
+            {"model": model, "data": data, "split": split, **sizes},
+            {"metrics": both_ways_recall(ranks, CUTOFFS)},
+            [
+                Table("Image-text retrieval", rows),
+                Table("Best and worst images", to_text),
+                Table("Best and worst captions", to_image),
+            ],
+            printed=1,
+        )
     distributed.barrier()
-
-
-def _write_results(
-    evaluation: Evaluation,
-    facts: Mapping[str, object],
-    ranks: dict[str, np.ndarray],
-    queries: Sequence[Table],
-) -> None:
-    """Write the per-query logs of both directions, the metrics and the report."""
-    rows: list[dict[str, object]] = []
-    for direction, own in ranks.items():
-        name = direction.replace("_", " ")
-        rows.append({"direction": name, "queries": len(own), **recall_at(own, CUTOFFS)})
-        per_query = {}
-        for number, rank in enumerate(own):
-            per_query[str(number)] = recall_at(own[number : number + 1], CUTOFFS) | {
-                "mrr": float(1 / rank)
-            }
-        (evaluation.folder / direction).mkdir(parents=True, exist_ok=True)
-        write_per_query(evaluation.folder / direction / "per_query.ndjson", per_query, direction)
-    sizes = {"images": len(ranks["image_to_text"]), "texts": len(ranks["text_to_image"])}
-    evaluation.conclude(
-        f"Image-text retrieval: {short_name(evaluation.model)} on {short_name(str(facts['data']))}",
-        {**facts, **sizes},
-        {"metrics": both_ways_recall(ranks, CUTOFFS)},
-        [Table("Image-text retrieval", rows), *queries],
-        printed=1,
-    )

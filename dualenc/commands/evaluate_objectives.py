@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from dualenc import distributed
 from dualenc.commands.labelled_images import random_rows
-from dualenc.commands.output import Evaluation, short_name
+from dualenc.commands.output import Evaluation
 from dualenc.data import Corpus, PairDataset, open_corpus, open_pairs
 from dualenc.encoders import DualEncoder, load_model
 from dualenc.encoders.dual import SIDES
@@ -27,10 +26,8 @@ from dualenc.evaluation.objectives import (
     epochs,
     found_first,
     measure_objective,
-    softmax_shares,
 )
 from dualenc.evaluation.report import Table
-from dualenc.training.checkpoint import Checkpoints
 from dualenc.training.loader import augmentation_seeds
 from dualenc.types import Inputs, Side
 
@@ -50,11 +47,15 @@ def evaluate_objectives(
     model: str, data: str, options: ObjectivesOptions, columns: ColumnOptions, output: OutputOptions
 ) -> None:
     """Measure each objective."""
-    names = _chosen_names(options.objectives)
+    names = list(dict.fromkeys(options.objectives or ESTIMATORS))
+    for name in names:
+        if name not in ESTIMATORS:
+            problem = f"there is no '{name}'{nearest(name, ESTIMATORS)}"
+            raise DualencError(f"--objectives: {problem}; choose from {', '.join(ESTIMATORS)}")
     evaluation = Evaluation("objectives", model, data, output)
     encoder = load_model(model, device=str(evaluation.device)).eval()
     evaluation.check_weights(encoder.left, encoder.right)
-    temperature = options.temperature or trained_temperature(encoder, Path(model)) or TEMPERATURE
+    temperature = options.temperature or getattr(encoder, "temperature", None) or TEMPERATURE
     items = open_set(encoder, data, options.split, columns)
     batch_size = options.batch_size
     if len(items) < batch_size:
@@ -69,50 +70,32 @@ def evaluate_objectives(
     # Each process measures on its own: objectives would take the batches of all processes for one.
     own = names[distributed.rank_slice(len(names))]
     with distributed.single_process():
-        order = next(epochs(len(frozen), batch_size, options.seed))
-        shares = softmax_shares(frozen, temperature, order).cpu().numpy()
-        # What holds for the fine-tuning of two towers was not seen with views.
-        first = 0.0 if frozen.views else found_first(frozen, order)
         _, loss = frozen.exact(temperature)
         for name in own:
             measured[name] = measure_objective(
                 frozen, ESTIMATORS[name], temperature, batch_size, bound=BOUND, **settings
             )
             print(f"{name}: {measured[name].epochs} epochs", file=sys.stderr)
-    results = {
-        name: result for part in distributed.gather_objects(measured) for name, result in part.items()
-    }
+    parts = distributed.gather_objects(measured)
     if distributed.is_main():
+        results = {name: result for part in parts for name, result in part.items()}
+        # What holds for the fine-tuning of two towers was not seen with views.
+        order = next(epochs(len(frozen), batch_size, options.seed))
+        first = 0.0 if frozen.views else found_first(frozen, order)
+        line = advice(results, batch_size, first)
         facts: Row = {"model": model, "data": data, "split": options.split, "kind": encoder.kind}
         facts |= {"batch_size": batch_size, "temperature": temperature, "pairs": len(frozen), **settings}
-        facts["pairs_of_data"] = len(items)
-        _write_results(evaluation, facts, results, loss, shares, first)
+        title = f"Gradients at B = {batch_size}, τ = {temperature:.4g}, {len(frozen):,} pairs"
+        metrics = {name: _as_metrics(name, result, len(frozen)) for name, result in results.items()}
+        evaluation.conclude(
+            "Objectives",
+            data,
+            facts | {"pairs_of_data": len(items), "advice": line},
+            {"objectives": metrics, "positives_found_first": first, "exact_loss": loss},
+            [Table(title, [_as_row(name, result, len(frozen)) for name, result in results.items()])],
+        )
+        print(line)
     distributed.barrier()
-
-
-def _chosen_names(names: list[str] | None) -> list[str]:
-    """The objectives to measure, by default all."""
-    for name in names or ():
-        if name not in ESTIMATORS:
-            known = ", ".join(ESTIMATORS)
-            raise DualencError(
-                f"--objectives: there is no '{name}'{nearest(name, ESTIMATORS)}; choose from {known}"
-            )
-    return list(dict.fromkeys(names or ESTIMATORS))
-
-
-def trained_temperature(model: DualEncoder, folder: Path) -> float | None:
-    """τ of a model's training: as the model records it, or its run's latest checkpoint; None for neither."""
-    recorded = getattr(model, "temperature", None)
-    if recorded is not None:
-        return float(recorded)
-    run = folder.parent / "checkpoints"
-    checkpoints = Checkpoints(run).finished() if folder.is_dir() and run.is_dir() else []
-    if not checkpoints:
-        return None
-    state = torch.load(checkpoints[-1][1] / "state.pt", map_location="cpu", weights_only=True, mmap=True)
-    recorded = state["objective"].get("log_temperature")
-    return None if recorded is None else float(recorded.exp())
 
 
 def open_set(model: DualEncoder, data: str, split: str, columns: ColumnOptions) -> Corpus | PairDataset:
@@ -191,41 +174,6 @@ def embed_pairs(model: DualEncoder, chosen: PairSet) -> FrozenPairs:
             parts.append(model(side, {name: tensor.to(device) for name, tensor in inputs.items()}))
         embedded.append(torch.cat(parts).float())
     return chosen.pairs(*embedded)
-
-
-def _write_results(
-    evaluation: Evaluation,
-    facts: Row,
-    results: Mapping[str, Measured],
-    loss: float,
-    shares: np.ndarray,
-    first: float,
-) -> None:
-    """Write a table of the objectives, the share of the softmax in a batch, and the advice."""
-    num_pairs = int(str(facts["pairs"]))
-    batch_size = int(str(facts["batch_size"]))
-    share = {"mean": float(shares.mean()), "median": float(np.median(shares))}
-    share["anchors_above_half"] = float(np.mean(shares > 0.5))
-    line = advice(dict(results), batch_size, first)
-    rows = [_as_row(name, result, num_pairs) for name, result in results.items()]
-    share_row: Row = {"B": batch_size, "pairs": num_pairs, **share}
-    evaluation.conclude(
-        f"Objectives: {short_name(evaluation.model)} on {facts['data']}",
-        facts | {"advice": line},
-        {
-            "objectives": {name: _as_metrics(name, result, num_pairs) for name, result in results.items()},
-            "softmax_share": share,
-            "positives_found_first": first,
-            "exact_loss": loss,
-        },
-        [
-            Table(
-                f"Gradients at B = {batch_size}, τ = {facts['temperature']:.4g}, {num_pairs:,} pairs", rows
-            ),
-            Table("Share of the softmax over the corpus that a batch holds", [share_row]),
-        ],
-    )
-    print(line)
 
 
 def _as_row(name: str, result: Measured, num_pairs: int) -> Row:

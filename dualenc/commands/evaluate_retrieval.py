@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.output import RESULT, Evaluation, embed_into, open_model, short_name
+from dualenc.commands.output import RESULT, Evaluation, short_name
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_beir, read_corpus, read_judged_queries
 from dualenc.data.corpus import Corpus, RetrievalSet, held_out
@@ -20,7 +20,7 @@ from dualenc.data.items import rows_of
 from dualenc.data.sources import open_pairs
 from dualenc.encoders.frozen import IndexEncoder
 from dualenc.errors import DualencError
-from dualenc.evaluation.metrics import CUTOFFS, Run
+from dualenc.evaluation.metrics import Run
 from dualenc.evaluation.query_scores import best_and_worst_rows, snippet
 from dualenc.evaluation.report import Table
 from dualenc.evaluation.retrieval import (
@@ -37,17 +37,17 @@ from dualenc.evaluation.retrieval import (
 from dualenc.evaluation.runs import check_trec_names, ranked
 from dualenc.files import removed_if_refused
 from dualenc.search.documents import open_documents
-from dualenc.search.fusion import Fusion, fuse
+from dualenc.search.fusion import fuse
 from dualenc.search.searcher import check_encoder
 
 if TYPE_CHECKING:
-    import torch
-
     from dualenc.commands.evaluate import RetrievalOptions
     from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
     from dualenc.data.vector_shards import Embeddings
     from dualenc.encoders import DualEncoder
 
+DEPTH = 100
+"""Documents that are retrieved for each query: as many as the metrics look at."""
 BM25 = "BM25"
 HYBRID = "hybrid"
 FOLDERS = {BM25: "bm25", HYBRID: "hybrid"}
@@ -63,76 +63,122 @@ def evaluate_retrieval(
     output: OutputOptions,
 ) -> None:
     """Rank the documents of every collection by the model and the other systems, and score the rankings."""
-    if options.depth < max(CUTOFFS):
-        least = max(CUTOFFS)
-        raise DualencError(
-            f"depth={options.depth}: the metrics look at {least} documents; retrieve that many or more"
-        )
     evaluation = Evaluation("retrieval", model, data[0], output)
     data = [name for source in data for name in expand_name(source)]
-    needs_texts = options.bm25 or ranking.hybrid is not None
     split = options.split or default_split(data[0], "test")
     with removed_if_refused(evaluation.folder, RESULT):
         indexed = None
         if options.documents is not None:
             indexed = open_documents(options.documents, evaluation.folder)
         # Before the data, which an adapted model without --documents may lack.
-        encoder = _open_encoder(model, options, indexed, evaluation.device)
-        collections = _open_collections(data, options, columns, needs_texts, indexed)
-        evaluation.check_weights(encoder.left, encoder.right)
-    results: list[Result] = []
-    folders = {
-        name: evaluation.folder / name if len(data) > 1 else evaluation.folder for name in collections
-    }
-    settings: dict[str, Any] = {"batch_size": options.batch_size, "model": model}
-    for name, collection in collections.items():
-        folder = folders[name] / "embeddings"
-        queries = embed_into(
-            folder / f"queries-{split}", encoder.left, collection.queries, side="left", **settings
-        )
-        if indexed is None:
-            documents = embed_into(
-                folder / "documents", encoder.right, collection.corpus, side="right", **settings
+        encoder = evaluation.open("query-document", "vector", "query-index")
+        if indexed is not None:
+            check_encoder(encoder, indexed.meta, indexed.dim, str(options.documents))
+        elif isinstance(encoder, IndexEncoder):
+            raise DualencError(
+                f"{model}: encodes queries for the vectors of an index; name it by --documents INDEX"
             )
-        else:
-            documents = indexed
-            queries = queries.first(documents.dim)
-        dense = retrieve(
-            queries.ids,
-            queries.vectors,
-            documents.ids,
-            documents.vectors,
-            depth=options.depth,
-            qrels=None if options.keep_self_matches else collection.qrels,
-            device=evaluation.device,
-        )
+        needs_texts = options.bm25 or ranking.hybrid is not None
+        collections = _open_collections(data, options, columns, needs_texts, indexed)
+    results: list[Result] = []
+    query_tables: list[Table] = []
+    for name, collection in collections.items():
+        folder = name if len(data) > 1 else ""
+        dense = _rank_by_model(evaluation, folder, encoder, collection, indexed, split, options)
+        if not distributed.is_main():
+            continue
         runs = {short_name(model): dense} | _other_runs(dense, collection, options, ranking)
-        if distributed.is_main():
+        for system, run in runs.items():
             about = (collection.qrels, len(collection.corpus))
-            for system, run in runs.items():
-                results.append(
-                    Result(system, name, run, *about, keep_self_matches=options.keep_self_matches)
-                )
-
+            result = Result(system, name, run, *about, keep_self_matches=options.keep_self_matches)
+            result.write(evaluation.folder / folder / FOLDERS.get(system, ""))
+            results.append(result)
+            if run is dense:
+                if isinstance(encoder, IndexEncoder) and encoder.trained_ids:
+                    results += split_by_training(result, encoder.trained_ids)
+                title = f"Best and worst queries of {system} on {name}"
+                query_tables.append(Table(title, _query_rows(result, collection)))
     if distributed.is_main():
-        facts = _facts(model, split, options, ranking)
-        trained_ids = encoder.trained_ids if isinstance(encoder, IndexEncoder) else []
-        _write_results(evaluation, facts, collections, results, folders, trained_ids)
+        tables = [Table("Retrieval", summary_rows(results)), Table("All metrics", cutoff_rows(results))]
+        evaluation.conclude(
+            "Retrieval",
+            ", ".join(collections),
+            _facts(model, split, options, ranking),
+            {"systems": metrics_document(results)},
+            [*tables, *query_tables],
+            printed=1,
+            files="metrics, run files and report.html",
+        )
     distributed.barrier()
 
 
-def _open_encoder(
-    model: str, options: RetrievalOptions, indexed: Embeddings | None, device: torch.device
-) -> DualEncoder:
-    """The model, which must have made the vectors of the documents or be adapted for them, if they are not embedded."""
-    encoder = open_model(model, ("query-document", "vector", "query-index"), device)
-    if indexed is not None:
-        check_encoder(encoder, indexed.meta, indexed.dim, str(options.documents))
-    elif isinstance(encoder, IndexEncoder):
-        raise DualencError(
-            f"{model}: encodes queries for the vectors of an index; name it by --documents INDEX"
+def _facts(
+    model: str, split: str, options: RetrievalOptions, ranking: RankingOptions
+) -> dict[str, object]:
+    facts: dict[str, object] = {"model": model, "split": split, "depth": DEPTH}
+    facts["keep_self_matches"] = options.keep_self_matches
+    if options.documents is not None:
+        facts["documents"] = options.documents
+    if ranking.hybrid is not None:
+        facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
+    return facts
+
+
+def _rank_by_model(
+    evaluation: Evaluation,
+    folder: str,
+    encoder: DualEncoder,
+    collection: RetrievalSet,
+    indexed: Embeddings | None,
+    split: str,
+    options: RetrievalOptions,
+) -> Run:
+    """Embed a collection, below a folder of the output, and search it exactly."""
+    place = Path(folder) / "embeddings"
+    settings: dict[str, Any] = {"batch_size": options.batch_size, "model": evaluation.model}
+    queries = evaluation.embed(
+        place / f"queries-{split}", encoder.left, collection.queries, side="left", **settings
+    )
+    if indexed is None:
+        documents = evaluation.embed(
+            place / "documents", encoder.right, collection.corpus, side="right", **settings
         )
-    return encoder
+    else:
+        documents = indexed
+        queries = queries.first(documents.dim)
+    return retrieve(
+        queries.ids,
+        queries.vectors,
+        documents.ids,
+        documents.vectors,
+        depth=DEPTH,
+        qrels=None if options.keep_self_matches else collection.qrels,
+        device=evaluation.device,
+    )
+
+
+def _other_runs(
+    dense: Run, collection: RetrievalSet, options: RetrievalOptions, ranking: RankingOptions
+) -> dict[str, Run]:
+    """The runs of BM25, and of the model's run and BM25's fused."""
+    if not options.bm25 and ranking.hybrid is None:
+        return {}
+    queries = collection.queries
+    corpus = collection.corpus
+    words = bm25_run(queries.ids, _texts(queries), corpus.ids, _texts(corpus), DEPTH + 1)
+    words = first_documents(words, DEPTH, None if options.keep_self_matches else collection.qrels)
+    if ranking.hybrid is None:
+        return {BM25: words}
+    fused = {}
+    for query in dense:
+        rankings = [[(name, run[query][name]) for name in ranked(run[query])] for run in (dense, words)]
+        weights = [ranking.weight, 1 - ranking.weight]
+        fused[query] = dict(fuse(rankings, ranking.hybrid, weights=weights)[:DEPTH])
+    return {BM25: words, HYBRID: fused}
+
+
+def _texts(corpus: Corpus) -> list[str]:
+    return [corpus[row] for row in range(len(corpus))]
 
 
 def _open_collections(
@@ -152,84 +198,6 @@ def _open_collections(
     return collections
 
 
-def _facts(
-    model: str, split: str, options: RetrievalOptions, ranking: RankingOptions
-) -> dict[str, object]:
-    facts: dict[str, object] = {"model": model, "split": split, "depth": options.depth}
-    facts["keep_self_matches"] = options.keep_self_matches
-    if options.documents is not None:
-        facts["documents"] = options.documents
-    if ranking.hybrid is not None:
-        facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
-    return facts
-
-
-def _other_runs(
-    dense: Run,
-    collection: RetrievalSet,
-    options: RetrievalOptions,
-    ranking: RankingOptions,
-) -> dict[str, Run]:
-    """The runs of BM25 and of both fused; only the main process has them."""
-    runs: dict[str, Run] = {}
-    if (options.bm25 or ranking.hybrid) and distributed.is_main():
-        queries = collection.queries
-        corpus = collection.corpus
-        words = bm25_run(queries.ids, _texts(queries), corpus.ids, _texts(corpus), options.depth + 1)
-        qrels = None if options.keep_self_matches else collection.qrels
-        runs[BM25] = first_documents(words, options.depth, qrels)
-        if ranking.hybrid:
-            runs[HYBRID] = _fuse(ranking.hybrid, ranking.weight, dense, runs[BM25], options.depth)
-    return runs
-
-
-def _texts(corpus: Corpus) -> list[str]:
-    return [corpus[row] for row in range(len(corpus))]
-
-
-def _fuse(method: Fusion, weight: float, dense: Run, words: Run, depth: int) -> Run:
-    """The best documents of a model's run and BM25's together."""
-    fused = {}
-    for query in dense:
-        rankings = [[(name, run[query][name]) for name in ranked(run[query])] for run in (dense, words)]
-        best = fuse(rankings, method, weights=[weight, 1 - weight])[:depth]
-        fused[query] = dict(best)
-    return fused
-
-
-def _write_results(
-    evaluation: Evaluation,
-    facts: Mapping[str, object],
-    collections: Mapping[str, RetrievalSet],
-    results: Sequence[Result],
-    folders: Mapping[str, Path],
-    trained_ids: Sequence[str],
-) -> None:
-    """Write the run files of each collection and system, the metrics and the report."""
-    queries: list[Table] = []
-    reported: list[Result] = []
-    for result in results:
-        reported.append(result)
-        if trained_ids and result.system == results[0].system:
-            reported += split_by_training(result, trained_ids)
-        if result.system == results[0].system:
-            rows = _query_rows(result, collections[result.dataset])
-            queries.append(Table(f"Best and worst queries of {result.system} on {result.dataset}", rows))
-        result.write(folders[result.dataset] / FOLDERS.get(result.system, ""))
-    evaluation.conclude(
-        f"Retrieval: {short_name(evaluation.model)} on {', '.join(collections)}",
-        facts,
-        {"systems": metrics_document(reported)},
-        [
-            Table("Retrieval", summary_rows(reported)),
-            Table("All metrics", cutoff_rows(reported)),
-            *queries,
-        ],
-        printed=1,
-        files="metrics, run files and report.html",
-    )
-
-
 def _open_collection(
     source: str,
     options: RetrievalOptions,
@@ -242,9 +210,9 @@ def _open_collection(
     if detect(source) == "beir" or is_collection(source):
         name = Path(source).resolve().name
         if indexed is None:
-            collection = read_beir(source, split, titles=options.titles)
+            collection = read_beir(source, split)
         else:
-            collection = _over_index(indexed, source, split, options, needs_texts)
+            collection = _over_index(indexed, source, split, str(options.documents), needs_texts)
     elif indexed is not None:
         raise DualencError(f"{source}: names no documents of the index; --documents needs a BEIR folder")
     else:
@@ -258,7 +226,7 @@ def _open_collection(
 
 
 def _over_index(
-    indexed: Embeddings, source: str, split: str, options: RetrievalOptions, needs_texts: bool
+    indexed: Embeddings, source: str, split: str, index: str, needs_texts: bool
 ) -> RetrievalSet:
     """The judged queries of a BEIR folder, and the documents of an index in its order.
 
@@ -268,14 +236,14 @@ def _over_index(
     queries, qrels = read_judged_queries(Path(source), split, indexed.ids, bad_rows)
     judged = {name for grades in qrels.values() for name in grades}
     if (rows_of(indexed.ids, judged) < 0).all():
-        problem = f"{options.documents} holds none of its {len(judged):,} judged documents"
+        problem = f"{index} holds none of its {len(judged):,} judged documents"
         raise DualencError(f"{source}: {problem}; name an index of these documents with their ids")
     if needs_texts:
-        texts = read_corpus(source, titles=options.titles, bad_rows=bad_rows)
+        texts = read_corpus(source, bad_rows=bad_rows)
         rows = rows_of(texts.ids, indexed.ids)
         if (rows < 0).any():
             missing = indexed.ids[int(np.argmin(rows))][:80]
-            problem = f"its corpus lacks {missing!r}, which is in {options.documents}"
+            problem = f"its corpus lacks {missing!r}, which is in {index}"
             raise DualencError(f"{source}: {problem}; leave --bm25 out")
         corpus = texts.take(rows)
     elif indexed.snippets is not None:
@@ -316,11 +284,9 @@ def _query_rows(result: Result, collection: RetrievalSet) -> list[dict[str, obje
         if collection.queries.modality == "text":
             row["text"] = snippet(str(collection.queries[query_row[query]]))
         if ranking:
-            text = (
-                str(collection.corpus[document_row[ranking[0]]])
-                if collection.corpus.modality == "text"
-                else ""
-            )
+            text = ""
+            if collection.corpus.modality == "text":
+                text = str(collection.corpus[document_row[ranking[0]]])
             row["first document"] = snippet(f"{ranking[0]}: {text}")
         return row
 

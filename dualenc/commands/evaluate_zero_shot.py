@@ -10,13 +10,14 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.labelled_images import open_images, require_labels
-from dualenc.commands.output import Evaluation, embed_into, open_model, short_name
+from dualenc.commands.output import Evaluation, short_name
 from dualenc.data import Corpus
 from dualenc.data.detect import default_split
+from dualenc.data.items import rows_of
 from dualenc.errors import DualencError
 from dualenc.evaluation.query_scores import rank_rows
 from dualenc.evaluation.report import Table
-from dualenc.evaluation.runs import read_lines, write_per_query
+from dualenc.evaluation.runs import read_lines, write_ranks
 from dualenc.evaluation.zero_shot import (
     TEMPLATES,
     class_embeddings,
@@ -39,35 +40,32 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
     evaluation = Evaluation("zero-shot", model, data, output)
     templates = TEMPLATES if options.templates is None else read_templates(options.templates)
     split = options.split or default_split(data, "test")
-    images = open_images(data, split, options)
+    images = open_images(data, split, options.label_column)
     labels = require_labels(images, f"{data}, {split}")
     names = _class_names(options.class_names, images.class_names, labels, data)
     prompts = class_prompts(names, templates)
     corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
-    encoder = open_model(model, ("image-text",), evaluation.device)
-    evaluation.check_weights(encoder.left, encoder.right)
-    folder = evaluation.folder / "embeddings"
+    encoder = evaluation.open("image-text")
     settings: dict[str, Any] = {"batch_size": options.batch_size, "model": model}
-    embedded = embed_into(folder / f"images-{split}", encoder.left, images, side="left", **settings)
-    embedded_prompts = embed_into(folder / "prompts", encoder.right, corpus, side="right", **settings)
-    classes = class_embeddings(np.asarray(embedded_prompts.vectors, np.float32), len(names))
-    # The images that could be read, by their rows in the data.
-    row_of = {name: row for row, name in enumerate(images.ids)}
-    rows = [row_of[name] for name in embedded.ids]
-    labels = labels[rows]
+    embedded = evaluation.embed(
+        f"embeddings/images-{split}", encoder.left, images, side="left", **settings
+    )
     vectors = np.asarray(embedded.vectors, np.float32)
+    embedded_prompts = evaluation.embed(
+        "embeddings/prompts", encoder.right, corpus, side="right", **settings
+    )
+    classes = class_embeddings(np.asarray(embedded_prompts.vectors, np.float32), len(names))
+    # Of the images that could be read.
+    labels = labels[rows_of(images.ids, embedded.ids)]
     ranks = zero_shot_ranks(vectors, classes, labels)
     if distributed.is_main():
 
         def describe_image(number: int) -> str:
-            return f"{images.ids[rows[number]]}: {names[labels[number]]}"
+            return f"{embedded.ids[number]}: {names[labels[number]]}"
 
         queries = rank_rows(ranks, vectors, classes, describe_image, names.__getitem__)
-        per_image = {}
-        for row, rank in zip(rows, ranks):
-            hits = {f"top@{k}": float(rank <= k) for k in CUTOFFS}
-            per_image[images.ids[row]] = hits | {"mrr": float(1 / rank)}
-        write_per_query(evaluation.folder / "per_query.ndjson", per_image, short_name(data))
+        log = evaluation.folder / "per_query.ndjson"
+        write_ranks(log, embedded.ids, ranks, "top", CUTOFFS, short_name(data))
         by_class: list[dict[str, Any]] = []
         for number in np.unique(labels).tolist():
             own = ranks[labels == number]
@@ -77,7 +75,8 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
         scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
         sizes = {"images": len(ranks), "classes": len(names)}
         evaluation.conclude(
-            f"Zero-shot classification: {short_name(model)} on {short_name(data)}",
+            "Zero-shot classification",
+            short_name(data),
             {"model": model, "data": data, "split": split},
             {**sizes, "metrics": scores, "per_class": by_class},
             [
@@ -97,9 +96,7 @@ def _class_names(
     names = recorded
     if file is not None:
         names = [line.strip() for _, line in read_lines(file)]
-        if not names:
-            raise DualencError(f"{file}: holds no class name; write one on each line")
-    if names is None or all(name.isdecimal() for name in names):
+    if not names or all(name.isdecimal() for name in names):
         raise DualencError(
             f"{data}: the classes have no names; give them with --class_names FILE, one on each line"
         )

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from dualenc.commands.output import embed_into
+from dualenc.commands.output import Evaluation
 from dualenc.data import Corpus, open_corpus
-from dualenc.data.item_lists import Picked
+from dualenc.data.items import rows_of
 from dualenc.data.labels import rows_with_label
 from dualenc.encoders import Tower, load_model
 from dualenc.errors import DualencError
-from dualenc.types import Items
-
-if TYPE_CHECKING:
-    from dualenc.commands.evaluate import ImageOptions, ZeroShotOptions
 
 
 def random_rows(total: int, limit: int | None) -> np.ndarray:
@@ -27,15 +21,13 @@ def random_rows(total: int, limit: int | None) -> np.ndarray:
 
 
 def open_images(
-    data: str, split: str, options: ImageOptions | ZeroShotOptions, *, limit: int | None = None
+    data: str, split: str, label_column: str | None = None, *, limit: int | None = None
 ) -> Corpus:
     """Open images and their labels, if there are any; `limit` of them at random.
 
     If some images have labels, those without are left out, counted and reported.
     """
-    images = open_corpus(
-        data, modality="image", split=split, label_column=options.label_column, quotes=options.quotes
-    )
+    images = open_corpus(data, modality="image", split=split, label_column=label_column)
     if images.modality != "image":
         raise DualencError(f"{data}: holds {images.modality}; give images")
     if images.labels is not None:
@@ -58,23 +50,19 @@ def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> 
 
 
 class Labelled(NamedTuple):
-    """Images, their features (N, D) and labels (N,); images that cannot be read are left out of all three."""
+    """Features (N, D) and labels (N,) of the images that could be read."""
 
-    items: Items
     features: np.ndarray
     labels: np.ndarray
 
 
 def labelled_features(
-    tower: Tower, corpus: Corpus, labels: np.ndarray, folder: Path, batch_size: int, num_workers: int
+    evaluation: Evaluation, part: str, tower: Tower, corpus: Corpus, labels: np.ndarray, **options: Any
 ) -> Labelled:
-    """Features to fit probes on or test them with, stored in `folder`."""
-    embeddings = embed_into(
-        folder, tower, corpus, batch_size=batch_size, output="features", num_workers=num_workers
-    )
-    row_of = {name: row for row, name in enumerate(corpus.ids)}
-    rows = np.array([row_of[name] for name in embeddings.ids])
-    return Labelled(Picked(corpus.items, rows), np.asarray(embeddings.vectors, np.float32), labels[rows])
+    """Features to fit probes on or test them with, stored below `features` of the output."""
+    embedded = evaluation.embed(f"features/{part}", tower, corpus, output="features", **options)
+    rows = rows_of(corpus.ids, embedded.ids)
+    return Labelled(np.asarray(embedded.vectors, np.float32), labels[rows])
 
 
 def align_labels(
@@ -101,12 +89,13 @@ def align_labels(
     return mapped
 
 
-def open_image_tower(model: str, device: torch.device) -> Tower:
+def open_image_tower(evaluation: Evaluation) -> Tower:
     """The image tower of a model of kind image or image-text, in evaluation mode."""
-    encoder = load_model(model, device=str(device))
+    encoder = load_model(evaluation.model, device=str(evaluation.device))
     if encoder.left.modality != "image":
         raise DualencError(
-            f"{model}: is of kind {encoder.kind} and encodes no images; give a model of kind image"
+            f"{evaluation.model}: is of kind {encoder.kind} and encodes no images; give a model of kind image"
         )
     encoder.eval()
+    evaluation.check_weights(encoder.left)
     return encoder.left

@@ -80,9 +80,20 @@ class Evaluation:
             problem = f"holds an evaluation of other weights than {self.model} has now"
             raise DualencError(f"{self.folder}: {problem}; choose another --out, or remove the folder")
 
+    def open(self, *kinds: str) -> DualEncoder:
+        """Load the model, which must be of one of these kinds, and check its weights."""
+        encoder = open_model(self.model, kinds, self.device)
+        self.check_weights(encoder.left, encoder.right)
+        return encoder
+
+    def embed(self, folder: StrPath, tower: Tower, corpus: Corpus, **options: Any) -> Embeddings:
+        """Embed into a folder below the output, or reuse what is there: `embed_into`."""
+        return embed_into(self.folder / folder, tower, corpus, **options)
+
     def conclude(
         self,
-        title: str,
+        task: str,
+        on: str,
         facts: Mapping[str, object],
         results: Mapping[str, object],
         tables: Sequence[Table],
@@ -90,7 +101,8 @@ class Evaluation:
         printed: int | None = None,
         files: str = "metrics and report.html",
     ) -> None:
-        """Write metrics.json (facts and results) and report.html; print the first tables and where the files are."""
+        """Write metrics.json (facts and results) and report.html, headed by task and data; print the first tables."""
+        title = f"{task}: {short_name(self.model)} on {on}"
         write_json(self.folder / RESULT, {"task": self.task, **facts, "weights": self.weights, **results})
         write_report(self.folder / PAGE, title, facts=facts, tables=tables)
         self._lock.close()

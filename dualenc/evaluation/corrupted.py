@@ -104,14 +104,14 @@ class ImageVersions(Dataset[Any]):
 
 
 class Encoded(NamedTuple):
-    """A block of images: (n,) numbers, (n, V, C, D) features, and (number, reason) of images that cannot be read.
+    """A block of images: (n,) numbers, (n, V, C, D) features, and the reasons why others cannot be read.
 
-    V is 1 without augmentation; `indices` lacks the images that cannot be read.
+    V is 1 without augmentation.
     """
 
     indices: list[int]
     features: Vectors
-    bad: list[tuple[int, str]]
+    bad: list[str]
 
 
 def encode_versions(
@@ -139,21 +139,19 @@ def encode_versions(
         worker_init_fn=_one_thread,
     )
     for rows in loader:
-        bad: list[tuple[int, str]] = []
+        bad: list[str] = []
         good: dict[int, Inputs] = {}
         for index, row in rows:
             if not isinstance(row, DualencError):
                 good[index] = row
             elif isinstance(row, BadSample):
-                bad.append((index, str(row)))
+                bad.append(str(row))
             else:
                 raise row
         features: Vectors = np.zeros((0, num_views, num_conditions, 0))
         if good:
             parts = list(good.values())
-            encoded = np.asarray(
-                encode({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-            )
+            encoded = encode({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
             features = encoded.reshape(len(good), num_views, num_conditions, encoded.shape[1])
         yield Encoded(list(good), features, bad)
 

@@ -24,14 +24,12 @@ from dualenc.types import Integers, Items
 
 Pixels = npt.NDArray[np.uint8]
 
-STANDARD: tuple[str, ...] = (
+ALL: tuple[str, ...] = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
     "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression",
+    "speckle_noise", "gaussian_blur", "spatter", "saturate",
 )  # fmt: skip
-"""The 15 corruptions of the benchmark."""
-
-ALL: tuple[str, ...] = (*STANDARD, "speckle_noise", "gaussian_blur", "spatter", "saturate")
-"""The 19 of CIFAR-C: the standard ones and four for validation."""
+"""The 15 corruptions of the benchmark, and four for validation."""
 
 SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
 MIN_SIDE = 32
@@ -46,6 +44,7 @@ class CorruptedImages:
     """Corrupted versions of the same N images; (N,) labels and class names where known."""
 
     corruptions: tuple[str, ...]
+    severities: tuple[int, ...] = SEVERITIES
     labels: Integers | None = None
     class_names: list[str] | None = None
 
@@ -61,6 +60,7 @@ class CleanImages(CorruptedImages):
     """Uncorrupted images as a `CorruptedImages` whose only "corruption" is "clean"."""
 
     corruptions: tuple[str, ...] = ("clean",)
+    severities: tuple[int, ...] = (1,)
 
     def __init__(
         self, images: Items, labels: Integers | None = None, class_names: list[str] | None = None
@@ -78,6 +78,8 @@ class CleanImages(CorruptedImages):
 
 class GeneratedCorruptions(CleanImages):
     """Corruptions generated on the fly from RGB images of at least 32 × 32; picklable if `images` is."""
+
+    severities = SEVERITIES
 
     def __init__(
         self,
@@ -137,13 +139,12 @@ def corrupt(
     return np.where(np.isfinite(values), values, image).astype(np.uint8)
 
 
-def _check_corruption(name: str) -> None:
-    if name not in ALL:
-        raise DualencError(f"unknown corruption {name}{nearest(name, ALL)}; choose from {', '.join(ALL)}")
-
-
 def _function(corruption: str) -> Callable[..., Any]:
-    _check_corruption(corruption)
+    """The corruption of `imagecorruptions`."""
+    if corruption not in ALL:
+        raise DualencError(
+            f"unknown corruption {corruption}{nearest(corruption, ALL)}; choose from {', '.join(ALL)}"
+        )
     # An optional package, which imports numba.
     try:
         import imagecorruptions
@@ -174,11 +175,7 @@ class CifarC(CorruptedImages):
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
         self.corruptions = _choose(self.path, ".npy", corruptions)
-        labels = _read_npy(self.path / "labels.npy")
-        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-            raise DualencError(
-                f"{self.path}/labels.npy: {labels.dtype} of shape {labels.shape}; whole numbers belong"
-            )
+        labels = _read_npy(self.path / "labels.npy").reshape(-1)
         num_images = len(labels) // len(SEVERITIES)
         if num_images == 0 or not np.array_equal(labels, np.tile(labels[:num_images], len(SEVERITIES))):
             problem = f"{len(labels)} labels are no five equal blocks, one per severity"
@@ -244,9 +241,8 @@ def _available(folder: Path, suffix: str) -> list[str]:
 def _choose(folder: Path, suffix: str, requested: Sequence[str]) -> tuple[str, ...]:
     available = _available(folder, suffix)
     for name in requested:
-        _check_corruption(name)
         if name not in available:
-            listed = ", ".join(available) or "none"
+            listed = ", ".join(available)
             raise DualencError(f"{folder}/{name}{suffix}: no such file or folder; there are {listed}")
     if not available:
         raise DualencError(

@@ -1,7 +1,7 @@
 """Gradient estimators: bias, error per step, cost and memory of each objective, at frozen embeddings.
 
 Gradients are taken with respect to the embeddings, and compared with that of the global loss over all pairs
-(`ExactGlobal`). Shapes: A anchors, B batch, N items of a side, D dimension, M pairs, K known positives, S stretches.
+(`ExactGlobal`). Shapes: B batch, N items of a side, D dimension, M pairs, K known positives, S stretches.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from dualenc.encoders.dual import SIDES
-from dualenc.errors import DualencError
 from dualenc.objectives import (
     DCL,
     EMC2,
@@ -83,10 +81,14 @@ class FrozenPairs:
     def __post_init__(self) -> None:
         self.left = self.left.detach().requires_grad_()
         self.right = self.right.detach().requires_grad_()
-        for name in ("left_id", "right_id", "left_positives", "right_positives"):
-            ids = getattr(self, name)
-            if ids is not None:
-                setattr(self, name, ids.to(self.left.device))
+        for name, ids in self.ids.items():
+            setattr(self, name, ids.to(self.left.device))
+
+    @property
+    def ids(self) -> dict[str, Tensor]:
+        """The ids by the names that `Objective.forward` gives them, without those that are not known."""
+        names = ("left_id", "right_id", "left_positives", "right_positives")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @classmethod
     def one_to_one(cls, left: Tensor, right: Tensor, *, views: bool = False) -> FrozenPairs:
@@ -97,17 +99,14 @@ class FrozenPairs:
     def __len__(self) -> int:
         return len(self.left_id)
 
-    def counts(self, side: Side) -> Tensor:
-        """(N,) how many pairs each item of a side is in."""
-        return torch.bincount(getattr(self, f"{side}_id"), minlength=len(getattr(self, side)))
-
     def build(self, kind: Callable[..., Objective], temperature: float, **options: Any) -> Objective:
         """An objective of these pairs: `kind` is a class of objectives, or makes one from the same arguments."""
         sizes = {"num_left": len(self.left), "num_right": len(self.right)}
-        criterion = kind(**sizes, temperature=temperature, views=self.views, **options).to(
-            self.left.device
+        criterion = kind(**sizes, temperature=temperature, views=self.views, **options)
+        criterion.to(self.left.device).set_counts(
+            torch.bincount(self.left_id, minlength=len(self.left)),
+            torch.bincount(self.right_id, minlength=len(self.right)),
         )
-        criterion.set_counts(self.counts("left"), self.counts("right"))
         return criterion
 
     def encode(self, side: Side, ids: Tensor) -> Tensor:
@@ -117,18 +116,12 @@ class FrozenPairs:
 
     def step(self, criterion: Objective, rows: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
         """The sparse gradients of a batch, pairs `rows` (B,), on the left and the right items, and its loss."""
-        left_id = self.left_id[rows]
-        right_id = self.right_id[rows]
-        left = self.encode("left", left_id)
-        right = self.encode("right", right_id)
+        ids = {name: each[rows] for name, each in self.ids.items()}
+        left = self.encode("left", ids["left_id"])
+        right = self.encode("right", ids["right_id"])
         # Only items outside the batch count as extra encodes.
         self.num_encoded = 0
-        positives = {}
-        for name in ("left_positives", "right_positives"):
-            listed = getattr(self, name)
-            if listed is not None:
-                positives[name] = listed[rows]
-        loss = criterion(left, right, left_id, right_id, encode=self.encode, **positives).loss
+        loss = criterion(left, right, encode=self.encode, **ids).loss
         on_left, on_right = torch.autograd.grad(loss, [self.left, self.right])
         return (on_left, on_right), float(loss.detach())
 
@@ -218,7 +211,6 @@ class Measured:
         bias: of the mean gradient of an epoch, relative to the exact gradient.
         epochs: number of averaged epochs, over all runs.
         step_errors: relative distance of a step's gradient from the exact gradient of the same anchors, for a sample.
-        mean_errors: relative distance of the running mean gradient, noise included.
         values, seconds: reported loss and duration of each step.
         encodes, state_bytes: items requested by id, per pair, and size of the objective's tables.
     """
@@ -226,7 +218,6 @@ class Measured:
     bias: Bias = field(default_factory=lambda: Bias(0.0, math.inf))
     epochs: int = 0
     step_errors: list[float] = field(default_factory=list)
-    mean_errors: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     encodes: float = 0.0
@@ -249,7 +240,7 @@ class Measured:
 class ObjectiveTrial:
     """A run of an objective through epochs in random order; all runs add to the same measurements.
 
-    `oracle` is `ExactGlobal` of the same pairs, with whose gradient `num_compared` steps have been compared.
+    The gradients of its first steps are compared with those of `oracle`, `ExactGlobal` of the same pairs.
     """
 
     frozen: FrozenPairs
@@ -291,11 +282,10 @@ class ObjectiveTrial:
     def conclude(self) -> Measured:
         """Finish the measurements of all runs; call it on the last one."""
         self.measured.encodes /= self.measured.epochs * len(self.frozen)
-        # Counts of pairs belong to the data, not to the objective's memory.
-        tables = [
-            table for name, table in self.criterion.named_buffers() if not name.endswith("pair_counts")
-        ]
-        self.measured.state_bytes = sum(table.numel() * table.element_size() for table in tables)
+        for name, table in self.criterion.named_buffers():
+            # Counts of pairs belong to the data, not to the objective's memory.
+            if not name.endswith("pair_counts"):
+                self.measured.state_bytes += table.nbytes
         return self.measured
 
 
@@ -340,66 +330,24 @@ def measure_objective(
             trial.add_to(total, further, compared=-(-MAX_COMPARED_STEPS // runs))
         done += further
         measured.bias = bias_of(sums / done, exact)
-        measured.mean_errors.append(float((sums.mean(dim=0) / done - exact).norm() / exact.norm()))
         if measured.bias.error <= bound or 2 * done > max_epochs:
             return trials[-1].conclude()
         further = done
 
 
-def softmax_shares(frozen: FrozenPairs, temperature: float, batches: Iterable[Tensor]) -> Tensor:
-    """(A,) for every anchor of the batches (B,), the share of its softmax over the corpus that its batch holds."""
-    shares = [_shares_of_side(frozen, temperature, batch, side) for batch in batches for side in SIDES]
-    return torch.cat(shares)
-
-
 def found_first(frozen: FrozenPairs, batches: Iterable[Tensor]) -> float:
-    """The share of the left anchors of the batches (B,) whose positive is nearer than every negative of the corpus."""
+    """The share of the pairs of batches (B,) whose right item is nearer to the left one than every negative."""
     is_first = []
     for batch in batches:
         rows = batch.to(frozen.left_id.device)
-        positive = (frozen.left[frozen.left_id[rows]] * frozen.right[frozen.right_id[rows]]).sum(dim=1)
-        is_first.append(positive > _negative_logits(frozen, 1.0, rows, "left").amax(dim=1))
+        own = frozen.right_id[rows, None]  # (B, 1)
+        listed = own if frozen.left_positives is None else frozen.left_positives[rows]  # (B, K)
+        scores = frozen.left.detach()[frozen.left_id[rows]] @ frozen.right.detach().T  # (B, N)
+        # Padding stands for the pair's own item, which is no negative either.
+        negatives = scores.scatter(1, torch.where(listed < 0, own, listed), -torch.inf)
+        hardest = negatives.scatter(1, own, -torch.inf).amax(dim=1)
+        is_first.append(scores.gather(1, own)[:, 0] > hardest)
     return float(torch.cat(is_first).float().mean())
-
-
-def _shares_of_side(frozen: FrozenPairs, temperature: float, rows: Tensor, side: Side) -> Tensor:
-    """(B,) shares of the anchors on one side of the pairs `rows`."""
-    other: Side = "right" if side == "left" else "left"
-    rows = rows.to(frozen.left_id.device)
-    logits = _negative_logits(frozen, temperature, rows, side)
-    in_batch = torch.bincount(getattr(frozen, f"{other}_id")[rows], minlength=len(getattr(frozen, other)))
-    sums = []
-    for counts in (in_batch, frozen.counts(other)):
-        repeated = counts.repeat(2) if frozen.views else counts
-        sums.append(torch.logsumexp(logits + repeated.to(logits).log(), dim=1))
-    without = torch.isneginf(sums[1])
-    if bool(without.any()):
-        raise DualencError(
-            f"pair {int(rows[without][0])} has no negative here: all others are its positives; give more pairs"
-        )
-    return torch.exp(sums[0] - sums[1])
-
-
-def _negative_logits(frozen: FrozenPairs, temperature: float, rows: Tensor, side: Side) -> Tensor:
-    """(B, N) s/τ of the anchors of pairs (B,) with all items of the other side, −∞ for positives; 2·N with views."""
-    other: Side = "right" if side == "left" else "left"
-    listed = getattr(frozen, f"{side}_positives")
-    anchors = getattr(frozen, side).detach()
-    items = getattr(frozen, other).detach()
-    excluded = getattr(frozen, f"{other}_id")[rows, None]
-    if listed is not None:
-        excluded = torch.cat([excluded, listed[rows]], dim=1)
-    if frozen.views:
-        # An image's own side brings negatives, too: the same views of other images.
-        items = torch.cat([items, anchors])
-        excluded = torch.cat(
-            [excluded, torch.where(excluded < 0, excluded, excluded + len(anchors))], dim=1
-        )
-    logits = anchors[getattr(frozen, f"{side}_id")[rows]] @ items.T / temperature
-    # Padding is scattered into one more column, which is dropped.
-    padded = torch.cat([logits, logits[:, :1]], dim=1)
-    padded.scatter_(1, torch.where(excluded < 0, len(items), excluded), -torch.inf)
-    return padded[:, :-1]
 
 
 def advice(results: dict[str, Measured], batch_size: int, first: float) -> str:
@@ -412,21 +360,20 @@ def advice(results: dict[str, Measured], batch_size: int, first: float) -> str:
     if not measured:
         return f"at B={batch_size}: none of these estimates the global loss; measure InfoNCE and ISIR to compare"
 
-    def rank(name: str) -> tuple[float, float]:
-        bias = measured[name].bias
-        return round(bias.value, 2) if bias.is_significant else 0.0, measured[name].step_error
-
     def missed(name: str, below: str) -> str:
         bias = measured[name].bias
         return f"{bias.value:.0%}" if bias.is_significant else f"{below} {bias.limit:.0%}"
 
+    def rank(name: str) -> tuple[float, float]:
+        bias = measured[name].bias
+        return round(bias.value, 2) if bias.is_significant else 0.0, measured[name].step_error
+
     parts = []
     if "InfoNCE" in measured:
         parts.append(f"InfoNCE misses {missed('InfoNCE', 'less than')} of the gradient")
-    others = [name for name in measured if name != "InfoNCE"]
+    others = sorted((name for name in measured if name != "InfoNCE"), key=rank)
     without_encodes = [name for name in others if not measured[name].encodes]
-    nearest = [min(names, key=rank) for names in (without_encodes, others) if names]
-    for name in dict.fromkeys(nearest):
+    for name in dict.fromkeys([*without_encodes[:1], *others[:1]]):
         encodes = measured[name].encodes
         cost = f"for {encodes:.1f} extra encodes per pair" if encodes else "without extra encodes"
         parts.append(f"{name} {missed(name, 'below')} {cost}")

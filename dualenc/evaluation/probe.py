@@ -1,4 +1,4 @@
-"""Probes of frozen features: k nearest neighbours, and logistic regression, also few-shot."""
+"""Probes of frozen features: k nearest neighbours, and logistic regression."""
 
 from __future__ import annotations
 
@@ -86,42 +86,29 @@ def accuracy(predicted: Integers, labels: Integers) -> float:
 
 
 class LinearProbe(NamedTuple):
-    """A classifier fit with the chosen λ, accuracies by λ on held-out training images, and the one on test images."""
+    """A classifier fit with the chosen λ, and accuracies by λ on held-out training images."""
 
     classifier: Pipeline
     l2: float
     validation: dict[float, float]
-    accuracy: float = math.nan
 
 
 def linear_probe(
-    train: Vectors,
-    train_labels: Integers,
-    test: Vectors | None = None,
-    test_labels: Integers | None = None,
-    *,
-    l2: Sequence[float] = L2_SWEEP,
-    seed: int = 0,
+    train: Vectors, train_labels: Integers, *, l2: Sequence[float] = L2_SWEEP, seed: int = 0
 ) -> LinearProbe:
     """Multinomial logistic regression on standardised features by full-batch L-BFGS (scikit-learn).
 
-    With several λ each is fit on nine tenths of the training images and scored on the rest; the best (the larger
-    of equal ones) is fit on all of them. The test images choose nothing.
+    With several λ each is fit on nine tenths of the images and scored on the rest; the best (the larger of equal ones)
+    is fit on all of them.
 
     Args:
         train, train_labels: (N, D) features and (N,) class numbers.
-        test, test_labels: (A, D) features and (A,) class numbers, if there are any to test with.
         l2: the λ to try, of λ/2·‖W‖² added to the mean cross-entropy.
         seed: of the split for validation.
     """
-    if not l2 or min(l2) <= 0:
-        raise DualencError(f"l2={list(l2)}: give one or more numbers above 0")
     validation = _validate(train, train_labels, l2, seed) if len(l2) > 1 else {}
     best = max(l2, key=lambda value: (validation.get(value, 0.0), value))
-    fitted = LinearProbe(fit_linear(train, train_labels, best), best, validation)
-    if test is None or test_labels is None:
-        return fitted
-    return fitted._replace(accuracy=accuracy(fitted.classifier.predict(test), test_labels))
+    return LinearProbe(fit_linear(train, train_labels, best), best, validation)
 
 
 def _validate(train: Vectors, labels: Integers, l2: Sequence[float], seed: int) -> dict[float, float]:
@@ -130,7 +117,7 @@ def _validate(train: Vectors, labels: Integers, l2: Sequence[float], seed: int) 
     held_out = max(math.ceil(VALIDATION_SHARE * len(labels)), len(classes))
     if held_out >= len(labels):
         raise DualencError(
-            f"{len(labels)} training images are too few to choose λ of {len(l2)}; give one value as l2"
+            f"{len(labels)} training images are too few for a probe, whose λ is chosen on a tenth of them; give more"
         )
     # Every class must be in the part that is fit; a class of one image cannot be in both.
     stratify = labels if sizes.min() > 1 else None
@@ -144,22 +131,16 @@ def _validate(train: Vectors, labels: Integers, l2: Sequence[float], seed: int) 
     return validation
 
 
-def fit_linear(
-    features: Vectors, labels: Integers, l2: float, *, standardised_by: Vectors | None = None
-) -> Pipeline:
-    """Fit standardisation, by the statistics of `standardised_by` (N', D), and a classifier of features (N, D).
-
-    It minimises mean cross-entropy + λ/2·‖W‖², λ being `l2`.
-    """
-    reference = features if standardised_by is None else standardised_by
-    if not np.isfinite(reference).all():
+def fit_linear(features: Vectors, labels: Integers, l2: float) -> Pipeline:
+    """Fit standardisation and a classifier of features (N, D): mean cross-entropy + λ/2·‖W‖², λ being `l2`."""
+    if not np.isfinite(features).all():
         raise DualencError("the training features are not finite; did the training end in NaN?")
     num_classes = len(np.unique(labels))
     if num_classes < 2:
         raise DualencError(
             f"all training images have the label {labels[0]}; a probe needs two classes or more"
         )
-    scaler = StandardScaler().fit(reference)
+    scaler = StandardScaler().fit(features)
     # scikit-learn sums the loss over images: C = 1/(λN). Of two classes it keeps the difference of their rows,
     # whose squared norm is twice that of both.
     inverse = (2 if num_classes == 2 else 1) / (l2 * len(labels))
@@ -169,47 +150,3 @@ def fit_linear(
         warnings.simplefilter("ignore", ConvergenceWarning)
         regression.fit(scaler.transform(features), labels)
     return make_pipeline(scaler, regression)
-
-
-def few_shot(
-    train: Vectors,
-    train_labels: Integers,
-    test: Vectors,
-    test_labels: Integers,
-    *,
-    shots: Sequence[int] = (1, 5, 10),
-    draws: int = 5,
-    l2: float = 1e-2,
-    seed: int = 0,
-) -> dict[int, tuple[float, float]]:
-    """Accuracy of a linear probe fit on a few images of each class: by their number, mean and standard deviation.
-
-    Vectors are standardised by the statistics of all training images, which use no label.
-
-    Args:
-        train, train_labels: (N, D) features to draw from, and (N,) class numbers.
-        test, test_labels: (A, D) features and (A,) class numbers.
-        shots: how many images of each class.
-        draws, seed: number of draws of the images, at least 2, and their seed.
-        l2: λ of λ/2·‖W‖² added to the mean cross-entropy.
-    """
-    results = {}
-    for count in shots:
-        scores = []
-        for draw in range(draws):
-            rows = draw_per_class(train_labels, count, np.random.default_rng((seed, count, draw)))
-            classifier = fit_linear(train[rows], train_labels[rows], l2, standardised_by=train)
-            scores.append(accuracy(classifier.predict(test), test_labels))
-        results[count] = (float(np.mean(scores)), float(np.std(scores, ddof=1)))
-    return results
-
-
-def draw_per_class(labels: Integers, count: int, rng: np.random.Generator) -> Integers:
-    """Rows of `count` different images of every class of `labels` (N,)."""
-    classes, sizes = np.unique(labels, return_counts=True)
-    if count < 1 or sizes.min() < count:
-        smallest = classes[sizes.argmin()]
-        raise DualencError(
-            f"shots={count}: class {smallest} has {sizes.min()} training images; choose 1 to that many"
-        )
-    return np.concatenate([rng.choice(np.flatnonzero(labels == c), count, replace=False) for c in classes])

@@ -30,11 +30,9 @@ def evaluate(out: Path, *words: Any) -> dict[str, Any]:
 def test_every_probe_is_in_the_metrics_and_in_the_report(image_model: Path, data: Path, tmp_path: Path) -> None:
     metrics = evaluate(tmp_path / "out", image_model, data)
     assert (metrics["train_images"], metrics["test_images"]) == (30, 18)
-    names = ["1-NN", "20-NN, weighted", "linear, L-BFGS", "1-shot, linear", "5-shot, linear", "10-shot, linear"]
-    assert list(metrics["accuracy"]) == names
+    assert list(metrics["accuracy"]) == ["1-NN", "20-NN, weighted", "linear, L-BFGS"]
     assert metrics["accuracy"]["linear, L-BFGS"]["accuracy"] > 0.9, "three hues are easily told apart"
-    assert metrics["accuracy"]["1-shot, linear"]["sd"] >= 0
-    assert metrics["features"]["same_label_cosine"] > metrics["features"]["different_label_cosine"]
+    assert 1 < metrics["features"]["effective_rank"] < 18
     assert "20-NN, weighted" in (tmp_path / "out" / "report.html").read_text()
     tower = load_model(str(image_model)).left
     parts = {part: open_corpus(data / part, modality="image") for part in ("train", "test")}
@@ -49,7 +47,6 @@ def test_limits_take_images_of_all_classes(toy_clip: Path, data: Path, tmp_path:
     """Of the image tower of an image-text model."""
     metrics = evaluate(tmp_path / "out", toy_clip, data, "--limit", "9", "--train-limit", "15")
     assert (metrics["train_images"], metrics["test_images"]) == (15, 9)
-    assert "same_label_cosine" in metrics["features"]
 
 
 @pytest.mark.slow
@@ -59,7 +56,7 @@ def test_classes_are_matched_by_name_and_a_broken_image_is_left_out(
     """A class that the test images lack shifts their numbers, not their names."""
     shutil.rmtree(data / "test" / "blue")
     (data / "train" / "blue" / "03.png").write_bytes(b"broken")
-    metrics = evaluate(tmp_path / "out", image_model, data, "--shots", 1)
+    metrics = evaluate(tmp_path / "out", image_model, data)
     assert metrics["train_images"] == 29
     assert metrics["accuracy"]["linear, L-BFGS"]["accuracy"] > 0.9
 

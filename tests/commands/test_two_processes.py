@@ -40,9 +40,9 @@ def written(
     commands: dict[str, list[Any]] = {
         "embed": ["embed", toy_text, folder / "docs.jsonl"],
         "retrieval": ["evaluate", "retrieval", toy_text, beir, "--hybrid", "rrf"],
-        "corrupted": ["evaluate", "corrupted", *corrupted, "--train", splits, "--severities", 3, "--num-workers", 0],
+        "corrupted": ["evaluate", "corrupted", *corrupted, "--train", splits, "--num-workers", 0],
         "objectives": ["evaluate", "objectives", short_run / "model", classes, *measured],
-        "probe": ["evaluate", "probe", image_model, splits, "--shots", 1, "--num-workers", 0],
+        "probe": ["evaluate", "probe", image_model, splits, "--num-workers", 0],
         "mined.jsonl": mined,
     }
 

@@ -143,8 +143,8 @@ def test_bad_images_are_left_out_and_told(workers: int) -> None:
     blocks = list(encode_versions(versions, encode, num_workers=workers))
     assert [index for block in blocks for index in block.indices] == [1, 3]
     assert [bad for block in blocks for bad in block.bad] == [
-        (0, "row 0: cannot be decoded"),
-        (2, "row 2: cannot be decoded"),
+        "row 0: cannot be decoded",
+        "row 2: cannot be decoded",
     ]
     assert sum(len(block.features) for block in blocks) == 2
 

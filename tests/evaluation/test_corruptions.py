@@ -16,7 +16,6 @@ from PIL import Image
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.corruptions import (
     ALL,
-    STANDARD,
     CifarC,
     TinyImageNetC,
     corrupt,
@@ -45,7 +44,6 @@ def test_the_names_are_those_of_the_library_in_its_order() -> None:
     from imagecorruptions import get_corruption_names
 
     assert list(ALL) == get_corruption_names("all")
-    assert list(STANDARD) == get_corruption_names("common")
 
 
 @pytest.mark.slow
