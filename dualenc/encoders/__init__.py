@@ -10,7 +10,6 @@ from dualenc.encoders.load import load_model
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.tokenizer import load_tokenizer, train_tokenizer
 from dualenc.encoders.vector import VectorEncoder
-from dualenc.encoders.vision_text import VisionTextEncoder
 
 __all__ = [
     "BatchStatistics",
@@ -23,7 +22,6 @@ __all__ = [
     "TextEncoder",
     "Tower",
     "VectorEncoder",
-    "VisionTextEncoder",
     "interpolate",
     "load_model",
     "load_tokenizer",

@@ -17,7 +17,6 @@ TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 LIBRARIES = {
     "query-document": ("sentence-transformers", "sentence-similarity", ("feature-extraction",)),
     "image-text": ("open_clip", "zero-shot-image-classification", ("clip",)),
-    "vision-text": ("transformers", "zero-shot-image-classification", ("clip",)),
     "image": ("timm", "image-feature-extraction", ("image-feature-extraction",)),
     "vector": ("dualenc", "feature-extraction", ()),
     "query-index": ("sentence-transformers", "sentence-similarity", ("feature-extraction",)),

@@ -73,7 +73,7 @@ class IndexEncoder(DualEncoder):
             raise DualencError(f"queries are {left.modality}s; give an encoder of texts or vectors")
         right = FrozenTower(dim)
         if isinstance(left, TextTower) and dim < left.dim:
-            left = _rebuilt(left, list(left.head), truncate_dim=dim)
+            left = TextTower(left.parts, left.prepare, truncate_dim=dim)
         if left.dim != dim:
             raise DualencError(
                 f"the index holds vectors of {dim} numbers, but the query model gives {left.dim}; see with_map"
@@ -114,8 +114,16 @@ class IndexEncoder(DualEncoder):
         write_json(folder / DUALENC_FILE, config)
         write_json(folder / TRAINED_FILE, {"ids": self.trained_ids})
         if isinstance(self.left, TextTower):
+            from dualenc.encoders.sentence_model import save_model
+
             prompt = self.left.prepare.prompt
-            self.left.write({**self.prompts, "query": prompt}, "query" if prompt else None, folder)
+            save_model(
+                {"query": self.left.parts},
+                folder,
+                prompts={**self.prompts, "query": prompt},
+                default_prompt_name="query" if prompt else None,
+                truncate_dim=self.left.truncate_dim,
+            )
         else:
             (folder / VECTOR_FOLDER).mkdir()
             write_adapters(self.left, self.right, self.state_dict(), folder / VECTOR_FOLDER)
@@ -162,12 +170,11 @@ def with_map(text: TextEncoder, tower: VectorTower) -> TextEncoder:
             f"the map takes vectors of {tower.prepare.input_dim} numbers, but the text model gives {text.dim}; give "
             "the model that made the vectors"
         )
-    # The tower itself ends in a Normalize.
-    modules = nn.Sequential(*tower.as_modules()[:-1]).to(next(text.parameters()).device)
-    left = _rebuilt(text.left, [*text.left.head, *modules])
+    modules = [module.to(next(text.parameters()).device) for module in tower.as_modules()]
+    left = TextTower([*text.left.parts, *modules], text.left.prepare)
     right = text.right
     if tower.dim != text.dim:
-        right = _rebuilt(right, [*right.head, *modules])
+        right = TextTower([*right.parts, *modules], right.prepare)
     return text.with_towers(left, right)
 
 
@@ -221,8 +228,3 @@ def _merge_adapters(module: Any) -> nn.Module:
     for name, child in module.named_children():
         setattr(module, name, _merge_adapters(child))
     return module
-
-
-def _rebuilt(tower: TextTower, head: list[nn.Module], truncate_dim: int | None = None) -> TextTower:
-    """The tower over the same transformer with another head."""
-    return TextTower(tower.backbone, tower.prepare, tower.pooling, head, truncate_dim)

@@ -22,7 +22,6 @@ from dualenc.encoders.hub import base_metadata, model_folder, no_foreign_code, s
 from dualenc.encoders.image import ImagePrepare, check_crop_scale, seeded_transform
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
-from dualenc.encoders.vision_text import has_two_towers
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
@@ -340,8 +339,6 @@ def load_clip(
 
 def _folder_config(folder: Path) -> dict[str, Any]:
     """The `model_cfg` of an open_clip folder whose tokenizer is not code of its own."""
-    if not (folder / CONFIG_FILE).is_file() and has_two_towers(folder):
-        raise DualencError(f"{folder}: a folder of transformers; use VisionTextEncoder, or load_model")
     config = read_json_object(folder / CONFIG_FILE).get("model_cfg")
     if not isinstance(config, dict):
         raise DualencError(

@@ -14,7 +14,6 @@ from dualenc.encoders.frozen import IndexEncoder
 from dualenc.encoders.hub import looks_like_path, model_folder
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import VectorEncoder
-from dualenc.encoders.vision_text import VisionTextEncoder, has_two_towers
 from dualenc.errors import DualencError, explain
 from dualenc.files import recover
 from dualenc.reading import read_json_object
@@ -61,9 +60,7 @@ def _load_folder(folder: Path) -> DualEncoder:
         return IndexEncoder.from_folder(folder)
     if kind == "query-document":
         return TextEncoder(str(folder))
-    if (folder / "open_clip_config.json").is_file():
-        return image_text.ImageTextEncoder(str(folder))
-    return VisionTextEncoder(str(folder))
+    return image_text.ImageTextEncoder(str(folder))
 
 
 def folder_kind(folder: Path) -> Kind:
@@ -83,7 +80,7 @@ def folder_kind(folder: Path) -> Kind:
     if "architecture" in config:
         return "image"
     if "model_type" in config:
-        return "image-text" if has_two_towers(folder) else "query-document"
+        return "query-document"
     raise DualencError(
         f"{folder}: holds no model (no modules.json, open_clip_config.json or config.json); give the folder of one"
     )

@@ -33,7 +33,10 @@ ONE_BY_ONE = "dualenc_one_by_one"
 
 def first_position(config: Any) -> int | None:
     """The position of a text's first token in an architecture that takes several texts in a row; None for others."""
-    if config._attn_implementation != "sdpa" or getattr(config, "is_decoder", False):
+    # All layers' outputs would have to be unpacked.
+    gives_all_layers = getattr(config, "output_hidden_states", False)
+    is_decoder = getattr(config, "is_decoder", False)
+    if config._attn_implementation != "sdpa" or is_decoder or gives_all_layers:
         return None
     if config.model_type in COUNT_FROM_ZERO:
         return 0

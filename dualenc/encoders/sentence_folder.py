@@ -1,176 +1,119 @@
-"""The sentence-transformers folder: read without running anything in it, and written."""
+"""Checks of a sentence-transformers folder before the library reads it: what could lead to code is refused.
+
+sentence-transformers imports modules and calls `torch.…` classes by the names in a folder, passes on arguments from it,
+and falls back to pickled weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from dualenc.encoders.dense import Dense
+from dualenc.encoders.hub import check_safetensors
+from dualenc.encoders.tokenizer import check_vocabulary
 from dualenc.errors import DualencError
-from dualenc.files import write_json
 from dualenc.reading import read_json, read_json_object
-from dualenc.types import Pooling
 
-POOLING_FLAGS: dict[str, Pooling] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-}
-POOLING_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
-SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize")
-QUERY_NAMES = ("query",)
-DOCUMENT_NAMES = ("document", "passage", "corpus")
-"""Names of prompts that sentence-transformers itself looks for, first ones first."""
-
-MIN_LENGTH = 3
-"""Shortest input in tokens: special tokens take two."""
-
-
-@dataclass(frozen=True)
-class SentenceFolder:
-    """The settings of a text model's folder; of `head`, None stands for a Normalize, a path for a Dense module."""
-
-    transformer: Path
-    pooling: Pooling | None = None
-    query_prompt: str = ""
-    document_prompt: str = ""
-    max_length: int | None = None
-    lower_case: bool = False
-    head: tuple[Path | None, ...] = ()
-    truncate_dim: int | None = None
-    prompts: dict[str, str] = field(default_factory=dict)
+ROUTERS = ("Router", "Asym")
+WITH_WEIGHTS = ("StaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling")
+MODULES = ("Transformer", "Pooling", "Normalize", "Dropout", *WITH_WEIGHTS, *ROUTERS)
+ACTIVATION = re.compile(r"torch\.nn\.(modules\.(activation\.|linear\.)?)?[A-Z]\w*")
+"""Names of activations that a folder may give: classes of torch, whose making runs nothing else."""
+ARGUMENT_KEYS = (
+    "model_args",
+    "model_kwargs",
+    "tokenizer_args",
+    "processor_kwargs",
+    "config_args",
+    "config_kwargs",
+    "tokenizer_name_or_path",
+)
 
 
-def read_sentence_folder(folder: Path) -> SentenceFolder:
-    """Read a sentence-transformers folder, or a plain transformers folder as one without settings.
-
-    A default prompt that belongs to neither side is that of both, unless they have their own.
-    """
-    if not (folder / "modules.json").is_file():
-        return SentenceFolder(folder)
-    modules = list_modules(folder, SUPPORTED)
-    names = [name for name, _ in modules]
-    if names[:2] != ["Transformer", "Pooling"] or not set(names[2:]) <= {"Dense", "Normalize"}:
-        raise DualencError(
-            f"{folder / 'modules.json'}: lists {', '.join(names)}; only text embedding models can be loaded: "
-            "Transformer, Pooling, then Dense and Normalize"
-        )
-    transformer = modules[0][1]
-    settings = _optional_json(transformer / "sentence_bert_config.json")
-    config = _optional_json(folder / "config_sentence_transformers.json")
-    # Prompts may be null, as of sides that nobody gave one.
-    prompts = {name: prompt or "" for name, prompt in (config.get("prompts") or {}).items()}
-    default = config.get("default_prompt_name")
-    shared = "" if default in (*QUERY_NAMES, *DOCUMENT_NAMES) else prompts.get(default, "")
-    return SentenceFolder(
-        transformer,
-        pooling=_read_pooling(modules[1][1] / "config.json", bool(any(prompts.values()))),
-        query_prompt=_side_prompt(prompts, QUERY_NAMES, shared),
-        document_prompt=_side_prompt(prompts, DOCUMENT_NAMES, shared),
-        max_length=settings.get("max_seq_length"),
-        lower_case=bool(settings.get("do_lower_case")),
-        head=tuple(place if name == "Dense" else None for name, place in modules[2:]),
-        truncate_dim=config.get("truncate_dim"),
-        prompts=prompts,
-    )
+def check_sentence_folder(folder: Path) -> None:
+    """Refuse a folder of sentence-transformers or transformers that names code, other models, or lacks safetensors."""
+    # Wherever it lies: transformers looks at the top level, too.
+    if any(folder.rglob("adapter_config.json")):
+        raise DualencError(f"{folder}: holds adapters of another model; merge them into it and save that")
+    modules = [("Transformer", folder)]
+    if (folder / "modules.json").is_file():
+        modules = list(_modules(folder, _entries_of_modules(folder / "modules.json")))
+    for kind, place in modules:
+        if kind == "Transformer":
+            _check_transformer(place)
+        elif kind in WITH_WEIGHTS:
+            check_safetensors(place, "model.safetensors")
+    # All of them, wherever they lie: a config.json may itself name another one to read in its place.
+    for path in sorted(folder.rglob("*config*.json")):
+        check_settings(read_json(path), str(path))
 
 
-def list_modules(folder: Path, supported: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Kind and folder of each module in modules.json; other kinds than the supported ones are refused."""
-    file = folder / "modules.json"
-    entries = read_json(file)
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise DualencError(f"{file}: is no list of modules; restore the file")
-    modules: list[tuple[str, Path]] = []
-    for entry in entries:
-        package, _, name = str(entry.get("type", "")).rpartition(".")
-        if name not in supported or package.partition(".")[0] != "sentence_transformers":
+def check_settings(settings: Any, where: str) -> None:
+    """Refuse settings, at any depth, by which transformers or sentence-transformers would run foreign code."""
+    for key, value in _entries(settings):
+        # In transformers' configurations an activation is a plain word such as gelu.
+        is_class = key == "activation_function" and "." in str(value)
+        if is_class and not ACTIVATION.fullmatch(str(value)):
             raise DualencError(
-                f"{folder}: its module {entry.get('type')} is not supported; "
-                f"only models of {', '.join(supported)} can be loaded"
+                f"{where}: {key} {str(value)[:80]!r} is no activation of torch.nn, and is not run"
             )
-        path = str(entry.get("path", ""))
+        if key in ARGUMENT_KEYS and value:
+            raise DualencError(
+                f"{where}: {key} are arguments for transformers, which are not passed on; leave them out"
+            )
+        if key == "modality_config" and {"forward"} != {
+            method for name, method in _entries(value) if name == "method"
+        }:
+            raise DualencError(
+                f"{where}: {key} names a method other than forward, which is not called; leave it out"
+            )
+        if key.endswith("attn_implementation") and "/" in str(value):
+            raise DualencError(
+                f"{where}: {key} {str(value)[:80]} is code from the hub, which is not run; leave it out"
+            )
+
+
+def _entries_of_modules(path: Path) -> Iterator[tuple[str, str]]:
+    """Path and type of each module of modules.json."""
+    entries = read_json(path)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise DualencError(f"{path}: is no list of modules; restore the file")
+    for entry in entries:
+        yield str(entry.get("path", "")), str(entry.get("type", ""))
+
+
+def _modules(folder: Path, entries: Iterator[tuple[str, str]]) -> Iterator[tuple[str, Path]]:
+    """Kind and folder of each module, those inside a Router included; other kinds are refused."""
+    for path, kind in entries:
+        package, _, name = kind.rpartition(".")
+        if name not in MODULES or package.partition(".")[0] != "sentence_transformers":
+            raise DualencError(
+                f"{folder}: its module {kind[:80]} is not supported; only models of {', '.join(MODULES)} can be loaded"
+            )
         place = folder / path
         if not place.resolve().is_relative_to(folder.resolve()):
-            raise DualencError(f"{file}: {path[:80]!r} is no path in the folder; restore the file")
-        modules.append((name, place))
-    return modules
+            raise DualencError(f"{folder}: {path[:80]!r} is no path in the folder; restore modules.json")
+        yield name, place
+        if name in ROUTERS:
+            settings = place / "router_config.json"
+            settings = settings if settings.is_file() else place / "config.json"
+            types: Mapping[str, Any] = read_json_object(settings, {"types": dict})["types"]
+            yield from _modules(place, ((inner, str(of)) for inner, of in types.items()))
 
 
-def _side_prompt(prompts: dict[str, str], names: tuple[str, ...], shared: str) -> str:
-    """The first prompt of one of the names that is not empty; the shared one if there is none of them."""
-    own = [prompts[name] for name in names if name in prompts]
-    if not own:
-        return shared
-    return next((prompt for prompt in own if prompt), "")
+def _check_transformer(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise DualencError(f"{folder}: no config.json, so no transformers model; give another folder")
+    check_safetensors(folder)
+    check_vocabulary(folder)
 
 
-def write_sentence_files(
-    folder: Path,
-    hidden_size: int,
-    pooling: Pooling,
-    max_length: int,
-    prompts: dict[str, str],
-    *,
-    default_prompt_name: str | None = None,
-    truncate_dim: int | None = None,
-    head: Iterable[nn.Module] = (),
-) -> None:
-    """Write a sentence-transformers folder but for the transformer and the tokenizer; every version since 2 reads it.
-
-    `head` are the `Dense` and `Normalize` modules between the pooling and the last `Normalize`.
-    """
-    head = list(head)
-    names = ["Transformer", "Pooling", *(type(module).__name__ for module in head), "Normalize"]
-    modules = []
-    for number, name in enumerate(names):
-        path = f"{number}_{name}" if number else ""
-        kind = f"sentence_transformers.models.{name}"
-        modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
-    config: dict[str, Any] = {
-        "model_type": "SentenceTransformer",
-        "prompts": prompts,
-        "default_prompt_name": default_prompt_name,
-        "similarity_fn_name": "cosine",
-    }
-    if truncate_dim is not None:
-        config["truncate_dim"] = truncate_dim
-    flags = {flag: name == pooling for flag, name in POOLING_FLAGS.items()}
-    sizes = {"word_embedding_dimension": hidden_size}
-    write_json(folder / "modules.json", modules)
-    write_json(
-        folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False}
-    )
-    write_json(folder / "config_sentence_transformers.json", config)
-    write_json(folder / "1_Pooling" / "config.json", {**sizes, **flags, "include_prompt": True})
-    for number, module in enumerate(head, start=2):
-        if isinstance(module, Dense):
-            module.write(folder / f"{number}_Dense")
-
-
-def _read_pooling(path: Path, has_prompts: bool) -> Pooling:
-    config: dict[str, Any] = read_json_object(path)
-    if has_prompts and not config.get("include_prompt", True):
-        raise DualencError(
-            f"{path}: include_prompt is false, but prompts are always pooled here; set it to true"
-        )
-    named = config.get("pooling_mode")
-    if named is None:
-        modes = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
-        chosen = [POOLING_FLAGS.get(mode) for mode in modes] or ["mean"]
-    else:
-        modes = [named] if isinstance(named, str) else list(named)
-        chosen = [POOLING_NAMES.get(mode) for mode in modes]
-    if len(chosen) != 1 or chosen[0] is None:
-        raise DualencError(
-            f"{path}: pooling {' + '.join(modes)} is not supported; only mean, cls or last token"
-        )
-    return chosen[0]
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.is_file() else {}
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """Keys and values of a JSON document, at any depth."""
+    if isinstance(value, dict):
+        yield from value.items()
+    children = value.values() if isinstance(value, dict) else value
+    for child in children if isinstance(value, (dict, list)) else ():
+        yield from _entries(child)

@@ -138,23 +138,22 @@ def load_tokenizer(
 def _read_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    advice = "give a folder that has tokenizer.json"
     folder = Path(source)
-    if folder.is_dir() and not any(any(folder.glob(name)) for name in VOCABULARY_FILES):
-        # transformers would make an empty one
-        raise DualencError(f"{source}: no tokenizer loads from there; {advice}")
-    with explain(f"{source}: no tokenizer loads from there", advice):
+    if folder.is_dir():
+        check_vocabulary(folder)
+    with explain(f"{source}: no tokenizer loads from there", "give a folder that has tokenizer.json"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             os.fspath(source), trust_remote_code=False
         )
     return tokenizer
 
 
-def lower_casing(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make a tokenizer lower-case its input first."""
-    backend = tokenizer.backend_tokenizer
-    own = [backend.normalizer] if backend.normalizer else []
-    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+def check_vocabulary(folder: Path) -> None:
+    """Refuse a folder without a vocabulary, of which transformers would make an empty tokenizer."""
+    if not any(any(folder.glob(name)) for name in VOCABULARY_FILES):
+        raise DualencError(
+            f"{folder}: no tokenizer loads from there; give a folder that has tokenizer.json"
+        )
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length: int) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualenc.encoders.dense import Dense, Normalize
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.hub import load_weights, save_weights
 from dualenc.errors import DualencError, explain
@@ -152,10 +151,12 @@ class VectorTower(Tower):
         return unit_norm(self.map(unit_norm(inputs["vector"])))
 
     def as_modules(self) -> list[nn.Module]:
-        """The map as modules that sentence-transformers has: vectors (B, input_dim) to unit vectors (B, D).
+        """The map as modules of sentence-transformers: sentence embeddings (B, input_dim) to unit vectors (B, D).
 
         The weights are copies. Raises `DualencError` for "mlp", whose LayerNorm has no place among them.
         """
+        from sentence_transformers.sentence_transformer.modules import Normalize
+
         layers: list[nn.Module] = []
         if isinstance(self.map, nn.Linear):
             layers = [_dense(self.map.weight, self.map.bias, nn.Identity())]
@@ -204,12 +205,18 @@ class Residual(nn.Module):
         ]
 
 
-def _dense(weight: Tensor, bias: Tensor, activation: nn.Module) -> Dense:
-    """A Dense module with copies of a weight (D, input_dim) and a bias (D,)."""
+def _dense(weight: Tensor, bias: Tensor, activation: nn.Module) -> nn.Module:
+    """A Dense module of sentence-transformers with copies of a weight (D, input_dim) and a bias (D,)."""
+    from sentence_transformers.sentence_transformer.modules import Dense
+
     dim, input_dim = weight.shape
-    dense = Dense(input_dim, dim, True, activation).to(weight.device)
-    dense.linear.load_state_dict({"weight": weight, "bias": bias})
-    return dense
+    return Dense(
+        input_dim,
+        dim,
+        activation_function=activation,
+        init_weight=weight.detach().clone(),
+        init_bias=bias.detach().clone(),
+    )
 
 
 def _near_identity(input_dim: int, dim: int, bias: bool) -> nn.Linear:

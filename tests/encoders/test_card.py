@@ -123,7 +123,7 @@ def test_an_upload_names_the_repository(text_encoder: Any, tmp_path: Path, monke
     monkeypatch.setattr("huggingface_hub.upload_folder", upload_folder)
     assert model.push_to_hub("me/mine", {"license": "mit"}) == "https://hub/me/mine"
     text = (tmp_path / "me" / "mine" / "README.md").read_text()
-    for line in ('(snapshot_download("me/mine") + "/query")', 'load_model("me/mine")', "\n# me/mine\n"):
+    for line in ('SentenceTransformer("me/mine")', 'load_model("me/mine")', "\n# me/mine\n"):
         assert line in text
     assert ModelCard(text).data.license == "mit"
     assert load_model(tmp_path / "me" / "mine").kind == model.kind

@@ -15,7 +15,8 @@ import pytest
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, load_model
+from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, load_model, with_map
+from dualenc.encoders.vector import VectorTower
 from dualenc.errors import DualencError
 
 AUTO_MAP = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoTokenizer": ["evil.Tokenizer", None]}
@@ -152,6 +153,56 @@ def test_modules_of_a_sentence_folder(change: dict[str, str], evil: Path, text_e
     modules[0] |= change
     (model / "modules.json").write_text(json.dumps(modules))
     assert "is not supported" in refuses(lambda: load_model(model), canary) or "path" in change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("2_Dense/config.json", {"activation_function": "torch.hub.load"}, "is no activation of torch.nn"),
+        ("2_Dense/config.json", {"activation_function": "evil.Tokenizer"}, "is no activation of torch.nn"),
+        ("sentence_bert_config.json", {"model_kwargs": {"trust_remote_code": True}}, "model_kwargs are arguments"),
+        ("sentence_bert_config.json", {"tokenizer_args": {"cache_dir": "x"}}, "tokenizer_args are arguments"),
+        ("sentence_bert_config.json", {"tokenizer_name_or_path": "evil"}, "tokenizer_name_or_path are arguments"),
+        ("sentence_bert_config.json", {"modality_config": {"text": {"method": "push_to_hub"}}}, "other than forward"),
+        ("config.json", {"text_config": {"_attn_implementation": "evil/kernel"}}, "evil/kernel is code from the hub"),
+        ("adapter_config.json", {"base_model_name_or_path": "evil"}, "adapters of another model"),
+    ],
+)
+def test_settings_of_a_sentence_folder(
+    file: str, changes: dict[str, Any], message: str, evil: Path, text_encoder: Any
+) -> None:
+    canary, model = evil.parent / "canary", evil.parent / "model"
+    with_map(text_encoder(), VectorTower("linear", 32, 20, None)).save(model)
+    load_model(model)
+    edit(model / next(model.glob("*_Dense")).name / "config.json" if "Dense" in file else model / file, **changes)
+    assert message in refuses(lambda: load_model(model), canary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ["type", "path", "link", "pickle", "activation"])
+def test_modules_inside_a_router(attack: str, evil: Path, text_encoder: Any) -> None:
+    canary, model = evil.parent / "canary", evil.parent / "model"
+    with_map(text_encoder(shared=False), VectorTower("linear", 32, 20, None)).save(model)
+    load_model(model)
+    path = model / "router_config.json"
+    config = json.loads(path.read_text())
+    dense = next(model.glob("query*_Dense"))
+    if attack == "type":
+        config["types"][dense.name] = "evil.Tokenizer"
+    elif attack == "path":
+        config["types"]["../evil"] = config["types"][dense.name]
+    elif attack == "link":
+        dense.rename(evil / "dense")
+        dense.symlink_to(evil / "dense")
+    elif attack == "pickle":
+        (dense / "model.safetensors").unlink()
+        (dense / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(canary)))
+    else:
+        edit(dense / "config.json", activation_function="torch.utils.data.dataset.random_split")
+    path.write_text(json.dumps(config))
+    messages = ("is not supported", "is no path in the folder", "safetensors first", "is no activation of torch.nn")
+    assert any(message in refuses(lambda: load_model(model), canary) for message in messages)
 
 
 class Bomb:

@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
-from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, VisionTextEncoder, load_model
+from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, load_model
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.errors import DualencError
-from tests.encoders.test_vision_text import make, reference
 
 pytest.importorskip("peft", reason="peft is not installed: pip install 'dualenc[lora]'")
 
@@ -123,19 +121,6 @@ def test_both_towers_of_open_clip(
     other = open_clip.create_model_and_transforms(place)[0].eval()
     pixels = model.left.prepare(images)["image"]
     assert (other.encode_image(pixels, normalize=True) - expected[0]).abs().max() < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["CLIP", "Siglip"])
-def test_both_towers_of_transformers(
-    family: str, tokenizer: PreTrainedTokenizerBase, images: list[Any], texts: list[str], tmp_path: Path
-) -> None:
-    model = VisionTextEncoder(str(make(family, tokenizer, tmp_path / "source")), lora_rank=4)
-    assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
-    expected = trained_a_little(model, images, texts)
-    model.save(tmp_path / "saved")
-    for vectors, found in zip(expected, reference(tmp_path / "saved", images, texts), strict=True):
-        assert (found - vectors).abs().max() < 1e-5
 
 
 def test_adapters_are_those_of_peft() -> None:

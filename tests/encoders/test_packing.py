@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import TextEncoder, packing
 from dualenc.encoders.packing import COUNT_FROM_BEHIND_PADDING, COUNT_FROM_ZERO, attend, fill_rows, first_position, pack
-from dualenc.encoders.text import enable_checkpointing
 from dualenc.types import Inputs, Pooling
 
 SMALL: dict[str, Any] = {
@@ -135,7 +134,7 @@ def test_long_texts_go_through_attention_one_by_one_unless_layers_are_repeated(
     assert "lengths" in model.left.pack(padded, one_by_one=True)
     assert model.left.pack(padded) is padded
     assert model.left.pack(model.left.prepare(["words"] * 5), one_by_one=True)["input_ids"].shape[0] == 5
-    enable_checkpointing(model.left.backbone)
+    model.left.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     assert model.left.pack(padded, one_by_one=True) is padded
 
 

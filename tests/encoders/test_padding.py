@@ -12,8 +12,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, load_model
-from dualenc.encoders.text import new_transformer
-from tests.encoders.test_vision_text import make, reference
+from dualenc.encoders.sentence_model import new_model
 
 pytestmark = pytest.mark.slow
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -45,7 +44,7 @@ def test_texts_alone_in_sentence_transformers(
 ) -> None:
     sizes, moves = ARCHITECTURES[architecture]
     torch.manual_seed(0)
-    transformer = new_transformer({"model_type": architecture, **sizes}, tokenizer)
+    transformer = new_model({"model_type": architecture, **sizes}, tokenizer)[0].model
     with torch.no_grad():
         for parameter in transformer.parameters():  # as they begin, biases are 0 and tell nothing
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -62,19 +61,3 @@ def test_texts_alone_in_sentence_transformers(
     assert_alike(load_model(tmp_path / "saved"), texts, alone)
     again = SentenceTransformer(str(tmp_path / "saved"), device="cpu").encode(texts)
     torch.testing.assert_close(torch.from_numpy(again), alone, atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["CLIP", "Siglip", "Siglip2"])
-def test_texts_in_transformers(
-    family: str, tokenizer: PreTrainedTokenizerBase, texts: list[str], images: list[Any], tmp_path: Path
-) -> None:
-    """CLIP's texts alone; SigLIP's all have its full length and keep their side."""
-    folder = make(family, tokenizer, tmp_path / "theirs")
-    pad_left(folder)
-    padding = True if family == "CLIP" else "max_length"
-    expected = torch.cat([reference(folder, images[:1], [text], padding)[1] for text in texts])
-    model = load_model(folder)
-    assert_alike(model, texts, expected)
-    model.save(tmp_path / "saved")
-    assert_alike(load_model(tmp_path / "saved"), texts, expected)

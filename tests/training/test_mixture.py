@@ -48,11 +48,10 @@ def test_the_saved_folder_knows_the_prompts_of_its_sources(tmp_path: Path, share
     pairs = Mixture(sources, left_prompts={"asked": "ask: "})
     result = train(tmp_path, model=model, pairs=pairs, objective=InfoNCE(), batch_size=4, epochs=1)
     assert "asked (4 pairs, weight 1, left prompt 'ask: '); told (4 pairs" in (tmp_path / "model/README.md").read_text()
-    folder = result.model_folder if shared else result.model_folder / "query"
-    theirs = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+    theirs = sentence_transformers.SentenceTransformer(str(result.model_folder), device="cpu")
     with torch.no_grad():
         ours = model.eval()("left", model.left.prepare(["ask: asked 1"]))
-    found = theirs.encode(["asked 1"], prompt_name="asked_query", normalize_embeddings=True)
+    found = theirs.encode_query(["asked 1"], prompt_name="asked_query", normalize_embeddings=True)
     assert np.allclose(ours.numpy(), found, atol=1e-5)
     again = TextEncoder(str(result.model_folder))
     again = TextEncoder(str(result.model_folder), query_prompt=again.prompts["asked_query"])
