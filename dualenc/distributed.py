@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -179,104 +178,27 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     return result
 
 
-class GradientAverage:
-    """Averages gradients over ranks, in flat buckets, the last parameters first.
-
-    After `expect` each bucket is sent when the next backward pass has filled it and those before it are sent; `finish`
-    sends the rest, waits, and writes the averages. A missing gradient counts as zero, and a parameter that no rank has
-    used keeps none.
-
-    Args:
-        parameters: the same list on every rank.
-        bucket_elements: about how many numbers are sent at once.
-    """
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], bucket_elements: int = 2**22) -> None:
-        trained = [p for p in parameters if p.requires_grad]
-        self.device = trained[0].device if trained else torch.device("cpu")
-        self.buckets = _buckets(reversed(trained), bucket_elements)
-        self._group: Any = None
-        self._missing: list[int] | None = None
-        self._sent: list[tuple[Any, Tensor]] = []
-
-    def expect(self) -> None:
-        """Announce that the next backward pass is the last one before `finish`; its layers must exchange nothing."""
-        if not is_initialized():
-            return
-        if self._group is None:
-            # A group of its own, as an objective may exchange values during the backward pass, too.
-            self._group = dist.new_group()
-            for number, bucket in enumerate(self.buckets):
-                for parameter in bucket:
-                    parameter.register_post_accumulate_grad_hook(partial(self._filled, number))
-        self._missing = [len(bucket) for bucket in self.buckets]
-
-    @explain_lost_process()
-    def finish(self) -> None:
-        """Write the averages."""
-        if not is_initialized():
-            return
-        has_gradient = [parameter.grad is not None for bucket in self.buckets for parameter in bucket]
-        flags = torch.tensor(has_gradient, dtype=torch.int32)
-        while len(self._sent) < len(self.buckets):
-            self._send()
-        # Whether a parameter has a gradient may differ by rank, but all must treat it alike.
-        is_used = iter(all_reduce(flags.to(self.device), "max").tolist())
-        sent = self._sent
-        self._missing = None
-        self._sent = []
-        for bucket, (work, flat) in zip(self.buckets, sent, strict=True):
-            work.wait()
-            parts = flat.div_(world_size()).split([parameter.numel() for parameter in bucket])
-            for parameter, part in zip(bucket, parts, strict=True):
-                if not next(is_used):
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                parameter.grad.copy_(part.view_as(parameter))
-
-    def _filled(self, number: int, parameter: Tensor) -> None:
-        if self._missing is None:
-            return
-        self._missing[number] -= 1
-        for missing in self._missing[len(self._sent) :]:
-            if missing:
-                break
-            self._send()
-
-    @explain_lost_process()
-    def _send(self) -> None:
-        bucket = self.buckets[len(self._sent)]
-        # One message of many gradients: each exchange has a fixed cost.
-        gradients = []
-        for parameter in bucket:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients.append(gradient.reshape(-1))
-        flat = torch.cat(gradients)
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        self._sent.append((work, flat))
-
-
-def _buckets(
-    parameters: Iterable[torch.nn.Parameter], max_elements: int
-) -> list[list[torch.nn.Parameter]]:
-    """Consecutive parameters of one precision and device, of at most so many elements or a single one."""
-    buckets: list[list[torch.nn.Parameter]] = []
-    elements = 0
-    kind = None
-    for parameter in parameters:
-        elements += parameter.numel()
-        if elements > max_elements or kind != (parameter.dtype, parameter.device):
-            kind = (parameter.dtype, parameter.device)
-            elements = parameter.numel()
-            buckets.append([])
-        buckets[-1].append(parameter)
-    return buckets
-
-
+@explain_lost_process()
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Average gradients over ranks after the backward pass, for training loops outside of `dualenc.training`."""
-    GradientAverage(parameters).finish()
+    """Average the gradients of parameters, the same on every rank, over ranks; call it after the backward pass.
+
+    A missing gradient counts as zero, and a parameter that no rank has used keeps none.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not is_initialized() or not trained:
+        return
+    # Whether a parameter has a gradient may differ by rank, but all must treat it alike.
+    has_gradient = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
+    is_used = all_reduce(has_gradient.to(trained[0].device), "max").tolist()
+    sent = []
+    for parameter, used in zip(trained, is_used, strict=True):
+        if used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            sent.append((parameter.grad, dist.all_reduce(parameter.grad, async_op=True)))
+    for gradient, work in sent:
+        work.wait()
+        gradient.div_(world_size())
 
 
 def _sizes(tensor: Tensor) -> list[int]:

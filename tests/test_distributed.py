@@ -1,9 +1,8 @@
-"""Gradients averaged over ranks, during the backward pass or after it."""
+"""Gradients averaged over ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -49,34 +48,20 @@ def work(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD)
-    found: dict[str, Any] = {}
-    for way in ("during", "after"):
-        layers = network()
-        average = distributed.GradientAverage(layers.parameters(), bucket_elements=40)
-        for _ in range(2):  # hooks do their work in every step, and once
-            layers.zero_grad()
-            loss_of(layers, rank, 0).backward()
-            if way == "during":
-                average.expect()
-            loss_of(layers, rank, 1).backward()
-            left_before_the_end = len(average._sent)
-            average.finish()
-        found[way] = [p.grad for p in layers.parameters()]
-        found[f"{way} left"], found["buckets"] = left_before_the_end, len(average.buckets)
-    torch.save(found, folder / f"{rank}.pt")
+    layers = network()
+    for part in range(2):
+        loss_of(layers, rank, part).backward()
+    distributed.average_gradients(layers.parameters())
+    torch.save([p.grad for p in layers.parameters()], folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_three_ranks_average_during_the_backward_pass_and_after_it(tmp_path: Path) -> None:
+def test_three_ranks_average_their_gradients(tmp_path: Path) -> None:
     mp.start_processes(work, (tmp_path,), nprocs=WORLD, start_method="fork")
     expected = averaged(network())
     for rank in range(WORLD):
         found = torch.load(tmp_path / f"{rank}.pt")
-        for way in ("during", "after"):
-            for ours, right in zip(found[way], expected, strict=True):
-                assert (ours is None) == (right is None)
-                assert right is None or torch.allclose(ours, right, rtol=1e-6, atol=1e-6)
-        assert found["after left"] == 0
-        # The first bucket is that of the last parameters; the unused layer, which never fills, holds up what follows.
-        assert 0 < found["during left"] < found["buckets"]
+        for ours, right in zip(found, expected, strict=True):
+            assert (ours is None) == (right is None)
+            assert right is None or torch.allclose(ours, right, rtol=1e-6, atol=1e-6)

@@ -21,6 +21,7 @@ from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
+from dualenc.hard_negatives import Rule
 from dualenc.objectives.base import Objective
 from dualenc.recipe_yaml import dump_recipe
 from dualenc.seeds import seed_everything
@@ -133,7 +134,7 @@ class Loop:
         return NegativeMiner(
             self.model,
             self.pairs,
-            settings.mining_rule,
+            Rule(settings.mine_negatives, relative=settings.mine_relative, seed=settings.seed),
             settings.mine_every,
             self.device,
             mixed_precision=self.accelerator.mixed_precision,
@@ -318,8 +319,7 @@ class Loop:
         self.objective.set_progress(self.steps / self.total_steps)
         outputs = []
         for place, batch in enumerate(batches):
-            is_last = batch is batches[-1]
-            output, left, right = step.accumulate(batch, self.batches_done + place, len(batches), is_last)
+            output, left, right = step.accumulate(batch, self.batches_done + place, len(batches))
             self.plan.observe(batch.indices, left, right, self.steps + 1)
             outputs.append(output)
         loss = torch.stack([output.loss.detach() for output in outputs]).mean()

@@ -1,42 +1,26 @@
-"""Optimizers of timm and schedules of transformers by name; parameter groups; ranges of the arguments.
+"""Optimizers of timm and schedules of transformers by name; parameter groups; frozen weights.
 
 timm and transformers are imported where they are called: a recipe is read and checked without them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from dualenc.encoders.dual import DualEncoder
-from dualenc.errors import DualencError, nearest
+from dualenc.errors import DualencError
 
-# The names in recipes: a wrong one is refused while a recipe is read, without importing timm.
 OptimizerName = Literal[
     "adamw", "sgd", "lars", "lion", "muon", "adafactor", "adan", "adopt", "lamb", "laprop", "madgrad",
     "mars", "nadamw", "radam", "rmsprop"
 ]  # fmt: skip
 ScheduleName = Literal["cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"]
-
-
-def check_optimizer(name: str) -> None:
-    """Refuse a name that timm does not know."""
-    if name not in get_args(OptimizerName):
-        from timm.optim import list_optimizers
-
-        names = [str(listed) for listed in list_optimizers()]
-        if name not in names:
-            raise DualencError(
-                f"optimizer is {name!r}{nearest(name, names)}; choose one of {', '.join(get_args(OptimizerName))}, or "
-                "another of timm.optim.list_optimizers()"
-            )
 
 
 def build_optimizer(
@@ -46,7 +30,6 @@ def build_optimizer(
     weight_decay: float = 0.01,
     momentum: float = 0.9,
     betas: tuple[float, float] = (0.9, 0.999),
-    layer_decay: float = 1.0,
 ) -> Optimizer:
     """One of timm's optimizers over all trainable parameters of modules; arguments as of `TrainerSettings`.
 
@@ -57,8 +40,6 @@ def build_optimizer(
 
     modules = list(modules)
     groups = parameter_groups(modules, weight_decay)
-    if layer_decay != 1:
-        groups = groups_by_depth(groups, modules, learning_rate, layer_decay)
     info = get_optimizer_info(name)
     arguments: dict[str, Any] = {}
     if info.has_betas and info.num_betas == 2:
@@ -68,17 +49,14 @@ def build_optimizer(
         arguments["fused"] = all(
             p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters
         )
-    if name in ("lars", "larc", "nlars", "nlarc"):
+    if name == "lars":
         # Otherwise timm adapts no group without weight decay, which it takes for norms and biases.
         for group in groups:
             group["always_adapt"] = group["params"][0].dim() >= 2
     if name == "sgd" and momentum == 0:
         # The same optimizer without Nesterov's momentum, which must be above 0.
         name = "momentum"
-    try:
-        return create_optimizer_v2(groups, name, lr=learning_rate, momentum=momentum, **arguments)
-    except Exception as error:
-        raise DualencError(f"optimizer {name!r} cannot be made: {' '.join(str(error).split())}") from error
+    return create_optimizer_v2(groups, name, lr=learning_rate, momentum=momentum, **arguments)
 
 
 def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -97,71 +75,6 @@ def parameter_groups(modules: Iterable[nn.Module], weight_decay: float) -> list[
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def layer_depths(model: nn.Module) -> dict[int, int]:
-    """Depth below the top of its tower of each parameter, by `id`.
-
-    The layers of a tower are its numbered blocks in their order, such as `encoder.layer.11.` or `resblocks.3.`: the
-    last of L has depth 1, the first L. Modules before them (embeddings in any place, patches, a stem) have L + 1;
-    modules behind them, and projections in any place, 0.
-    """
-    depths: dict[int, int] = {}
-    for tower in model.children():
-        for name, depth in _depths_by_name([name for name, _ in tower.named_parameters()]).items():
-            depths.setdefault(id(tower.get_parameter(name)), depth)
-    return depths
-
-
-def _depths_by_name(names: list[str]) -> dict[str, int]:
-    """The depths of a tower's parameters, whose names are in the order of the forward pass."""
-    block_of: dict[str, str] = {}
-    for name in names:
-        match = re.match(r".*?\.\d+\.", name)
-        if match:
-            block_of[name] = match[0]
-    blocks = list(dict.fromkeys(block_of.values()))
-    top = len(blocks) + 1
-    last_in_block = max((place for place, name in enumerate(names) if name in block_of), default=-1)
-    depths = {}
-    # Of the latest block so far.
-    depth = top
-    for place, name in enumerate(names):
-        if name in block_of:
-            depth = top - 1 - blocks.index(block_of[name])
-            depths[name] = depth
-        elif blocks and "embed" in name:
-            # open_clip registers its tokens' behind the blocks.
-            depths[name] = top
-        elif place > last_in_block or "proj" in name:
-            depths[name] = 0
-        else:
-            depths[name] = depth
-    return depths
-
-
-def groups_by_depth(
-    groups: Iterable[dict[str, Any]],
-    modules: Iterable[nn.Module],
-    learning_rate: float,
-    layer_decay: float,
-) -> list[dict[str, Any]]:
-    """The same groups, each divided by depth, with learning rate · layer_decay^depth; that of the top comes first.
-
-    Layer-wise decay of learning rates: Howard and Ruder 2018, arXiv:1801.06146; as used here, Clark et al. 2020,
-    arXiv:2003.10555.
-    """
-    depths: dict[int, int] = {}
-    for module in modules:
-        if isinstance(module, DualEncoder):
-            depths |= layer_depths(module)
-    divided = []
-    for group in groups:
-        for depth in sorted({depths.get(id(p), 0) for p in group["params"]}):
-            members = [p for p in group["params"] if depths.get(id(p), 0) == depth]
-            divided.append({**group, "params": members, "lr": learning_rate * layer_decay**depth})
-    # The first group's rate is what the log shows as learning rate.
-    return sorted(divided, key=lambda group: -float(group["lr"]))
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

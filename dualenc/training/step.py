@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders.batchnorm import waits_for_others
 from dualenc.encoders.dual import DualEncoder
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.training.averages import AveragedWeights
@@ -43,10 +42,6 @@ class TrainStep:
         self.device = device
         modules = [model, objective]
         self.parameters = trainable_parameters(modules)
-        self.gradients = distributed.GradientAverage(self.parameters)
-        # Gradients can be averaged during the backward pass only where it is one pass: gradient caching makes many, and
-        # layers that exchange statistics do so within one.
-        self.one_backward = settings.chunk_size is None and not waits_for_others(model)
         self.optimizer = build_optimizer(
             modules,
             settings.optimizer,
@@ -54,7 +49,6 @@ class TrainStep:
             settings.weight_decay,
             settings.momentum,
             settings.betas,
-            settings.layer_decay,
         )
         self.schedule = build_schedule(self.optimizer, settings.schedule, total_steps, settings.warmup)
         # The average that is evaluated and saved, and the momentum encoder, by their names in a checkpoint.
@@ -82,7 +76,7 @@ class TrainStep:
         return self.averages["averages"].applied() if "averages" in self.averages else nullcontext()
 
     def accumulate(
-        self, batch: Batch, number: int, group_size: int, is_last: bool
+        self, batch: Batch, number: int, group_size: int
     ) -> tuple[ObjectiveOutput, Tensor, Tensor]:
         """Forward and backward pass of one of the batches whose mean gradient makes a step.
 
@@ -90,7 +84,6 @@ class TrainStep:
             batch: this rank's part of it.
             number: of the batch in the run, by which items outside it are augmented.
             group_size: batches of the step.
-            is_last: whether none of them follows.
 
         Returns:
             The output of the objective, and the embeddings (b, D) of both sides.
@@ -114,9 +107,6 @@ class TrainStep:
             **batch.arguments(self.device),
             **keys,
         )
-        # Only the last of the batches completes the gradients, which may then be sent while they are computed.
-        if self.one_backward and is_last:
-            self.gradients.expect()
         # Each batch has a share of the mean; the loss that is logged is not divided.
         loss = output.loss / group_size
         encoding.backward(loss if self.scaler is None else self.scaler.scale(loss))
@@ -137,7 +127,7 @@ class TrainStep:
         scaler = self.scaler
         norm = None
         # Averaged before unscaling: an overflow on one rank is then an overflow on all, and all skip the step.
-        self.gradients.finish()
+        distributed.average_gradients(self.parameters)
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         if self.settings.max_gradient_norm is not None:

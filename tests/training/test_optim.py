@@ -1,4 +1,4 @@
-"""Parameter groups, optimizers by name, layer-wise rates, schedules, averaged and frozen weights."""
+"""Parameter groups, optimizers by name, schedules, averaged and frozen weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from dualenc.encoders import ImageTextEncoder, TextEncoder, train_tokenizer
 from dualenc.training.averages import AveragedWeights
 from dualenc.training.optim import (
     OptimizerName,
     build_optimizer,
     build_schedule,
-    layer_depths,
     parameter_groups,
     trainable_parameters,
 )
@@ -125,50 +123,6 @@ def test_rates_are_those_of_the_formula(name, warmup, steps):
     assert stable[3:37] == [2.0] * 34
     assert 0 < stable[-1] < 1
     assert rates("inverse_sqrt", 20, warmup=4)[15] == pytest.approx(2 * (4 / 15) ** 0.5)
-
-
-def bert() -> TextEncoder:
-    config = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
-    config |= {"intermediate_size": 16, "max_position_embeddings": 20}
-    return TextEncoder(config=config, tokenizer=train_tokenizer(["a dog runs"] * 3, vocab_size=300))
-
-
-def test_a_step_is_shorter_by_the_decay_of_every_layer():
-    model = bert()
-    depths = {name: layer_depths(model)[id(p)] for name, p in model.named_parameters()}
-    for name, depth in depths.items():
-        if ".layer." in name:
-            assert depth == 3 - int(name.split(".layer.")[1].split(".")[0])
-        else:
-            assert depth == (4 if "embeddings" in name else 0), name
-    assert set(depths.values()) == {0, 1, 2, 3, 4}
-    optimizer = build_optimizer([model, nn.Linear(2, 2)], "sgd", 0.1, 0.0, momentum=0.0, layer_decay=0.5)
-    assert optimizer.param_groups[0]["lr"] == 0.1  # what is logged
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model("left", model.left.prepare(["a dog"]))[:, 0].sum().backward()
-    optimizer.step()
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            torch.testing.assert_close(before[name] - p, 0.1 * 0.5 ** depths[name] * p.grad, atol=1e-7, rtol=1e-3)
-
-
-def test_both_towers_of_open_clip_by_depth():
-    vision = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 16}
-    text = {"context_length": 20, "width": 32, "heads": 2, "layers": 3}
-    model = ImageTextEncoder(config={"embed_dim": 24, "vision_cfg": vision, "text_cfg": text})
-    depths = {name: layer_depths(model)[id(p)] for name, p in model.named_parameters()}
-    expected = {
-        "left.visual.conv1.weight": 3,
-        "left.visual.transformer.resblocks.0.ln_1.weight": 2,
-        "left.visual.transformer.resblocks.1.mlp.c_proj.weight": 1,
-        "left.visual.proj": 0,
-        "right.clip.token_embedding.weight": 4,
-        "right.clip.positional_embedding": 4,
-        "right.clip.transformer.resblocks.2.attn.in_proj_weight": 1,
-        "right.clip.ln_final.weight": 0,
-        "right.clip.text_projection": 0,
-    }
-    assert {name: depths[name] for name in expected} == expected
 
 
 def test_matching_weights_stay_and_all_others_move(tmp_path):

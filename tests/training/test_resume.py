@@ -54,7 +54,7 @@ CASES = {
     "accumulation": (8, lambda folder: {"gradient_accumulation": 3}),
     "chunks": (8, lambda folder: {"optimizer": "lars", "chunk_size": 2}),
     "bf16": (8, lambda folder: {"optimizer": "sgd", "mixed_precision": "bf16"}),
-    "averages": (6, lambda folder: {"weight_average": 0.9, "layer_decay": 0.7, "freeze": ["*.bias"]}),
+    "averages": (6, lambda folder: {"weight_average": 0.9, "freeze": ["*.bias"]}),
     "half the embeddings seen": (4, lambda folder: {"batching": SpectralBatches(24, 6, seed=3)}),
     "batches selected": (8, lambda folder: {"batching": SpectralBatches(24, 6, seed=3)}),
     "end of an epoch": (8, lambda folder: dict(MINED)),

@@ -186,7 +186,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
         *({"max_gradient_norm": norm} for norm in (0.0, math.nan)),
         *({"timeout_minutes": minutes} for minutes in (0, -1, math.inf, math.nan)),
         *({"weight_average": decay} for decay in (0.0, 1.0)),
-        *({"layer_decay": decay} for decay in (0.0, 1.1)),
         *({"learning_rate": rate} for rate in (0.0, -1.0, math.nan)),
         *({"weight_decay": decay} for decay in (-1.0, math.inf)),
         *({"momentum": momentum} for momentum in (-1.0, 1.0, math.nan)),
@@ -205,10 +204,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
 )
 def test_a_setting_out_of_range_is_named_in_one_line(changes):
     name, value = next(iter(changes.items()))
-    shown = list(value) if isinstance(value, tuple) else value
     with pytest.raises(DualencError, match=rf"^{name} .*") as raised:
         Trainer(**{"output": "run", "epochs": 3, "evaluate_every": 1, **changes})
-    assert name == "patience" or repr(shown) in str(raised.value)
+    assert name == "patience" or repr(value) in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -245,7 +243,7 @@ SIZES = {"num_left": 38, "num_right": 38}
         ({"batching": RandomBatches(24, 6), "held_out": 0.1}, "batching is for all pairs"),
         ({"pairs": ImageViews([None] * 24), "held_out": 0.1}, "held_out does not apply to views"),
         ({"mixed_precision": "fp16"}, "fp16 does not work on cpu"),
-        ({"mixed_precision": "half"}, "mixed_precision=half"),
+        ({"mixed_precision": "half"}, "mixed_precision is 'half'; .*'bf16'"),
         ({"tracker": "tensorbord"}, "tracker 'tensorbord'"),
         ({"freeze": ["left.*", "right.nothing*"]}, r"'right\.nothing\*' matches no weight"),
         ({"freeze": ["*"], "objective": InfoNCE(num_left=24)}, "nothing to train"),
