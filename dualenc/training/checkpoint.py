@@ -1,9 +1,8 @@
 """The folder of a run: known by its meta.json, locked by one run at a time; its checkpoints are complete or absent.
 
 OUTPUT/checkpoints/step-00000500/
-    state.pt      everything that is the same on all ranks, readable with torch.load(weights_only=True)
-    ranks.pt      each rank's random generators
-    meta.json     step, fingerprint of the recipe, size and SHA-256 of each file
+    state.pt      what is the same on all ranks, and the random generators of each; for torch.load(weights_only=True)
+    meta.json     step, fingerprint of the recipe, size and SHA-256 of state.pt
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import socket
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,7 +25,7 @@ from torch import nn
 from dualenc import distributed
 from dualenc.checksums import checksums, sizes, verify_files
 from dualenc.data.pairs import PairDataset
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 from dualenc.files import (
     atomic_folder,
     check_folder_target,
@@ -47,7 +44,7 @@ FORMAT = "dualenc-run"
 LOCK = ".lock"
 META = "meta.json"
 RUN_FILES = ("metrics.jsonl", "checkpoints", "model", "recipe.yaml", "trackers")
-CHECKPOINT_FILES = ("state.pt", "ranks.pt")
+STATE = "state.pt"
 
 
 def fingerprint(
@@ -117,11 +114,16 @@ def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool)
 
 
 def _take_folder(folder: Path, lock: FileLock, resume: bool, overwrite: bool) -> None:
-    """Check, make, lock and mark the folder of a run."""
+    """Check, make, lock and mark the folder of a run; its lock file says who has it."""
+    path = Path(lock.lock_file)
     try:
         check_run_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        _lock(lock)
+        lock.acquire()
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        path.write_text(
+            f"process {os.getpid()} on {socket.gethostname()}, since {since}\n", encoding="utf-8"
+        )
         recover_inside(folder)
         present = [name for name in RUN_FILES if (folder / name).exists()]
         if present and not (resume or overwrite):
@@ -130,6 +132,12 @@ def _take_folder(folder: Path, lock: FileLock, resume: bool, overwrite: bool) ->
                 "choose another trainer.output"
             )
         mark_run(folder)
+    except Timeout:
+        holder = path.read_text(encoding="utf-8", errors="replace").strip()
+        raise DualencError(
+            f"{folder}: a run is going on in this folder ({holder}); wait for it or stop it, or choose another "
+            "trainer.output"
+        ) from None
     except OSError as error:
         problem = (
             f"{folder}: cannot be made or written to ({error.strerror}); choose another trainer.output"
@@ -149,26 +157,6 @@ def check_run_folder(output: str | os.PathLike[str]) -> None:
     check_folder_target(
         output, lambda path: os.listdir(path) == [LOCK] or is_folder_of(path, FORMAT), "run of dualenc"
     )
-
-
-def _lock(lock: FileLock) -> None:
-    """Take the lock, and write into its file who has it; the system frees it when the process ends."""
-    path = Path(lock.lock_file)
-    try:
-        lock.acquire()
-    except Timeout:
-        holder = path.read_text(encoding="utf-8", errors="replace").strip()
-        raise DualencError(
-            f"{path.parent}: a run is going on in this folder ({holder}); wait for it or stop it, or choose another "
-            "trainer.output"
-        ) from None
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n", encoding="utf-8")
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint, complete or not."""
-    return any((folder / name).exists() for name in ("state.pt", META))
 
 
 def clear(output: str | os.PathLike[str]) -> None:
@@ -194,58 +182,42 @@ class Checkpoints:
         # Dropout draws from each rank's own generators.
         ranks = distributed.gather_objects(random_state())
         if distributed.is_main():
-            with atomic_folder(self.folder / f"step-{step:08d}", is_checkpoint, "checkpoint") as part:
+            folder = self.folder / f"step-{step:08d}"
+            with atomic_folder(folder, lambda path: (path / STATE).exists(), "checkpoint") as part:
                 part.mkdir()
-                save_tensors(part / "state.pt", state)
-                save_tensors(part / "ranks.pt", ranks)
-                meta = {
-                    "step": step,
-                    "files": checksums(part, CHECKPOINT_FILES),
-                    "sizes": sizes(part, CHECKPOINT_FILES),
-                    "fingerprint": self.fingerprint,
-                }
-                write_json(part / META, meta)
-            _sync_folder(self.folder)
-            # Only now that a newer one is complete and on the disk.
+                save_tensors(part / STATE, {**state, "ranks": ranks})
+                files = {"files": checksums(part, [STATE]), "sizes": sizes(part, [STATE])}
+                write_json(part / META, {"step": step, **files, "fingerprint": self.fingerprint})
             for _, old in self.finished()[: -self.keep]:
                 remove(old)
         distributed.barrier()
 
     def finished(self) -> list[tuple[int, Path]]:
-        """(step, folder) of every checkpoint whose files are all there, in ascending order."""
-        checkpoints: list[tuple[int, Path]] = []
-        if not self.folder.is_dir():
-            return checkpoints
-        for folder in self.folder.iterdir():
-            named = re.match(r"step-(\d+)$", folder.name)
-            if named is None:
-                continue
-            if _is_complete(folder):
-                checkpoints.append((int(named[1]), folder))
-            else:
-                warnings.warn(
-                    f"{folder}: this checkpoint is not complete and is passed over", stacklevel=2
-                )
-        return sorted(checkpoints)
+        """(step, folder) of every checkpoint, in ascending order."""
+        folders = self.folder.glob("step-*")
+        return sorted((int(folder.name[5:]), folder) for folder in folders if folder.name[5:].isdecimal())
 
     def load_latest(self, seed: int) -> dict[str, Any] | None:
-        """The state of the latest complete checkpoint, or None; sets this rank's random generators.
+        """The state of the latest checkpoint, or None; sets this rank's random generators.
 
         A rank that the checkpoint does not know (more processes than before) is seeded anew from (seed, rank).
+
+        Raises:
+            DualencError: a file that is missing, cut short or changed, or another recipe or other data.
         """
         if distributed.is_main():
             recover_inside(self.folder)
         # The main process decides: another rank may see the folder later, on a shared file system.
-        complete = self.finished()
-        folder = distributed.broadcast_object(complete[-1][1] if complete else None)
+        finished = self.finished()
+        folder = distributed.broadcast_object(finished[-1][1] if finished else None)
         if folder is None:
             return None
-        meta = read_json_object(folder / META)
-        self._check_fingerprint(folder, meta["fingerprint"])
         # On the main process alone: every rank reads the same files.
-        distributed.from_main(lambda: verify_files(folder, CHECKPOINT_FILES, meta, _remedy(folder), True))
-        state: dict[str, Any] = _load(folder / "state.pt")
-        ranks = _load(folder / "ranks.pt")
+        distributed.from_main(partial(self._verify, folder))
+        # weights_only, so that a checkpoint of unknown origin cannot run code.
+        with explain(f"{folder / STATE}: damaged", _remedy(folder)):
+            state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+        ranks = state.pop("ranks")
         # A run may be resumed on more processes than it was saved by.
         if distributed.rank() < len(ranks):
             set_random_state(ranks[distributed.rank()])
@@ -253,7 +225,10 @@ class Checkpoints:
             seed_everything(seed, distributed.rank())
         return state
 
-    def _check_fingerprint(self, folder: Path, saved: Mapping[str, Any]) -> None:
+    def _verify(self, folder: Path) -> None:
+        meta = read_json_object(folder / META)
+        verify_files(folder, [STATE], meta, _remedy(folder), whole=True)
+        saved = meta["fingerprint"]
         for key in sorted(set(saved) | set(self.fingerprint)):
             was = saved.get(key)
             now = self.fingerprint.get(key)
@@ -262,32 +237,6 @@ class Checkpoints:
                     f"{folder}: this checkpoint is from another recipe or other data: {key} was {was!r} and is now "
                     f"{now!r}; resume with the recipe and data it was made with, or choose another output folder"
                 )
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether a checkpoint's files have the sizes in its meta.json: copies of folders are not atomic."""
-    try:
-        return bool(read_json_object(folder / META)["sizes"] == sizes(folder, CHECKPOINT_FILES))
-    except (DualencError, OSError, KeyError):
-        return False
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the rename of a finished checkpoint to the disk."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
-def _load(path: Path) -> Any:
-    # weights_only, so that a checkpoint of unknown origin cannot run code.
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise DualencError(
-            f"{path}: damaged ({' '.join(str(error).split())[:120]}); {_remedy(path.parent)}"
-        ) from None
 
 
 def _remedy(folder: Path) -> str:
