@@ -6,8 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,60 +89,48 @@ class RunLog:
     ) -> None:
         self.path = path
         self.accelerator = accelerator
-        self.active = distributed.is_main()
-        self._last_step = -1
+        self.is_active = distributed.is_main()
         self._is_open = False
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[tuple[int, Mapping[str, float]]] = []
         self.bar = tqdm(
             total=total_steps,
             desc="training",
             unit="step",
-            disable=not (progress and self.active),
+            disable=not (progress and self.is_active),
             # A log file would get a line for each update.
             mininterval=0.5 if sys.stderr.isatty() else 15.0,
             dynamic_ncols=True,
         )
 
-    def restart_at(self, step: int) -> None:
-        """Resume at a step: later lines are not of this run."""
-        self._last_step = step
-        self.bar.update(step - self.bar.n)
-
-    def open(self, project: str, config: Mapping[str, Any]) -> None:
+    def open(self, project: str, config: Mapping[str, Any], resumed_at: int = -1) -> None:
         """Begin a run in every tracker, described by flat settings, and write what has been logged so far.
 
-        Lines of an earlier run after the step of `restart_at` go, and a line cut short by a kill.
+        Lines of an earlier run after the step `resumed_at` go, and a line cut short by a kill.
         """
         # On all ranks: accelerate decides on which of them a tracker runs.
         if self.accelerator.log_with:
             self.accelerator.init_trackers(project, {name: str(value) for name, value in config.items()})
-        if self.active:
-            lines = [line for line in read_metrics(self.path) if line["step"] <= self._last_step]
+        if self.is_active:
+            lines = [line for line in read_metrics(self.path) if line["step"] <= resumed_at]
             with atomic_path(self.path) as part:
                 part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         self._is_open = True
-        for write in self._waiting:
-            write()
-        self._waiting = []
+        for step, values in self._waiting:
+            self.write(step, values)
 
-    def step(self) -> None:
-        """One optimizer step is done."""
-        self.bar.update()
-
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log values at a step; the main ones also next to the bar."""
-        if not self.active:
+        if not self.is_active:
             return
         if not self._is_open:
-            self._waiting.append(partial(self.write, step, values))
+            self._waiting.append((step, values))
             return
         # JSON has no NaN.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         with open(self.path, "a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, **finite}) + "\n")
-        self.accelerator.log(
-            {name: value for name, value in finite.items() if value is not None}, step=step
-        )
+        known = {name: value for name, value in finite.items() if value is not None}
+        self.accelerator.log(known, step=step)
         self._show(values)
 
     def _show(self, values: Mapping[str, float]) -> None:
@@ -156,7 +143,7 @@ class RunLog:
 
     def info(self, line: str) -> None:
         """Print a line for the user, above the progress bar."""
-        if self.active:
+        if self.is_active:
             tqdm.write(line, file=sys.stderr)
 
     def close(self) -> None:
@@ -208,17 +195,10 @@ def training_card(
     data = f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
     if isinstance(pairs, Mixture):
         data += f" Sources: {'; '.join(pairs.describe())}."
-    lengths = None
-    if objective.dims:
-        listed = ", ".join(map(str, objective.dims))
-        lengths = (
-            f"The first {listed} components can be used alone, scaled to length one (`truncate_dim`)."
-        )
-    rows: dict[str, dict[str, float]] = {}
-    for name, value in metrics.items():
-        rows[name] = (
-            {"untrained": before[name], "trained": value} if name in before else {"trained": value}
-        )
+    columns = {"untrained": before, "trained": metrics}
+    rows = {}
+    for name in metrics:
+        rows[name] = {column: values[name] for column, values in columns.items() if name in values}
     evaluated_on = None
     if metrics:
         name, split = getattr(evaluator, "data", ("held-out data", None))
@@ -226,7 +206,6 @@ def training_card(
     # Through JSON, to be without tuples and paths.
     plain = json.loads(json.dumps(recipe or {"trainer": settings}, default=os.fspath))
     return {
-        "lengths": lengths,
         "data": data,
         "training": f"{objective.name}, {step} steps with batches of {settings['batch_size']}.",
         "metrics": rows or None,

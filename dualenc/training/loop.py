@@ -99,7 +99,8 @@ class Loop:
         self.batch = 0
         self.batches_done = 0
         self.evaluation_due = False
-        self.is_resumed = False
+        # The step of the checkpoint; -1 without one.
+        self.resumed_at = -1
         self.is_begun = False
         # Since the last line of the log, for its throughput; and the learning rate of the latest step.
         self._seconds = 0.0
@@ -223,8 +224,8 @@ class Loop:
         # A table whose size only the checkpoint knows comes from the CPU.
         self.objective.to(self.device)
         self.bad = dict(state["bad"])
-        self.is_resumed = True
-        self.log.restart_at(self.steps)
+        self.resumed_at = self.steps
+        self.log.bar.update(self.steps)
 
     def all_bad(self) -> dict[int, str]:
         """Reason by pair index of all samples left out so far, on any rank; all ranks call it together."""
@@ -239,9 +240,9 @@ class Loop:
         if self.is_begun:
             return
         self.is_begun = True
-        if self.settings.overwrite and not self.is_resumed:
+        if self.settings.overwrite and self.resumed_at < 0:
             clear(self.output)
-        self.log.open(self.settings.project, flatten(asdict(self.settings)))
+        self.log.open(self.settings.project, flatten(asdict(self.settings)), self.resumed_at)
         if self.recipe and distributed.is_main():
             with atomic_path(self.output / "recipe.yaml") as part:
                 part.write_text(dump_recipe(self.recipe), encoding="utf-8")
@@ -271,7 +272,7 @@ class Loop:
             self.batches_done += len(group)
             self._begin()
             self.meter.add(self.steps, loss, values)
-            self.log.step()
+            self.log.bar.update()
             self._seconds += time.perf_counter() - clock
             self._samples += len(group) * batches.shape[1]
             self._after_step()
