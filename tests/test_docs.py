@@ -106,7 +106,7 @@ def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
     # All commands with their arguments, from the program itself.
     commands = (tmp_path / "site" / "commands" / "index.html").read_text("utf-8")
     shown = " ".join(html.unescape(re.sub(r"<[^>]+>", "", commands)).split())
-    for part in ("dualenc evaluate zero-shot", "dualenc embed MODEL DATA --out OUT [options]", "--batch-size N"):
+    for part in ("dualenc evaluate zero-shot", "dualenc embed --out STR", "--batch-size INT"):
         assert part in shown
     assert "items per forward pass (default: 32)" in shown
     assert not (tmp_path / "site" / "hooks.py").exists()
