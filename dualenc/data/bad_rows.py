@@ -46,9 +46,8 @@ class BadRows:
 
     def describe(self) -> str:
         """Reasons with their counts and first positions, in one line; "" when nothing was left out."""
-        return ", ".join(
-            f"{n} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items()
-        )
+        reasons = self.counts.items()
+        return ", ".join(f"{count} {reason} (first: {self.first[reason]})" for reason, count in reasons)
 
     def report(self) -> int:
         """Log what was left out, on the main process only. Returns the number of samples."""
@@ -63,7 +62,5 @@ class BadRows:
     def require(self, usable: int, what: str) -> None:
         """Raise a `DualencError` if nothing usable is left."""
         if not usable:
-            reasons = self.describe() or "it is empty"
-            raise DualencError(
-                f"{self.source}: no usable {what}: {reasons}; check the file and the named columns"
-            )
+            reasons = f"no usable {what}: {self.describe() or 'it is empty'}"
+            raise DualencError(f"{self.source}: {reasons}; check the file and the named columns")

@@ -10,10 +10,10 @@ import numpy as np
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_judged_queries, relevant_pairs
 from dualenc.data.column_pairs import paired_positions
-from dualenc.data.columns import ItemColumn, read_column, read_ids
+from dualenc.data.columns import Column, ItemColumn, read_column, read_ids
 from dualenc.data.detect import detect
 from dualenc.data.hub import is_collection
-from dualenc.data.item_lists import Picked, VectorItems, number_distinct
+from dualenc.data.item_lists import Picked, VectorItems, number_items
 from dualenc.data.pairs import PairDataset
 from dualenc.data.ragged import Ragged
 from dualenc.data.tables import TableSource
@@ -69,7 +69,7 @@ class IndexPairs(PairDataset):
             modality = left.modality
             paired = paired_positions(left, right)
             used, rows = np.unique(right.rows[paired], return_inverse=True)
-            first, number = number_distinct(left.keys.__getitem__, used)
+            first, number = number_items(left.items, used)
             items = Picked(left.items, first)
             pairs = np.stack([number[rows], cast(Picked, right.items).positions[paired]], axis=1)
         bad_rows.require(len(pairs), "pair")
@@ -98,7 +98,8 @@ def _read_clicks(
     table = source.open({query: "vector" if is_vector else "value", names: "list"})
     right = read_ids(table, names, documents.ids, VectorItems(documents.vectors))
     if len(right.rows) and not right.usable().any():
-        shown = f"{right.keys[0][:60]!r}, and the documents' are such as {documents.ids[0][:60]!r}"
+        first = str(Column(table, names, "text", lists=True)[0])
+        shown = f"{first[:60]!r}, and the documents' are such as {documents.ids[0][:60]!r}"
         problem = f"no id of column {names!r} is among the documents (the first is {shown})"
         raise DualencError(f"{source.path}: {problem}; name the column of ids")
     return read_column(table, query, "vector" if is_vector else "text"), right

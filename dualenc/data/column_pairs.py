@@ -7,12 +7,11 @@ from contextlib import suppress
 
 import numpy as np
 
-from dualenc.data.columns import ImageKeys, ItemColumn
-from dualenc.data.item_lists import Joined, Picked, number_distinct
+from dualenc.data.columns import ItemColumn
+from dualenc.data.item_lists import Joined, Picked, number_items
 from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.data.tables import DataTable
 from dualenc.errors import DualencError
-from dualenc.types import Items
 
 
 class ColumnPairs(PairDataset):
@@ -36,21 +35,22 @@ class ColumnPairs(PairDataset):
         paired = paired_positions(left, right)
         rows = right.rows[paired]
         items = right.items
-        keys = right.keys
         used = paired
         negatives = None
         if negative_columns:
             negatives = _read_negatives(negative_columns, rows, len(right.items), max_negatives)
             items = Joined([items, *(column.items for column in negative_columns)])
-            keys = Joined([keys, *(column.keys for column in negative_columns)])
             used = np.concatenate([paired, np.unique(negatives.values)])
         # Only items that a pair uses get a number: ids have no gaps.
-        left_first, left_number = number_items(left.items, left.keys, np.unique(rows), deduplicate)
-        right_first, right_number = number_items(items, keys, used, deduplicate)
+        used_rows, pair_row = np.unique(rows, return_inverse=True)
+        left_first, left_number = number_items(left.items, used_rows, deduplicate)
+        right_first, number = number_items(items, used, deduplicate)
+        right_number = np.full(len(items), -1, dtype=np.int64)
+        right_number[used] = number
         super().__init__(
             Picked(left.items, left_first),
             Picked(items, right_first),
-            left_number[rows],
+            left_number[pair_row],
             right_number[paired],
             weights=None if weights is None else weights[rows],
             left_modality=left.modality,
@@ -125,14 +125,3 @@ def _weights(table: DataTable, name: str) -> np.ndarray:
             weights[row] = float(value)
     weights[~np.isfinite(weights) | (weights < 0)] = np.nan
     return weights
-
-
-def number_items(
-    items: Items, keys: Items, positions: np.ndarray, deduplicate: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """First position of each item that is distinct by its key; the item's number by position, else -1."""
-    sizes = keys.sizes[positions] if isinstance(keys, ImageKeys) else None
-    first, inverse = number_distinct(keys.__getitem__ if deduplicate else None, positions, sizes=sizes)
-    number = np.full(len(items), -1, dtype=np.int64)
-    number[positions] = inverse
-    return first, number

@@ -18,7 +18,7 @@ from PIL import Image
 
 from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, existing_file
-from dualenc.data.item_lists import Picked, VectorItems
+from dualenc.data.item_lists import Picked, VectorItems, VectorsById
 from dualenc.data.items import rows_of
 from dualenc.data.line_tables import is_list, kind_of_type
 from dualenc.data.tables import DataTable
@@ -67,11 +67,20 @@ class Column:
             self.array.validate(full=True)
         self.holds_strings = _is(self.array.type, *_STRINGS)
         self.modality: Modality = modality or self._guess_modality()
-        is_text = _is(self.array.type, *_TEXT_LIKE)
-        if not (is_text if self.modality == "text" else _holds_images(self.array.type)):
+        if not self._fits():
             raise DualencError(
                 f"{table.source}: column {name!r} holds {kind}, no {self.modality}; name another column"
             )
+
+    def _fits(self) -> bool:
+        """Whether values of this type can be of this modality."""
+        kind = self.array.type
+        if self.modality == "text":
+            return _is(kind, *_TEXT_LIKE)
+        if not _is(kind, "struct"):
+            return _is(kind, *_STRINGS, *_BYTES, "null")
+        parts = self._parts().items()
+        return bool(parts) and all(_is(part.type, *_RECORD_PARTS[name], "null") for name, part in parts)
 
     def _guess_modality(self) -> Modality:
         if not self.holds_strings:
@@ -100,7 +109,9 @@ class Column:
     @cached_property
     def rows(self) -> np.ndarray:
         """The row of each value, (len(self),)."""
-        return _rows_of_values(self.dataset.data.column(self.name))
+        array = self.dataset.data.column(self.name)
+        rows = np.arange(len(array))
+        return np.repeat(rows, _list_lengths(array)) if self.is_list else rows
 
     def __len__(self) -> int:
         return len(self.array)
@@ -115,31 +126,30 @@ class Column:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Bytes of each text or file content, (len(self),); 0 for values of other kinds."""
-        array = self.array
-        if _is(array.type, "struct") and array.type.get_field_index("bytes") >= 0:
-            array = pc.struct_field(array, "bytes")
-        if _is(array.type, *_STRINGS, *_BYTES):
-            return pc.fill_null(pc.binary_length(array), 0).to_numpy()
+        contents = self._parts().get("bytes", self.array)
+        if _is(contents.type, *_STRINGS, *_BYTES):
+            return pc.fill_null(pc.binary_length(contents), 0).to_numpy()
         return np.zeros(len(self), dtype=np.int64)
 
     def filled(self) -> np.ndarray:
         """Which values are neither null, empty nor blank; of records, those with contents or a path. (len(self),)"""
-        if not _is(self.array.type, "struct"):
-            return self._filled(self.array)
         result = np.zeros(len(self), dtype=bool)
-        for part in _RECORD_PARTS:
-            if self.array.type.get_field_index(part) >= 0:
-                result |= self._filled(pc.struct_field(self.array, part))
+        for array in self._parts().values():
+            filled = pc.is_valid(array)
+            if _is(array.type, *_STRINGS, *_BYTES):
+                filled = pc.and_(filled, pc.greater(pc.binary_length(array), 0))
+            if _is(array.type, *_STRINGS):
+                filled = pc.and_(filled, pc.invert(pc.utf8_is_space(array)))
+            result |= pc.fill_null(filled, False).to_numpy()
         return result
 
-    @staticmethod
-    def _filled(array: pa.ChunkedArray) -> np.ndarray:
-        filled = pc.is_valid(array)
-        if _is(array.type, *_STRINGS, *_BYTES):
-            filled = pc.and_(filled, pc.greater(pc.binary_length(array), 0))
-        if _is(array.type, *_STRINGS):
-            filled = pc.and_(filled, pc.invert(pc.utf8_is_space(array)))
-        return pc.fill_null(filled, False).to_numpy()
+    def _parts(self) -> dict[str, pa.ChunkedArray]:
+        """The contents and the paths of records by these names; all other values by the column's name."""
+        kind = self.array.type
+        if not _is(kind, "struct"):
+            return {self.name: self.array}
+        names = [name for name in _RECORD_PARTS if kind.get_field_index(name) >= 0]
+        return {name: pc.struct_field(self.array, name) for name in names}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _DERIVED}
@@ -150,20 +160,8 @@ def _is(kind: pa.DataType, *names: str) -> bool:
     return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
 
 
-def _holds_images(kind: pa.DataType) -> bool:
-    if not _is(kind, "struct"):
-        return _is(kind, *_STRINGS, *_BYTES, "null")
-    parts = [name for name in _RECORD_PARTS if kind.get_field_index(name) >= 0]
-    return bool(parts) and all(_is(kind.field(name).type, *_RECORD_PARTS[name], "null") for name in parts)
-
-
 def _list_lengths(lists: pa.ChunkedArray) -> np.ndarray:
     return pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
-
-
-def _rows_of_values(array: pa.ChunkedArray) -> np.ndarray:
-    rows = np.arange(len(array))
-    return np.repeat(rows, _list_lengths(array)) if is_list(array.type) else rows
 
 
 class TextColumn:
@@ -231,6 +229,16 @@ class ColumnImages:
             raise BadSample(f"{path!r}: image outside of the folder {root}; {fix}")
         return resolved
 
+    def key(self, index: int) -> bytes | str:
+        """File contents, or the path."""
+        data, path = _contents_and_path(self.column[index])
+        return os.path.normpath(self.table.root / (path or "")) if data is None else data
+
+    @property
+    def key_sizes(self) -> np.ndarray:
+        """Bytes of each file's contents (N,), 0 for paths."""
+        return np.zeros(len(self)) if self.column.holds_strings else self.column.lengths
+
     def item_identity(self, row: int, read: bool) -> bytes:
         """File contents, or their length; of a path the `file_identity`."""
         length = int(self.column.lengths[row])
@@ -249,24 +257,6 @@ class ColumnImages:
         return path.encode(errors="surrogatepass") + b" " + identity
 
 
-class ImageKeys:
-    """Keys of a column's images, equal for equal images: file contents, whose `sizes` are 0 for paths, or the path."""
-
-    def __init__(self, images: ColumnImages) -> None:
-        self.images = images
-        column = images.column
-        self.sizes = np.zeros(len(column)) if column.holds_strings else column.lengths
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> bytes | str:
-        data, path = _contents_and_path(self.images.column[index])
-        if data is not None:
-            return data
-        return os.path.normpath(self.images.table.root / (path or ""))
-
-
 def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
     """What an image cell holds: file contents, a path, a record of both, or neither."""
     if isinstance(value, dict):
@@ -280,7 +270,7 @@ def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
 class ItemColumn:
     """One column as n items, its lists laid flat, with the row of each item.
 
-    `keys` are equal for equal items. `faults` tell which items cannot be used, and of a row without items the first of
+    `faults` tell which items cannot be used, and of a row without items the first of
     these reasons.
     """
 
@@ -289,7 +279,6 @@ class ItemColumn:
     is_list: bool
     rows: np.ndarray
     items: Items
-    keys: Items
     faults: Faults
 
     def usable(self) -> np.ndarray:
@@ -325,12 +314,10 @@ def read_column(
         # A title alone is a text too.
         filled = filled | titles.filled()
     items: Items = TextColumn(column, titles)
-    keys = items
     if column.modality == "image":
         items = ColumnImages(table, column)
-        keys = ImageKeys(items)
     faults = {f"no {column.modality} in column {name!r}": (~filled, "fill it in or remove the row")}
-    return ItemColumn(table, column.modality, column.is_list, column.rows, items, keys, faults)
+    return ItemColumn(table, column.modality, column.is_list, column.rows, items, faults)
 
 
 def read_ids_or_texts(table: DataTable, name: str, vectors: Corpus | None) -> ItemColumn:
@@ -354,8 +341,8 @@ def read_ids(table: DataTable, name: str, ids: Sequence[str], vectors: Items) ->
         "id without a vector": (filled & (positions < 0), f"column {name!r} names what is not embedded"),
     }
     # Position -1 is never read: those values are among the faults.
-    items = Picked(vectors, positions)
-    return ItemColumn(table, "vector", column.is_list, column.rows, items, TextColumn(column), faults)
+    items = VectorsById(vectors, positions)
+    return ItemColumn(table, "vector", column.is_list, column.rows, items, faults)
 
 
 def _read_vectors(table: DataTable, name: str) -> ItemColumn:
@@ -383,7 +370,7 @@ def _read_vectors(table: DataTable, name: str) -> ItemColumn:
         mask[~is_empty] = bad
         faults[reason] = mask, fix
     items = Picked(VectorItems(matrix), np.cumsum(~is_empty) - 1)
-    return ItemColumn(table, "vector", False, np.arange(len(array)), items, items, faults)
+    return ItemColumn(table, "vector", False, np.arange(len(array)), items, faults)
 
 
 def matrix_faults(matrix: Array) -> Faults:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,6 +35,14 @@ class Picked:
         return item_identity(self.items, int(self.positions[row]), read)
 
 
+class VectorsById(Picked):
+    """Vectors picked by their ids: equal ones of different ids are different items."""
+
+    def key(self, index: int) -> int:
+        """The vector's position, which stands for its id."""
+        return int(self.positions[index])
+
+
 class Joined:
     """The items of several collections, which begin at `starts`; texts with the prompt of their collection."""
 
@@ -51,6 +59,11 @@ class Joined:
         item = self.parts[number][index - self.starts[number]]
         prompt = self.prompts[number]
         return prompt + item if prompt else item
+
+    def key(self, index: int) -> Any:
+        """That of the item."""
+        number = bisect_right(self.starts, index) - 1
+        return item_key(self.parts[number], index - self.starts[number])
 
     def item_identity(self, row: int, read: bool) -> bytes:
         """That of the item, with the prompt of its collection."""
@@ -76,27 +89,34 @@ class VectorItems:
         return self[row].tobytes()
 
 
-def number_distinct(
-    read: Callable[[int], Any] | None, positions: np.ndarray, *, sizes: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Number equal strings, file contents or vectors alike, by 128-bit digests: a million cost 16 MB.
+def item_key(items: Items, row: int) -> Any:
+    """What is equal for equal items: the item itself, or what the collection's `key` gives without decoding it."""
+    return items.key(row) if hasattr(items, "key") else items[row]
 
-    Without `read` all items are distinct. Contents of a unique size (n,) are distinct and not read.
+
+def number_items(
+    items: Items, positions: np.ndarray, deduplicate: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Number items with equal keys alike, by 128-bit digests: a million cost 16 MB.
+
+    A collection may have `key_sizes` (N,): a key of a unique size is distinct, and not read.
 
     Returns:
         The position of the first of each distinct item (k,), in order of appearance; the number in [0, k) of each (n,).
     """
-    if read is None:
+    if not deduplicate:
         return positions, np.arange(len(positions))
     # What is not read is known by its row.
     digests = np.arange(len(positions)).astype("S16")
     to_read = np.arange(len(positions))
-    if sizes is not None:
+    if hasattr(items, "key_sizes"):
+        sizes = items.key_sizes[positions]
         _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
         to_read = np.flatnonzero(counts[inverse] > 1)
     for row in tqdm(to_read, desc="finding equal items", delay=2, leave=False):
         with suppress(BadSample):
-            digests[row] = hashlib.blake2b(contents(read(int(positions[row]))), digest_size=16).digest()
+            key = contents(item_key(items, int(positions[row])))
+            digests[row] = hashlib.blake2b(key, digest_size=16).digest()
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     # np.unique numbers by digest; numbers by first appearance do not depend on the hash.
     order = np.argsort(first)

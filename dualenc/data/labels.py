@@ -13,9 +13,8 @@ from dualenc.data.columns import Column
 from dualenc.data.tables import DataTable
 
 _WHOLE_FLOAT = re.compile(r"-?[0-9]{1,6}(\.0)?|nan")
-_CLASS_NUMBER = re.compile(
-    "-?[0-9]{1,6}"
-)  # larger ones are keys of something: a list of their names would fill memory
+# Larger numbers are keys of something: a list of their names would fill memory.
+_CLASS_NUMBER = re.compile("-?[0-9]{1,6}")
 
 
 class Labels(NamedTuple):

@@ -55,9 +55,8 @@ class Mixture(PairDataset):
         _check_names("weights", self.source_weights, self.sources)
         for name, weight in self.source_weights.items():
             if not 0 < weight < sys.float_info.max:
-                raise DualencError(
-                    f"Mixture: the weight of {name} is {weight}; it must be a number above 0"
-                )
+                problem = f"the weight of {name} is {weight}; it must be a number above 0"
+                raise DualencError(f"Mixture: {problem}")
         _check_sources(self.sources)
         _check_prompts("left", left, self.sources)
         _check_prompts("right", right, self.sources)
@@ -67,14 +66,8 @@ class Mixture(PairDataset):
         self.views = parts[0].views
         self.skipped = sum(part.skipped for part in parts)
         self.sizes = [len(part) for part in parts]
-        left_items = Joined(
-            [part.left_items for part in parts], [left.get(name, "") for name in self.sources]
-        )
-        right_items = left_items
-        if not self.views:
-            right_items = Joined(
-                [part.right_items for part in parts], [right.get(name, "") for name in self.sources]
-            )
+        left_items = _joined_items("left", self.sources, left)
+        right_items = left_items if self.views else _joined_items("right", self.sources, right)
         super().__init__(
             left_items,
             right_items,
@@ -114,13 +107,8 @@ class Mixture(PairDataset):
             checksums |= {f"{name}.{what}": checksum for what, checksum in part.identities().items()}
         weights = {f"{name}.weight": f"{weight:g}" for name, weight in self.source_weights.items()}
         prompts = {f"{name}.prompts": digest_of(both) for name, both in self.prompts.items()}
-        return {
-            **checksums,
-            **weights,
-            **prompts,
-            "sources": ", ".join(self.sources),
-            "batches": self.batches,
-        }
+        names = {"sources": ", ".join(self.sources), "batches": self.batches}
+        return {**checksums, **weights, **prompts, **names}
 
 
 def _check_sources(sources: Mapping[str, PairDataset]) -> None:
@@ -149,10 +137,8 @@ def _kind(pairs: PairDataset, side: str) -> str:
 def _check_names(argument: str, values: Mapping[str, Any], sources: Mapping[str, PairDataset]) -> None:
     for name in values:
         if name not in sources:
-            known = ", ".join(sources)
-            raise DualencError(
-                f"Mixture: {argument} names {name!r}, which is no source; there are {known}"
-            )
+            problem = f"names {name!r}, which is no source; there are {', '.join(sources)}"
+            raise DualencError(f"Mixture: {argument} {problem}")
 
 
 def _check_prompts(side: Side, prompts: Mapping[str, str], sources: Mapping[str, PairDataset]) -> None:
@@ -162,6 +148,11 @@ def _check_prompts(side: Side, prompts: Mapping[str, str], sources: Mapping[str,
         if kind != "text":
             reason = f"{side}_prompts names {name}, whose {side} side is {kind}"
             raise DualencError(f"Mixture: {reason}; prompts are for texts")
+
+
+def _joined_items(side: Side, sources: Mapping[str, PairDataset], prompts: Mapping[str, str]) -> Joined:
+    parts = [part.items(side) for part in sources.values()]
+    return Joined(parts, [prompts.get(name, "") for name in sources])
 
 
 def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> Ragged | None:
@@ -181,7 +172,7 @@ def _joined_weights(parts: Sequence[PairDataset]) -> np.ndarray | None:
     """The weights of one part after the other, 1 where a part has none; None if none has any."""
     if all(part.weights is None for part in parts):
         return None
-    ones = [np.ones(len(part), np.float32) for part in parts]
+    weights = [part.weights for part in parts]
     return np.concatenate(
-        [one if part.weights is None else part.weights for part, one in zip(parts, ones)]
+        [np.ones(size, np.float32) if own is None else own for own, size in zip(weights, map(len, parts))]
     )

@@ -13,7 +13,7 @@ from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import matrix_faults, usable
 from dualenc.data.corpus import Corpus, distinct_ids, table_corpus
 from dualenc.data.detect import ONLY_SPLIT, detect
-from dualenc.data.item_lists import Picked, VectorItems, number_distinct
+from dualenc.data.item_lists import Picked, VectorItems, number_items
 from dualenc.data.items import rows_of
 from dualenc.data.line_tables import check_columns
 from dualenc.data.pairs import PairDataset
@@ -61,10 +61,8 @@ class VectorPairs(PairDataset):
             )
         left_rows = np.flatnonzero(rows >= 0)
         bad_rows.require(len(left_rows), "pair")
-        left_first, left_id = number_distinct(lefts.items.__getitem__ if deduplicate else None, left_rows)
-        right_first, right_id = number_distinct(
-            rights.items.__getitem__ if deduplicate else None, rows[left_rows]
-        )
+        left_first, left_id = number_items(lefts.items, left_rows, deduplicate)
+        right_first, right_id = number_items(rights.items, rows[left_rows], deduplicate)
         super().__init__(
             Picked(lefts.items, left_first),
             Picked(rights.items, right_first),

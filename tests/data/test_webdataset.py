@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import webdataset
 
-from dualenc.data import TablePairs, WebDatasetPairs, tar_index
+from dualenc.data import TablePairs, WebDatasetPairs
+from dualenc.data import webdataset as reader
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.webdataset import tar_corpus
 from dualenc.errors import BadSample, DualencError
@@ -35,7 +36,7 @@ def sample(key: str, shade: int, text: str) -> list[tuple[str, bytes]]:
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr(tar_index, "cache_folder", lambda: folder)
+    monkeypatch.setattr(reader, "cache_folder", lambda: folder)
     return folder
 
 
@@ -91,7 +92,7 @@ def test_the_index_is_written_once_and_again_for_a_changed_tar(
 ) -> None:
     first = contents(WebDatasetPairs(shards))
     with monkeypatch.context() as patch:
-        patch.setattr(tar_index, "_scan", lambda *_: pytest.fail("scanned again"))
+        patch.setattr(reader, "_scan", lambda *_: pytest.fail("scanned again"))
         assert contents(WebDatasetPairs(shards)) == first
     for file in (cache / "tars").iterdir():
         file.write_bytes(b"nothing")  # a damaged index is not believed
