@@ -11,10 +11,9 @@ import numpy as np
 from dualenc import distributed
 from dualenc.commands.output import RESULT, Evaluation, short_name
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import read_beir, read_corpus, read_judged_queries
+from dualenc.data.beir import expand_name, is_collection, read_beir, read_corpus, read_judged_queries
 from dualenc.data.corpus import Corpus, RetrievalSet, held_out
 from dualenc.data.detect import default_split, detect
-from dualenc.data.hub import expand_name, is_collection
 from dualenc.data.item_lists import VectorItems
 from dualenc.data.items import rows_of
 from dualenc.data.sources import open_pairs

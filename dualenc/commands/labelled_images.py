@@ -9,8 +9,8 @@ import numpy as np
 
 from dualenc.commands.output import Evaluation
 from dualenc.data import Corpus, open_corpus
+from dualenc.data.corpus import rows_with_label
 from dualenc.data.items import rows_of
-from dualenc.data.labels import rows_with_label
 from dualenc.encoders import Tower, load_model
 from dualenc.errors import DualencError
 

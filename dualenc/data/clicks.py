@@ -8,14 +8,13 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import read_judged_queries, relevant_pairs
-from dualenc.data.column_pairs import paired_positions
+from dualenc.data.beir import is_collection, read_judged_queries, relevant_pairs
 from dualenc.data.columns import Column, ItemColumn, read_column, read_ids
 from dualenc.data.detect import detect
-from dualenc.data.hub import is_collection
 from dualenc.data.item_lists import Picked, VectorItems, number_items
 from dualenc.data.pairs import PairDataset
 from dualenc.data.ragged import Ragged
+from dualenc.data.table_pairs import paired_positions
 from dualenc.data.tables import TableSource
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError

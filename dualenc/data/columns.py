@@ -20,8 +20,7 @@ from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, existing_file
 from dualenc.data.item_lists import Picked, VectorItems, VectorsById
 from dualenc.data.items import rows_of
-from dualenc.data.line_tables import is_list, kind_of_type
-from dualenc.data.tables import DataTable
+from dualenc.data.tables import DataTable, is_list, kind_of_type
 from dualenc.data.vector_shards import Array, ShardedVectors
 from dualenc.decoding import decode_image, open_image
 from dualenc.errors import BadSample, DualencError, explain

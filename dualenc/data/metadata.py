@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dualenc.data.line_tables import LINE
-from dualenc.data.tables import DataTable
+from dualenc.data.tables import LINE, DataTable
 from dualenc.errors import DualencError, explain
 
 RESERVED = ("id", "vector", "text", "snippet", "score")

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import BeirPairs, read_corpus
+from dualenc.data.beir import BeirPairs, is_collection, read_corpus
 from dualenc.data.corpus import Corpus, image_corpus, table_corpus
 from dualenc.data.detect import detect
-from dualenc.data.hub import is_collection
 from dualenc.data.images import split_folder
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset

@@ -15,9 +15,8 @@ from dualenc.data.corpus import Corpus, distinct_ids, table_corpus
 from dualenc.data.detect import ONLY_SPLIT, detect
 from dualenc.data.item_lists import Picked, VectorItems, number_items
 from dualenc.data.items import rows_of
-from dualenc.data.line_tables import check_columns
 from dualenc.data.pairs import PairDataset
-from dualenc.data.tables import TableSource, check_whole, first_of
+from dualenc.data.tables import TableSource, check_columns, check_whole, first_of
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
 from dualenc.types import OnError

@@ -14,9 +14,8 @@ from types import MappingProxyType
 import numpy as np
 
 from dualenc.data.beir import read_beir
-from dualenc.data.corpus import Corpus, held_out, used_items
+from dualenc.data.corpus import Corpus, held_out, rows_with_label, used_items
 from dualenc.data.item_lists import Picked
-from dualenc.data.labels import rows_with_label
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.data.vector_shards import Embeddings

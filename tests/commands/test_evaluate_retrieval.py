@@ -12,8 +12,7 @@ import pytest
 import pytrec_eval
 import torch
 
-from dualenc.data.beir import read_beir, read_qrels
-from dualenc.data.hub import expand_name
+from dualenc.data.beir import expand_name, read_beir, read_qrels
 from dualenc.encoders import load_model
 from dualenc.encoders.frozen import IndexEncoder
 from dualenc.evaluation.runs import read_per_query, read_trec

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dualenc.data import BeirPairs, open_corpus, open_pairs, read_beir
+from dualenc.data.beir import expand_name, is_collection
 from dualenc.data.detect import detect
-from dualenc.data.hub import expand_name, is_collection
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_beir, write_jsonl

@@ -11,8 +11,7 @@ import pytest
 
 from dualenc.data import cache as arrow_cache
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.line_tables import FILE, LINE, ColumnKind, table_of_lines
-from dualenc.data.tables import DataTable, TableSource
+from dualenc.data.tables import FILE, LINE, ColumnKind, DataTable, TableSource, table_of_lines
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_csv, write_jsonl
