@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 
@@ -12,7 +11,7 @@ from numpy.random import Generator
 
 from dualenc.errors import DualencError
 
-MAX_COMBINATIONS = 1_000_000
+CHUNK_BYTES = 2**24  # of the batches whose losses are computed at a time
 
 
 class BatchSelector(ABC):
@@ -108,9 +107,7 @@ def check_above_zero(**arguments: float) -> None:
             raise DualencError(f"{name} is {value}; choose a number above 0")
 
 
-def batch_losses(
-    left: ndarray, right: ndarray, batches: ndarray, temperature: float, chunk_bytes: int = 1 << 24
-) -> ndarray:
+def batch_losses(left: ndarray, right: ndarray, batches: ndarray, temperature: float) -> ndarray:
     """Loss of each batch, (num_batches,) float64 in nats: the `InfoNCE` objective of its pairs.
 
     The mean of both directions, so half of Eq. 2 in Cho et al. 2023, arXiv:2307.05906. In numpy, since batching imports
@@ -120,12 +117,11 @@ def batch_losses(
         left, right: (N, D) unit-norm embeddings.
         batches: (num_batches, B) pair indices.
         temperature: τ > 0.
-        chunk_bytes: approximate memory of the blocks of batches.
     """
     num_batches, batch_size = batches.shape
     dim = left.shape[1]
     per_pair = 4 * (2 * dim + 4 * batch_size)
-    step = max(1, chunk_bytes // (batch_size * per_pair))
+    step = max(1, CHUNK_BYTES // (batch_size * per_pair))
     losses = np.empty(num_batches)
     for start in range(0, num_batches, step):
         rows = batches[start : start + step]
@@ -162,18 +158,16 @@ class RandomBatches(BatchSelector):
 class OSGDBatches(BatchSelector):
     """Ordered SGD: of each k random batches the q with the largest loss; other pairs are left out of the epoch.
 
-    By default the k batches are disjoint (Algorithm 6, without replacement): an epoch is a random partition into
-    N/B batches, cut into windows of k. With `exhaustive` the q come from all C(N, B) batches (Algorithm 5 with
-    k = C(N, B)), for small N: one call of `select` is one iteration, and its batches may share pairs.
+    The k batches are disjoint (without replacement): an epoch is a random partition into N/B batches, cut into windows
+    of k.
 
-    Source: Cho et al. 2023, arXiv:2307.05906, Algorithms 5 and 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
+    Source: Cho et al. 2023, arXiv:2307.05906, Algorithm 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
 
     Args:
         num_pairs, batch_size, seed: as of `BatchSelector`.
         k: batches to choose from; a window of fewer (the last, or all if k > N/B) gives in proportion.
         q: batches to choose, at most k.
         temperature: τ of the loss.
-        exhaustive: Algorithm 5 instead of 6.
     """
 
     needs_embeddings = True
@@ -186,27 +180,19 @@ class OSGDBatches(BatchSelector):
         k: int = 1500,
         q: int = 150,
         temperature: float = 0.1,
-        exhaustive: bool = False,
     ) -> None:
         super().__init__(num_pairs, batch_size, seed)
         check_at_least(1, k=k, q=q)
         check_above_zero(temperature=temperature)
-        if q > k and not exhaustive:
+        if q > k:
             raise DualencError(f"q is {q} but k is {k}; choose a q of at most k")
-        if exhaustive and math.comb(num_pairs, batch_size) > MAX_COMBINATIONS:
-            raise DualencError(
-                f"C({num_pairs}, {batch_size}) batches are more than {MAX_COMBINATIONS:,}; set exhaustive=False"
-            )
         self.k = k
         self.q = q
         self.temperature = temperature
-        self.exhaustive = exhaustive
 
     @property
     def num_batches(self) -> int:
         """Batches that one call of `select` returns with embeddings."""
-        if self.exhaustive:
-            return min(self.q, math.comb(self.num_pairs, self.batch_size))
         candidates = self.num_pairs // self.batch_size
         full, rest = divmod(candidates, self.k)
         return full * self.q + self._share_of(rest)
@@ -217,19 +203,13 @@ class OSGDBatches(BatchSelector):
         if left is None:
             return candidates
         left, right = self.check_embeddings(left, right)
-        window = self.k
-        if self.exhaustive:
-            pairs = itertools.combinations(range(self.num_pairs), self.batch_size)
-            candidates = np.array(list(pairs), dtype=np.int64)
-            window = len(candidates)
         losses = batch_losses(left, right, candidates, self.temperature)
         chosen = []
-        for start in range(0, len(candidates), window):
+        for start in range(0, len(candidates), self.k):
             # A stable sort, so that equal losses give equal batches on every rank.
-            in_window = losses[start : start + window]
+            in_window = losses[start : start + self.k]
             order = np.argsort(-in_window, kind="stable")
-            count = self.q if self.exhaustive else self._share_of(len(order))
-            hardest = start + order[:count]
+            hardest = start + order[: self._share_of(len(order))]
             chosen.append(candidates[hardest])
         return np.concatenate(chosen)
 

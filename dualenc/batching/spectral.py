@@ -1,34 +1,25 @@
-"""Batches of large contrastive loss: balanced bisection, spectral clustering and bandwidth of a neighbour graph."""
+"""Batches of large contrastive loss: balanced bisection, and spectral clustering."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy import ndarray
 from numpy.random import Generator
 from scipy.linalg import eigh
 from scipy.optimize import linear_sum_assignment
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import reverse_cuthill_mckee
 from scipy.spatial.distance import cdist
 
 from dualenc.batching.selector import BatchSelector, check_above_zero, check_at_least
 from dualenc.errors import DualencError
 
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
-
-Method = Literal["bisection", "spectral", "bandwidth"]
+Method = Literal["bisection", "spectral"]
 
 POWER_ITERATIONS = 6
 SIGN_ITERATIONS = 12
 CHUNK_FLOATS = 1 << 18  # a megabyte: all iterations on a stack of small nodes stay in cache
-EXACT_UP_TO = 20_000  # pairs; the neighbours of more are searched in inverted lists
-PROBES = 8
-NEIGHBORS = 8
 
 
 class SpectralBatches(BatchSelector):
@@ -40,8 +31,6 @@ class SpectralBatches(BatchSelector):
       at once; seconds for 50,000 pairs.
     - "spectral": spectral clustering with equal clusters within random groups of k batches (Cho et al. 2023,
       arXiv:2307.05906, Algorithm 1).
-    - "bandwidth": runs along a reverse Cuthill–McKee order of the nearest-neighbour graph (Sachidananda et al.
-      2023, arXiv:2210.12874).
 
     Args:
         num_pairs, batch_size, seed: as of `BatchSelector`.
@@ -83,18 +72,13 @@ class SpectralBatches(BatchSelector):
         if left is None:
             return batches
         left, right = self.check_embeddings(left, right)
+        if self.method == "spectral":
+            return self._mixed(self._select_spectral(batches, left, right, draw), draw)
         rows = np.sort(batches, axis=None)  # in order of memory
-        if self.method == "bisection":
-            points = left[rows]
-            points += right[rows]
-            chosen = bisection_batches(points, self.batch_size, draw)
-            selected = rows[chosen]
-        elif self.method == "bandwidth":
-            chosen = bandwidth_batches(left[rows], right[rows], self.batch_size)
-            selected = rows[chosen]
-        else:
-            selected = self._select_spectral(batches, left, right, draw)
-        return self._mixed(selected, draw)
+        points = left[rows]
+        points += right[rows]
+        chosen = bisection_batches(points, self.batch_size, draw)
+        return self._mixed(rows[chosen], draw)
 
     def _select_spectral(
         self, batches: ndarray, left: ndarray, right: ndarray, draw: Generator
@@ -262,43 +246,3 @@ def spectral_batches(
     weights = affinity(left, right, batch_size, temperature)
     rows = spectral_rows(weights, num_clusters)
     return equal_clusters(rows, num_clusters, seed)
-
-
-def bandwidth_batches(left: ndarray, right: ndarray, batch_size: int) -> ndarray:
-    """Partition pairs, (N, D) float32 each side, along a reverse Cuthill–McKee order of their nearest-neighbour graph.
-
-    Source: Sachidananda et al. 2023, Global Selection of Contrastive Batches via Optimization on Sample Permutations,
-    arXiv:2210.12874. Returns (N/B, B) rows of the embeddings.
-    """
-    if len(left) == batch_size:
-        return np.arange(batch_size)[None]
-    # No more than B − 1 edges from each pair: otherwise several batches would form one neighbourhood.
-    neighbors = max(1, min(NEIGHBORS, batch_size - 1))
-    graph = neighbor_graph(left, right, neighbors)
-    order = reverse_cuthill_mckee(graph, symmetric_mode=True)
-    return order.astype(np.int64).reshape(-1, batch_size)
-
-
-def neighbor_graph(left: ndarray, right: ndarray, neighbors: int) -> csr_matrix:
-    """Symmetric (N, N) graph: an edge from i to the `neighbors` other j with the largest left_i·right_j."""
-    import faiss
-
-    size, dim = right.shape
-    index: Any = faiss.IndexFlatIP(dim)
-    if size > EXACT_UP_TO:
-        lists = math.isqrt(size)
-        index = faiss.IndexIVFFlat(index, dim, lists, faiss.METRIC_INNER_PRODUCT)
-        index.nprobe = PROBES
-        index.train(right)
-    index.add(right)
-    # One neighbour more, since a pair is usually its own nearest.
-    _, nearest = index.search(left, neighbors + 1)
-    rows = np.arange(size)
-    sources = np.repeat(rows, neighbors + 1)
-    targets = nearest.ravel()
-    valid = (targets >= 0) & (targets != sources)
-    ones = np.ones(valid.sum(), dtype=np.float32)
-    edges = (sources[valid], targets[valid])
-    graph = coo_matrix((ones, edges), shape=(size, size))
-    directed = graph.tocsr()
-    return directed + directed.T

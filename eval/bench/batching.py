@@ -47,7 +47,7 @@ def methods(num_pairs: int) -> dict[str, BatchSelector]:
     """What is compared."""
     clustered = {
         name: SpectralBatches(num_pairs, B, method=name, temperature=TEMPERATURE, k=K)  # type: ignore[arg-type]
-        for name in ("spectral", "bisection", "bandwidth")
+        for name in ("spectral", "bisection")
     }
     return {"spectral": clustered.pop("spectral"), "random": RandomBatches(num_pairs, B), **clustered}
 
@@ -100,7 +100,7 @@ def race(data: str, left: np.ndarray, right: np.ndarray, rounds: int = 7) -> Non
     rows = np.random.default_rng(1).permutation(len(left))[: K * B]
     left, right = left[rows], right[rows]
     rivals: dict[str, Callable[[], np.ndarray]] = {
-        "ours": lambda: spectral_batches(left, right, B, TEMPERATURE, 0, "normalized"),
+        "ours": lambda: spectral_batches(left, right, B, TEMPERATURE, 0),
         "scikit-learn": lambda: scikit_learn_batches(left, right),
     }
     seconds, batches = in_turn(rivals, rounds)

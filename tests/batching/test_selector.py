@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from dualenc.batching import BatchSelector, OSGDBatches, RandomBatches, SpectralBatches, batch_losses
+from dualenc.batching import selector as module
 from dualenc.errors import DualencError
 from dualenc.objectives import InfoNCE
 from tests.batching.clusters import random_pairs
@@ -22,7 +22,7 @@ from tests.batching.clusters import random_pairs
 Make = Callable[..., BatchSelector]
 
 
-METHODS = ("bisection", "spectral", "bandwidth")
+METHODS = ("bisection", "spectral")
 PARTITIONS: list[Make] = [RandomBatches, *(partial(SpectralBatches, method=method, k=3) for method in METHODS)]
 ALL = [*PARTITIONS, partial(OSGDBatches, k=2, q=1)]
 
@@ -93,7 +93,6 @@ def test_embeddings_that_cannot_be_right_are_refused(make):
         (RandomBatches, {"batch_size": 0}, "batch_size is 0; choose at least 1"),
         (RandomBatches, {"seed": -1}, "seed is -1; choose at least 0"),
         (OSGDBatches, {"k": 10, "q": 11}, "q is 11 but k is 10"),
-        (OSGDBatches, {"exhaustive": True}, r"C\(100, 5\) batches are more than 1,000,000"),
         (OSGDBatches, {"temperature": 0.0}, r"temperature is 0\.0; choose a number above 0"),
         (SpectralBatches, {"temperature": 0}, "temperature is 0"),
         (SpectralBatches, {"method": "bisect"}, "method is 'bisect'; choose one of bisection"),
@@ -120,11 +119,12 @@ def slow_loss(left: np.ndarray, right: np.ndarray, batch: np.ndarray, temperatur
 
 @pytest.mark.parametrize("temperature", [1.0, 0.1, 0.005])
 @pytest.mark.parametrize("chunk_bytes", [1, 20_000, 1 << 24])
-def test_losses_are_the_cross_entropy_batch_by_batch(temperature, chunk_bytes):
+def test_losses_are_the_cross_entropy_batch_by_batch(monkeypatch, temperature, chunk_bytes):
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
     left, right = random_pairs(70, 12, noise=2.0)
     batches = np.random.default_rng(0).permutation(70).reshape(10, 7)
     expected = [slow_loss(left, right, batch, temperature) for batch in batches]
-    np.testing.assert_allclose(batch_losses(left, right, batches, temperature, chunk_bytes), expected, rtol=1e-4)
+    np.testing.assert_allclose(batch_losses(left, right, batches, temperature), expected, rtol=1e-4)
     # A batch of one has nothing to tell apart.
     np.testing.assert_allclose(batch_losses(left, right, batches[:, :1], temperature), 0, atol=1e-6)
 
@@ -134,16 +134,6 @@ def test_the_loss_of_a_batch_is_that_of_the_objective():
     ids = torch.arange(12)
     out = InfoNCE(temperature=0.1)(torch.from_numpy(left), torch.from_numpy(right), ids)
     assert batch_losses(left, right, ids.numpy()[None], 0.1)[0] == pytest.approx(float(out.loss), rel=1e-5)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_exhaustive_selection_takes_the_q_hardest_of_all_batches_in_order(seed):
-    left, right = random_pairs(7, 4, seed, noise=2.0)
-    every = [np.array(batch) for batch in itertools.combinations(range(7), 3)]
-    hardest = sorted(every, key=lambda batch: -slow_loss(left, right, batch, 0.1))[:5]
-    selector = OSGDBatches(7, 3, q=5, exhaustive=True)
-    assert selector.select(0, left, right).tolist() == [batch.tolist() for batch in hardest]
-    assert selector.num_batches == 5
 
 
 @given(num_batches=st.integers(1, 40), k=st.integers(1, 12), seed=st.integers(0, 9), data=st.data())
