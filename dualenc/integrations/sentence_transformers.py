@@ -20,9 +20,8 @@ from torch.nn.functional import normalize
 
 from dualenc.errors import DualencError
 from dualenc.integrations.ids import PairTexts, with_ids
-from dualenc.integrations.transformers import ObjectiveStateMixin
+from dualenc.integrations.transformers import ObjectiveStateMixin, refuse_momentum
 from dualenc.objectives import InfoNCE, Objective
-from dualenc.objectives.checks import refuse_momentum
 from dualenc.objectives.items import Encode
 from dualenc.types import Side
 

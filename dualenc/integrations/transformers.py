@@ -24,10 +24,16 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.files import save_tensors
 from dualenc.objectives import Objective
-from dualenc.objectives.checks import refuse_momentum
 
 STATE_FILE = "objective.pt"
 """File of a checkpoint folder with the state of the loss, beside those that the trainer writes."""
+
+
+def refuse_momentum(objective: Objective) -> None:
+    """Refuse an objective whose momentum encoder a trainer of another library does not keep."""
+    if objective.momentum is not None:
+        problem = "needs a momentum encoder, which only dualenc's Trainer keeps"
+        raise DualencError(f"{objective.name} {problem}; train with that, or take GlobalCache here")
 
 
 class ObjectiveStateMixin:

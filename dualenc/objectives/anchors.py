@@ -22,18 +22,15 @@ from torch.utils.checkpoint import checkpoint
 from dualenc import distributed
 
 PADDING = -1  # fills lists of ids, and stands for "no item"
-BLOCK_ENTRIES = (
-    2**20
-)  # of an (X, A, C) matrix that exist at a time; larger ones are computed in blocks, twice
+# Entries of an (X, A, C) matrix that exist at a time; larger ones are computed in blocks, twice.
+BLOCK_ENTRIES = 2**20
 
 
 @dataclass(frozen=True)
 class Anchors:
     """This rank's anchors and the candidates of the global batch."""
 
-    directions: tuple[
-        int, ...
-    ]  # (X) 0 for left anchors against right candidates, and for views; 1 for the other way
+    directions: tuple[int, ...]  # (X) 0: left anchors against right candidates, or views; 1: the other way
     rows: Tensor  # (X, A) the anchors' rows in per-item tables: left id, or num_left + right id
     batch_rows: Tensor  # (A,) the anchors' positions among the G anchors of their direction
     sizes: list[int]  # anchors on every rank, per direction
@@ -44,9 +41,7 @@ class Anchors:
     positive_column: Tensor  # (X, A) the candidate that is each anchor's own positive
     positive_ids: Tensor  # (X, A, K) ascending ids of known positives, each once, padded with -1
     temperature: Tensor  # scalar τ
-    keys: Tensor | None = (
-        None  # (X, G, D) a momentum encoder's embeddings of the batch's candidates, no gradient
-    )
+    keys: Tensor | None = None  # (X, G, D) a momentum encoder's embeddings of the batch, no gradient
     views: bool = False  # candidates are first all left, then all right views
 
     @property

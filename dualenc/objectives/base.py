@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,25 +29,30 @@ from dualenc.objectives.checks import check_range, fail, names_class
 from dualenc.objectives.corpus import SampledCorpus
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.items import Encode, OutsideEncoder
-from dualenc.objectives.metrics import Metrics, batch_metrics
+from dualenc.objectives.metrics import batch_metrics
 
 MIN_TEMPERATURE = 1e-3
 
 
-class ObjectiveOutput(NamedTuple):
+@dataclass
+class ObjectiveOutput:
     """What an objective returns.
 
     Attributes:
         loss: scalar. Its value is the objective's estimate of L(θ) (if `reports_loss`), its gradient the objective's.
             The mean over ranks, of losses and of gradients, is that of the global batch.
-        metrics: detached scalars for logging, computed when read.
         per_anchor: (2b,) the losses of this rank's anchors, left ones first, or (b,) of left ones alone
             (`FrozenCorpus`); over all ranks their mean is `loss`.
     """
 
     loss: Tensor
-    metrics: Mapping[str, Tensor]
     per_anchor: Tensor
+    compute_metrics: Callable[[], dict[str, Tensor]]
+
+    @cached_property
+    def metrics(self) -> dict[str, Tensor]:
+        """Detached scalars for logging, averaged over this rank's anchors; computed when first read."""
+        return self.compute_metrics()
 
 
 class Objective(nn.Module):
@@ -189,15 +195,8 @@ class Objective(nn.Module):
         if self.needs_encode and encode is None:
             fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
         if self.momentum is not None and (keys_left is None or keys_right is None):
-            fail(
-                "keys_left",
-                "and keys_right are missing; pass the momentum encoder's embeddings, as Trainer does",
-            )
-        if self.momentum is None and (keys_left is not None or keys_right is not None):
-            fail(
-                "keys_left",
-                "and keys_right are of a momentum encoder; leave them out, or take MomentumQueue",
-            )
+            problem = "and keys_right are missing; pass the momentum encoder's embeddings, as Trainer does"
+            fail("keys_left", problem)
         ids = {
             "left_id": left_id,
             "right_id": left_id if right_id is None else right_id,
@@ -210,10 +209,16 @@ class Objective(nn.Module):
         encoder = None if encode is None else OutsideEncoder(encode, self.views, batch.embeddings)
         self._recorded = {}
         self.updates_state = self.training and torch.is_grad_enabled()
-        with torch.autocast(left.device.type, enabled=False), self._draws_counted_in_training():
+        draws = [module for module in self.modules() if isinstance(module, SharedRandom)]
+        positions = [random.position for random in draws]
+        with torch.autocast(left.device.type, enabled=False):
             temperature = self.temperature.to(batch.embeddings.dtype)
             directions = self._directions(batch, temperature)
             losses = torch.cat([self.anchor_losses(anchors, encoder).flatten() for anchors in directions])
+        if not self.updates_state:
+            # Outside of training, random draws are made but not counted.
+            for random, position in zip(draws, positions, strict=True):
+                random.position = position
         if self.positive_in_softmax:
             # Of L = log(Z/e⁺): log((e⁺ + Z)/e⁺), whose gradient is σ(L)·∇L.
             losses = softplus(losses)
@@ -222,7 +227,7 @@ class Objective(nn.Module):
         # Over all anchors of the global batch, so that the mean over ranks is the global loss.
         num_anchors = self.anchors_per_pair * sum(batch.sizes)
         loss = losses.sum() * distributed.world_size() / max(num_anchors, 1)
-        return ObjectiveOutput(loss, self._metrics(batch, temperature.detach()), losses.detach())
+        return ObjectiveOutput(loss, losses.detach(), lambda: self._metrics(batch, temperature.detach()))
 
     @property
     def name(self) -> str:
@@ -250,9 +255,18 @@ class Objective(nn.Module):
         return True
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Scalars about the objective's memory as of the last call, averaged over this rank's anchors; all ranks ask
-        together."""
-        return {}
+        """Scalars about the objective's memory in the last call, over this rank's anchors: the mean and the standard
+        deviation of what it recorded."""
+        scalars = {}
+        for name, recorded in self._recorded.items():
+            values = torch.cat([value.flatten() for value in recorded]).double()
+            values = values[values.isfinite()]
+            if not len(values):
+                values = values.new_zeros(1)
+            scalars[name] = values.mean()
+            if recorded[0].dim():
+                scalars[f"{name}_spread"] = values.std(correction=0)
+        return scalars
 
     def set_progress(self, fraction: float) -> None:
         """Set the share of the training that is done, in [0, 1], for objectives with schedules."""
@@ -280,19 +294,9 @@ class Objective(nn.Module):
         return log_partition.detach() - positive.detach()
 
     def record(self, **values: Tensor) -> None:
-        """Keep tensors of this call for `diagnostics`."""
+        """Keep tensors of this call, of each anchor or scalars, for `diagnostics`."""
         for name, value in values.items():
             self._recorded.setdefault(name, []).append(value.detach())
-
-    def spread(self, name: str) -> dict[str, Tensor]:
-        """Mean and standard deviation over anchors of the finite recorded values."""
-        if name not in self._recorded:
-            return {}
-        values = torch.cat([value.flatten() for value in self._recorded[name]]).double()
-        values = values[values.isfinite()]
-        if not len(values):
-            values = values.new_zeros(1)
-        return {name: values.mean(), f"{name}_spread": values.std(correction=0)}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -325,27 +329,10 @@ class Objective(nn.Module):
             return with_mined(batch, self.num_left or 0, temperature)
         return [two_towers(batch, self.num_left or 0, temperature)]
 
-    def _metrics(self, batch: EncodedBatch, temperature: Tensor) -> Metrics:
-        batch = batch.detached()
-
-        def compute() -> dict[str, Tensor]:
-            with torch.autocast(batch.ids.device.type, enabled=False):
-                return batch_metrics(self._directions(batch, temperature), self.corpus.log_num_negatives)
-
-        return Metrics(compute)
-
-    @contextmanager
-    def _draws_counted_in_training(self) -> Iterator[None]:
-        """Outside of training, random draws are made but not counted."""
-        positions = [
-            (module, module.position) for module in self.modules() if isinstance(module, SharedRandom)
-        ]
-        try:
-            yield
-        finally:
-            if not self.updates_state:
-                for draws, position in positions:
-                    draws.position = position
+    @torch.no_grad()
+    def _metrics(self, batch: EncodedBatch, temperature: Tensor) -> dict[str, Tensor]:
+        with torch.autocast(batch.ids.device.type, enabled=False):
+            return batch_metrics(self._directions(batch, temperature), self.corpus.log_num_negatives)
 
 
 class Estimate(torch.autograd.Function):

@@ -7,7 +7,7 @@ Shapes: b pairs of this rank, P of all ranks, n mined negatives of all ranks, K 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
-from dualenc.objectives.checks import check_shapes, check_values, fail
+from dualenc.objectives.checks import check_shapes, check_values
 
 if TYPE_CHECKING:
     from dualenc.objectives.base import Objective
@@ -28,9 +28,7 @@ class EncodedBatch:
 
     embeddings: Tensor  # (2, b, D) of this rank's pairs, with gradient
     ids: Tensor  # (2, b)
-    listed: tuple[
-        Tensor | None, Tensor | None
-    ]  # (b, K) further positives of the opposite side, padded with -1
+    listed: tuple[Tensor | None, ...]  # (b, K) further positives of the opposite side, padded with -1
     all_embeddings: Tensor  # (2, P, D) of all ranks, with gradient
     all_ids: Tensor  # (2, P)
     negatives: Tensor  # (n, D) mined right items of all ranks
@@ -45,12 +43,6 @@ class EncodedBatch:
         start = sum(self.sizes[: distributed.rank()])
         return torch.arange(start, start + self.ids.shape[1], device=self.ids.device)
 
-    def detached(self) -> EncodedBatch:
-        """Copies without gradient: a loop may change its embeddings in place."""
-        names = ("embeddings", "all_embeddings", "negatives")
-        copies = {name: getattr(self, name).detach().clone() for name in names}
-        return replace(self, **copies)
-
 
 def gather_batch(
     objective: Objective,
@@ -59,13 +51,6 @@ def gather_batch(
     weights: Tensor | None,
 ) -> EncodedBatch:
     """Check the arguments of `Objective.forward` by its id spaces and views, and gather them over ranks."""
-    for name, tensor in (
-        ("left", embeddings["left"]),
-        ("right", embeddings["right"]),
-        ("left_id", ids["left_id"]),
-    ):
-        if tensor is None:
-            fail(name, "is None; pass a tensor")
     vectors = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
     numbers = {name: values for name, values in ids.items() if values is not None}
     check_shapes(vectors, numbers, weights, objective.views)
@@ -85,9 +70,8 @@ def gather_batch(
     pair = [vectors["left"], vectors["right"]]
     keys = None
     if "keys_left" in vectors:
-        keys = torch.stack(
-            [distributed.gather(vectors[name], sizes) for name in ("keys_left", "keys_right")]
-        )
+        both = [vectors["keys_left"], vectors["keys_right"]]
+        keys = torch.stack([distributed.gather(side, sizes) for side in both])
     return EncodedBatch(
         embeddings=torch.stack(pair),
         ids=own_ids,

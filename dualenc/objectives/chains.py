@@ -48,9 +48,7 @@ class ChainPlan(NamedTuple):
     outside: (
         Tensor  # (X, r + A·S) this rank's share of the R draws, then states outside the batch; -1 for none
     )
-    num_drawn: list[
-        int
-    ]  # how many of the draws each rank encodes; empty where the batch makes the proposals
+    num_drawn: list[int]  # how many draws each rank encodes; empty where the batch makes the proposals
 
 
 class ChainObjective(Objective):
@@ -151,7 +149,7 @@ class ChainObjective(Objective):
         # A state may have become a positive since it was stored: lists of positives come with the batch.
         is_positive = is_listed(self.items_of(state)[..., None], anchors.hidden_items)[..., 0]
         started = (state == NO_STATE) | is_positive
-        self.record(started=started, before=state)
+        self.record(chains_begun=started.double().mean())
         start_keys, start_scores, log_partition = self._starts(anchors, started)
         state = torch.where(started, start_keys, state)
 
@@ -210,7 +208,9 @@ class ChainObjective(Objective):
         self, anchors: Anchors, chain: ChainState, state: Tensor, *tables: tuple[Tensor, Tensor]
     ) -> None:
         """Write new states (X, A) and values (X, A) of further tables; a chain takes its first anchor's state."""
-        self.record(after=state)
+        had_state = ~chain.started
+        moved = had_state & (state != chain.state)
+        self.record(chains_moved=moved.sum() / had_state.sum().clamp(min=1))
         if not self.updates_state:
             return
         rows = anchors.gather(chain.chains).flatten()  # (X·G,)
@@ -221,18 +221,6 @@ class ChainObjective(Objective):
         for table, values in tables:
             values = anchors.gather(values).flatten()
             write_rows(table, rows, values[first], has_state[first])
-
-    def diagnostics(self) -> dict[str, Tensor]:
-        """The share of chains that moved on in the last step, and of those that began anew in it."""
-        if "after" not in self._recorded:
-            return {}
-        started = self._recorded["started"][0]
-        before = self._recorded["before"][0]
-        after = self._recorded["after"][0]
-        # Chains with nothing to start on yet have no state to move from.
-        has_state = before != NO_STATE
-        moved = (has_state & (after != before)).sum() / has_state.sum().clamp(min=1)
-        return {"chains_moved": moved, "chains_begun": started.double().mean().nan_to_num()}
 
     @property
     def _memories(self) -> list[EmbeddingMemory]:

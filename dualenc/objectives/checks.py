@@ -6,16 +6,13 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING
-
-if TYPE_CHECKING:
-    from dualenc.objectives.base import Objective
 
 # Rounding to bfloat16 moves the norm of a unit vector by 0.4 % at most, normalising in bfloat16 by twice that.
 NORM_TOLERANCE = 0.01
@@ -67,60 +64,33 @@ def check_choice(argument: str, value: object, choices: Collection[object]) -> N
         fail(argument, f"is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
-def check_tensors(values: Mapping[str, Any]) -> None:
-    """Refuse lists, arrays and numbers where tensors belong; None is left out."""
-    for name, value in values.items():
-        if value is not None and not isinstance(value, Tensor):
-            fail(
-                name, f"is a {type(value).__name__}; it must be a tensor, such as torch.as_tensor({name})"
-            )
-
-
-def refuse_momentum(objective: Objective) -> None:
-    """Refuse an objective whose momentum encoder a training loop does not keep."""
-    if objective.momentum is not None:
-        advice = "train with that, or take GlobalCache here"
-        raise DualencError(
-            f"{objective.name} needs a momentum encoder, which only dualenc's Trainer keeps; {advice}"
-        )
-
-
 def check_shapes(
     embeddings: Mapping[str, Tensor], ids: Mapping[str, Tensor], weights: Tensor | None, views: bool
 ) -> None:
     """Refuse shapes, types and devices of a batch that do not fit: embeddings (b, D), ids by name, weights (b,)."""
-    check_tensors({**embeddings, **ids, "weights": weights})
     left = embeddings["left"]
     for name, tensor in embeddings.items():
-        shape = tuple(tensor.shape)
-        if tensor.dim() != 2 or not tensor.is_floating_point():
-            fail(name, f"has shape {shape} ({tensor.dtype}); it must be a float (b, D) tensor")
-        expected = tuple(left.shape)
-        if name == "negatives":
-            expected = (len(tensor), left.shape[1])
-        if shape != expected:
-            fail(name, f"has shape {shape}; it must be {expected}, as left")
+        num_rows = len(tensor) if name == "negatives" else len(left)
+        expected = (num_rows, left.shape[-1])
+        if tensor.shape != expected or not tensor.is_floating_point():
+            actual = f"{tuple(tensor.shape)} ({tensor.dtype})"
+            fail(name, f"has shape {actual}; it must be a float tensor {expected}, as left")
     if views and "negatives" in embeddings:
-        fail(
-            "negatives", "do not go with views=True, where every other image is a negative; leave them out"
-        )
+        problem = "do not go with views=True, where every other image is a negative; leave them out"
+        fail("negatives", problem)
     if ("negatives" in embeddings) != ("negative_id" in ids):
         fail("negatives", "and negative_id must be given together, (n, D) and (n,)")
     for name, values in ids.items():
         rows = embeddings["negatives"] if name == "negative_id" else left
-        _check_id_tensor(name, values, rows)
+        is_list = name.endswith("positives")
+        fits = values.shape[:1] == rows.shape[:1] and values.dim() == 1 + is_list
+        if not fits or values.is_floating_point():
+            expected_ids = f"({len(rows)}, K) integer ids" if is_list else f"{len(rows)} integer ids"
+            fail(name, f"has shape {tuple(values.shape)} ({values.dtype}); it must hold {expected_ids}")
+        if values.device != rows.device:
+            fail(name, f"is on {values.device}, the embeddings are on {rows.device}; move it there")
     if weights is not None and weights.shape != left.shape[:1]:
         fail("weights", f"has shape {tuple(weights.shape)}; it must hold {len(left)} numbers")
-
-
-def _check_id_tensor(name: str, ids: Tensor, rows: Tensor) -> None:
-    is_list = name.endswith("positives")
-    fits = ids.shape[:1] == rows.shape[:1] and ids.dim() == 1 + is_list
-    if not fits or ids.is_floating_point() or ids.dtype == torch.bool:
-        expected = f"({len(rows)}, K) integer ids" if is_list else f"{len(rows)} integer ids"
-        fail(name, f"has shape {tuple(ids.shape)} ({ids.dtype}); it must hold {expected}")
-    if ids.device != rows.device:
-        fail(name, f"is on {ids.device}, the embeddings are on {rows.device}; move it there")
 
 
 def check_values(
@@ -145,22 +115,20 @@ def check_values(
     if views:
         to_read["differ"] = (ids["left_id"] != ids["right_id"]).long()
     ordered = all_ids.contiguous().sort(dim=1).values
-    to_read["copies"] = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(
-        ordered, ordered
-    )
+    end = torch.searchsorted(ordered, ordered, right=True)
+    to_read["copies"] = end - torch.searchsorted(ordered, ordered)
     extremes = read_extremes(to_read)
-    for name in embeddings:
-        if name in extremes:
-            check_norms(name, *extremes[name])
-    for name in ids:
-        if name in extremes:
-            _check_ids(name, *extremes[name], num_items[SIDE_OF_IDS[name]])
-    low, high = extremes.get("weights", (0.0, 0.0))
-    if not 0 <= low <= high < math.inf:
-        fail("weights", f"holds numbers in [{low:.4g}, {high:.4g}]; they must be finite and 0 or more")
-    if any(extremes.get("differ", ())):
-        fail("right_id", "differs from left_id; with views=True both views carry the image's id")
-    return int(max(extremes.get("copies", (0.0,))))
+    for name, (low, high) in extremes.items():
+        if name in embeddings:
+            check_norms(name, low, high)
+        elif name in ids:
+            _check_ids(name, low, high, num_items[SIDE_OF_IDS[name]])
+        elif name == "weights" and not 0 <= low <= high < math.inf:
+            fail(name, f"holds numbers in [{low:.4g}, {high:.4g}]; they must be finite and 0 or more")
+        elif name == "differ" and high:
+            fail("right_id", "differs from left_id; with views=True both views carry the image's id")
+    _, most_copies = extremes.get("copies", (0.0, 0.0))
+    return int(most_copies)
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -187,9 +155,8 @@ def check_norms(name: str, low: float, high: float) -> None:
         # What is left of an infinite vector that was scaled to length one.
         fail(name, "holds zero vectors: the model has diverged; lower the learning rate or check it")
     if low < 1 - NORM_TOLERANCE or high > 1 + NORM_TOLERANCE:
-        fail(
-            name, f"has rows of norm in [{low:.4g}, {high:.4g}]; they must be unit vectors: normalise them"
-        )
+        norms = f"[{low:.4g}, {high:.4g}]"
+        fail(name, f"has rows of norm in {norms}; they must be unit vectors: normalise them")
 
 
 def _check_ids(name: str, low: float, high: float, num_items: int | None) -> None:
@@ -203,16 +170,13 @@ def _check_ids(name: str, low: float, high: float, num_items: int | None) -> Non
         fail(name, f"holds ids in [{low:.0f}, {high:.0f}]; they must lie in [0, {end}){padding}")
 
 
-def check_encoded_rows(embeddings: Any, num_ids: int, dimension: int | None = None) -> None:
+def check_encoded_rows(embeddings: Tensor, num_ids: int, dimension: int) -> None:
     """Refuse what is not a float tensor (n, D) from `encode`, for n ids."""
-    expected = f"for {num_ids} ids; it must be a float tensor ({num_ids}, {dimension or 'D'})"
-    if not isinstance(embeddings, Tensor):
-        fail("encode", f"gave a {type(embeddings).__name__} {expected}")
-    fits = (
-        embeddings.dim() == 2 and len(embeddings) == num_ids and dimension in (None, embeddings.shape[-1])
-    )
-    if not fits or not embeddings.is_floating_point():
-        fail("encode", f"gave shape {tuple(embeddings.shape)} ({embeddings.dtype}) {expected}")
+    if embeddings.shape != (num_ids, dimension) or not embeddings.is_floating_point():
+        actual = f"{tuple(embeddings.shape)} ({embeddings.dtype})"
+        fail(
+            "encode", f"gave shape {actual} for {num_ids} ids; it must be a float ({num_ids}, {dimension})"
+        )
 
 
 def check_encoded(embeddings: Tensor) -> None:

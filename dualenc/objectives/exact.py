@@ -87,7 +87,3 @@ class ExactGlobal(Objective):
             by_item = self.corpus.item_counts(direction)
             counts[x, :size] = 1.0 if by_item is None else by_item.cpu().double()
         return items, counts.log()
-
-    def diagnostics(self) -> dict[str, Tensor]:
-        """The logs of the partition functions."""
-        return self.spread("log_partition")

@@ -173,10 +173,6 @@ class FrozenCorpus(Objective):
     def _directions(self, batch: EncodedBatch, temperature: Tensor) -> list[Anchors]:
         return [two_towers(batch, self.num_left or 0, temperature).of_direction(0)]
 
-    def diagnostics(self) -> dict[str, Tensor]:
-        """The logs of the partition functions."""
-        return self.spread("log_partition")
-
 
 class FrozenDocuments:
     """Vectors (N, D) that do not change, and a search among them; copies of an objective share both."""

@@ -189,16 +189,6 @@ class GlobalCache(MemoryObjective):
         losses: Tensor = against_all.in_blocks(weigh, plan.seen_mean, plan.log_partition, width=width)
         return losses
 
-    def diagnostics(self) -> dict[str, Tensor]:
-        """Those of `MemoryObjective`; and over how many items q is spread, 1/Σ q²: far fewer than R, and draws
-        repeat."""
-        effective = []
-        for shares in self._recorded.get("shares", []):
-            square = distributed.all_reduce(shares.double().square().sum())
-            effective.append(torch.where(square > 0, 1 / square, 0.0))
-        mean = torch.stack(effective).mean() if effective else torch.zeros(())
-        return super().diagnostics() | {"effective_items": mean}
-
     def _look(
         self, anchors: Anchors, x: int, queries: Tensor, hidden: Tensor, pool: Pool | None
     ) -> Attention:
@@ -215,7 +205,6 @@ class GlobalCache(MemoryObjective):
             if self.updates_state:
                 rows = self._hardest_rows(anchors)[x]
                 self.hardest[rows] = seen.hardest[first_occurrence(rows)]
-        self.record(shares=seen.shares)
         return seen
 
     def _log_partition(self, anchors: Anchors, log_sum: Tensor, hidden: Tensor) -> Tensor:

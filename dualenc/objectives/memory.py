@@ -156,10 +156,6 @@ class EmbeddingMemory(nn.Module):
             position < self.num_slots, position * self.stride % self.num_slots, PADDING
         ).flatten()
 
-    def num_remembered(self) -> Tensor:
-        """Scalar: items that have an embedding."""
-        return distributed.all_reduce((self.keys != PADDING).sum().double())
-
     def num_negatives(self, hidden: Tensor, counts: Tensor | None = None) -> Tensor:
         """(G,) remembered items that anchors see, each as often as counts (N,) say; `hidden` (G, K) see `draw`."""
         _, is_known = self._find(hidden)
@@ -407,13 +403,6 @@ class MemoryObjective(Objective):
             for x, direction in enumerate(anchors.directions)
         ]
         return torch.stack(numbers)[:, anchors.batch_rows].to(anchors.embeddings)
-
-    def diagnostics(self) -> dict[str, Tensor]:
-        """The logs of the mean of exp(s/τ) over the corpus, and what share of all items is remembered."""
-        memories = [self.memory_of(direction) for direction in self.directions]
-        remembered = torch.stack([memory.num_remembered() for memory in memories]).sum()
-        total = sum(memory.num_items for memory in memories)
-        return self.spread("log_mean_exp") | {"remembered": remembered / total}
 
 
 def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,30 +10,6 @@ from torch import Tensor
 from dualenc.objectives.anchors import Anchors, log_mean
 
 
-class Metrics(Mapping[str, Tensor]):
-    """Detached scalars for logging, averaged over this rank's anchors; `compute` is called when the first is read."""
-
-    def __init__(self, compute: Callable[[], dict[str, Tensor]]) -> None:
-        self._compute = compute
-
-    @cached_property
-    def _values(self) -> dict[str, Tensor]:
-        return self._compute()
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return repr({name: float(value) for name, value in self.items()})
-
-
-@torch.no_grad()
 def batch_metrics(
     directions: list[Anchors], log_num_negatives: Callable[[Anchors], Tensor]
 ) -> dict[str, Tensor]:

@@ -167,7 +167,3 @@ class SACLR(Objective):
         if self.alpha == 1:
             return log_xi
         return torch.logaddexp(log_xi, log_mean + log_num + math.log1p(-self.alpha))
-
-    def diagnostics(self) -> dict[str, Tensor]:
-        """The logs of the scales 1/s, or in the authors' variant 1/(s·n)."""
-        return self.spread("log_scale")

@@ -91,10 +91,6 @@ class SogCLR(Objective):
         self.record(log_mean_exp=log_u)
         return log_u.nan_to_num(nan=-torch.inf)
 
-    def diagnostics(self) -> dict[str, Tensor]:
-        """The logs of u, so of the mean of exp(s/τ) over all negatives: equal ones need no memory."""
-        return self.spread("log_mean_exp")
-
 
 class ISogCLR(SogCLR):
     """SogCLR where anchor a has its own τ_a, moved by its own gradient with momentum and clamped to a range.
@@ -195,7 +191,3 @@ class ISogCLR(SogCLR):
         tau = self.tau[rows] - self.temperature_rate * momentum
         write_rows(self.tau_momentum, rows, momentum, written)
         write_rows(self.tau, rows, tau.clamp(self.min_temperature, self.max_temperature), written)
-
-    def diagnostics(self) -> dict[str, Tensor]:
-        """Those of SogCLR, and the anchors' own temperatures."""
-        return self.spread("log_mean_exp") | self.spread("own_temperature")

@@ -34,12 +34,8 @@ BAD_CALLS: list[tuple[str, dict[str, Any]]] = [
     ("left_id holds ids in [0, 99]", {"left_id": torch.tensor([0, 1, 2, 99])}),
     ("left_id holds ids in [-1, 2]", {"left_id": torch.tensor([0, 1, 2, -1])}),
     ("left_id has shape (3,)", {"left_id": torch.arange(3)}),
-    ("left_id has shape (4,) (torch.bool)", {"left_id": torch.ones(4, dtype=torch.bool)}),
     ("right_id has shape (4,) (torch.float32)", {"right_id": torch.arange(4.0)}),
     ("left_id is on meta", {"left_id": torch.arange(4, device="meta")}),
-    ("left_id is None", {"left_id": None}),
-    ("left_id is a list", {"left_id": [0, 1, 2, 3]}),
-    ("right_id is a ndarray", {"right_id": np.arange(4)}),
     ("left has shape (4,)", {"left": torch.ones(4)}),
     ("right has shape (3, 4)", {"right": EYE[:3]}),
     ("right holds NaN", {"right": EYE * torch.nan}),
@@ -58,12 +54,10 @@ BAD_CALLS: list[tuple[str, dict[str, Any]]] = [
     ("left_positives holds ids in [-2, 2]", {"left_positives": torch.tensor([[0], [1], [2], [-2]])}),
     ("right_positives holds ids in [0, 12]", {"right_positives": torch.tensor([[0], [1], [2], [12]])}),
     ("right_positives has shape (4,)", {"right_positives": IDS}),
-    ("weights is a list", {"weights": [1.0] * 4}),
     ("weights has shape (3,)", {"weights": torch.ones(3)}),
     ("weights holds numbers in [-0.5, 1]", {"weights": torch.tensor([1, -0.5, 1, 1])}),
     ("weights holds numbers in [nan, nan]", {"weights": torch.tensor([1, torch.nan, 1, 1])}),
     ("weights holds numbers in [1, inf]", {"weights": torch.tensor([1, torch.inf, 1, 1])}),
-    ("keys_left and keys_right are of a momentum encoder", {"keys_left": EYE, "keys_right": EYE}),
 ]
 VIEWS = [
     ("negatives do not go with views=True", {"negatives": EYE, "negative_id": torch.arange(4, 8)}),
@@ -85,7 +79,6 @@ KEYS = [
         *((MomentumQueue(), *case) for case in KEYS),
         (ExactGlobal(num_left=4), "encode is missing", {}),
         (Matryoshka(InfoNCE(), [2, 5]), "dims are [2, 5], but the embeddings have 4", {}),
-        (Matryoshka(InfoNCE(), [2]), "left is a list", {"left": EYE.tolist()}),
     ],
 )
 def test_forward_names_the_class_and_the_argument(criterion: Objective, message: str, change: dict[str, Any]) -> None:
@@ -202,8 +195,6 @@ def two_steps(criterion: Objective, change: Any = lambda vectors: vectors) -> Te
     [
         (lambda vectors: 1.5 * vectors, r"what encode gave has rows of norm in \[.*, 1.5\]"),
         (lambda vectors: torch.nan * vectors, "what encode gave holds NaN"),
-        (lambda vectors: None, "encode gave a NoneType"),
-        (lambda vectors: vectors.detach().numpy(), "encode gave a ndarray"),
         (lambda vectors: vectors.long(), r"encode gave shape \(\d+, 5\) \(torch.int64\)"),
         (lambda vectors: vectors[:, :3], r"encode gave shape \(\d+, 3\) .* must be .* \(\d+, 5\)"),
     ],
