@@ -103,8 +103,8 @@ class DualBank(MomentumQueue):
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         # Left anchors have right candidates, and the other way round; both queues hold the same pairs in one order.
-        bank_right, bank_right_ids = self.queue_of(0).held(anchors.candidates)
-        bank_left, bank_left_ids = self.queue_of(1).held(anchors.candidates)
+        bank_right, bank_right_ids = self.queues[0].held(anchors.candidates)
+        bank_left, bank_left_ids = self.queues[1].held(anchors.candidates)
         right, left = anchors.candidates  # (P, D) each
         right_ids, left_ids = anchors.candidate_ids  # (P,) each
         all_left = torch.cat([left, bank_left])  # (P + Q, D)
@@ -117,7 +117,7 @@ class DualBank(MomentumQueue):
         both = torch.stack([logits.logsumexp(dim=1), logits.logsumexp(dim=0)]) - scores.diagonal()  # (2, P + Q)
         if self.updates_state:
             for direction in (0, 1):
-                queue = self.queue_of(direction)
+                queue = self.queues[direction]
                 queue.write(anchors.candidate_ids[direction], anchors.candidates[direction].detach())
         return both.mean(dim=1, keepdim=True).expand(2, len(left))
 
@@ -145,7 +145,7 @@ class LatestItems(GlobalCache):
     def _pool(self, anchors: Anchors, x: int) -> Pool | None:
         if self._num_blocks(anchors.directions[x]) is None:
             return None
-        memory = self.memory_of(anchors.directions[x])
+        memory = self.memories[anchors.directions[x]]
         slots = self.latest[x].unique()
         log_chance = math.log(max(len(slots), 1) / memory.num_items)
         in_pool = torch.zeros(memory.num_slots, dtype=torch.bool)

@@ -12,6 +12,7 @@ several queries share are distinguished:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -73,6 +74,7 @@ class ChainObjective(Objective):
 
     state: Tensor
     keys_per_item: Tensor
+    memories: Sequence[EmbeddingMemory]  # of each direction's candidates; none with recent=0
 
     needs_num_left = True
     needs_encode = True
@@ -103,16 +105,17 @@ class ChainObjective(Objective):
             key_sizes = [1 + (self.num_left or 0), 1 + (self.num_right or 0)]
         self.register_buffer("keys_per_item", torch.tensor(key_sizes), persistent=False)
         self.draws = SharedRandom(self.seed)
-        self.memories = nn.ModuleList()
+        memories = []
         if recent:
             for direction, keys_per_item in zip(self.directions, key_sizes, strict=True):
                 num_items = self.corpus.num_items(direction)
-                self.memories.append(EmbeddingMemory(num_items, recent * self.num_views, keys_per_item))
+                memories.append(EmbeddingMemory(num_items, recent * self.num_views, keys_per_item))
+        self.memories = nn.ModuleList(memories)  # type: ignore[assignment]
 
     @property
     def reports_loss(self) -> bool:
         """Whether the memories hold the whole corpus, and so its partition function."""
-        return len(self.memories) > 0 and all(memory.holds_corpus for memory in self._memories)
+        return len(self.memories) > 0 and all(memory.holds_corpus for memory in self.memories)
 
     def items_of(self, keys: Tensor) -> Tensor:
         """(X, …) the items of keys (X, …); -1 for NO_STATE, which floor division keeps."""
@@ -178,7 +181,7 @@ class ChainObjective(Objective):
             own = outside[:, :num_drawn].transpose(0, 1).contiguous()
             drawn = distributed.gather_with_grad(own, plan.num_drawn).transpose(0, 1)
             if self.updates_state:
-                for memory, keys, embeddings in zip(self._memories, plan.keys, drawn, strict=False):
+                for memory, keys, embeddings in zip(self.memories, plan.keys, drawn, strict=False):
                     memory.write(keys, embeddings)
             items = self.items_of(plan.keys)
             anchors = anchors.with_candidates(drawn, items // self.num_views)
@@ -200,7 +203,7 @@ class ChainObjective(Objective):
             # The proposals are uniform draws from the corpus, but fewer than what is remembered of a small one.
             logits = scores.detach().masked_fill(block.not_negative, -torch.inf)
             by_proposals = log_mean(logits) + self.corpus.log_num_negatives(block)
-            by_memory = log_partition.isfinite() & all(memory.has_every_slot for memory in self._memories)
+            by_memory = log_partition.isfinite() & all(memory.has_every_slot for memory in self.memories)
             log_partition = torch.where(by_memory, log_partition, by_proposals)
         return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights)
 
@@ -222,16 +225,12 @@ class ChainObjective(Objective):
             values = anchors.gather(values).flatten()
             write_rows(table, rows, values[first], has_state[first])
 
-    @property
-    def _memories(self) -> list[EmbeddingMemory]:
-        return [memory for memory in self.memories if isinstance(memory, EmbeddingMemory)]
-
     def _remember(self, anchors: Anchors, batch_keys: Tensor) -> None:
         """Write the batch into the memory; chains that began before it was complete begin anew."""
         states = [self.state]
         if not self.views:
             states = list(self.state.tensor_split([self.num_left or 0]))
-        for x, memory in enumerate(self._memories):
+        for x, memory in enumerate(self.memories):
             memory.write(batch_keys[x], anchors.candidates[x])
             if memory.count(anchors.num_batch):
                 # A view of the buffer, so that this side's chains alone are cleared.
@@ -251,7 +250,7 @@ class ChainObjective(Objective):
         keys = []
         scores = []
         log_means = []
-        for x, memory in enumerate(self._memories):
+        for x, memory in enumerate(self.memories):
             counts = self.corpus.item_counts(anchors.directions[x])
             draws = memory.draw(queries[x], hidden[x], uniform[:, x], counts)
             keys.append(draws.keys)

@@ -99,7 +99,7 @@ class GlobalCache(MemoryObjective):
     def reports_loss(self) -> bool:
         """An epoch fills the memory; with a pool, anchors have looked at N items 1/π epochs later."""
         for direction in self.directions:
-            memory = self.memory_of(direction)
+            memory = self.memories[direction]
             num_blocks = self._num_blocks(direction)
             epochs = 1
             if num_blocks is not None:
@@ -129,7 +129,7 @@ class GlobalCache(MemoryObjective):
         seen_mean = torch.stack([attention.mean for attention in seen])[:, anchors.batch_rows]  # (X, A, D)
         items, number = with_draws(anchors.candidate_items, torch.stack(draws), anchors.num_batch)
 
-        memories = [self.memory_of(direction) for direction in anchors.directions]
+        memories = [self.memories[direction] for direction in anchors.directions]
         recalled = [memory.recall(items[x], queries) for x, memory in enumerate(memories)]
         remembered = torch.stack([embeddings for embeddings, _ in recalled])  # (X, C + R, D)
         is_known = torch.stack([is_known for _, is_known in recalled])  # (X, C + R)
@@ -194,7 +194,7 @@ class GlobalCache(MemoryObjective):
     ) -> Attention:
         """What the anchors of one direction, over τ (G, D), see of the memory without hidden items (G, K)."""
         direction = anchors.directions[x]
-        memory = self.memory_of(direction)
+        memory = self.memories[direction]
         counts = self.corpus.item_counts(direction)
         if pool is None:
             seen = memory.attend(queries, hidden, counts)
@@ -216,7 +216,7 @@ class GlobalCache(MemoryObjective):
         number = chance * self.num_remembered(anchors, hidden)
         log_seen = log_sum + chance.log()
 
-        is_complete = all(self.memory_of(direction).holds_corpus for direction in anchors.directions)
+        is_complete = all(self.memories[direction].holds_corpus for direction in anchors.directions)
         with_batch = (log_sum == -torch.inf) | (not is_complete)
         # Without mined negatives, which are harder than most.
         batch = slice(anchors.num_batch)
@@ -233,14 +233,14 @@ class GlobalCache(MemoryObjective):
         """How many blocks of the memory a step looks at; None for all."""
         if self.pool is None:
             return None
-        memory = self.memory_of(direction)
+        memory = self.memories[direction]
         num_blocks = math.ceil(self.pool / memory.block_size)
         return num_blocks if num_blocks < memory.num_blocks else None
 
     def _chance(self, direction: int) -> float:
         """π, the chance of a slot to be in the random part of the pool."""
         num_blocks = self._num_blocks(direction)
-        return 1.0 if num_blocks is None else num_blocks / self.memory_of(direction).num_blocks
+        return 1.0 if num_blocks is None else num_blocks / self.memories[direction].num_blocks
 
     def _hardest_rows(self, anchors: Anchors) -> Tensor:
         """(X, G) rows of all ranks' anchors in the table of their hardest items."""
@@ -258,7 +258,7 @@ class GlobalCache(MemoryObjective):
         num_blocks = self._num_blocks(direction)
         if num_blocks is None:
             return None
-        memory = self.memory_of(direction)
+        memory = self.memories[direction]
         own = self.hardest[self._hardest_rows(anchors)[x]]
         hardest = torch.cat([own.flatten(), self._hardest_of_neighbors(anchors, x).flatten()])
         # One more than there are slots, which padding, -1, is written to.

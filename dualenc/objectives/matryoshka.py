@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Matryoshka(Objective):
         dims: lengths, each at most D, the size of the embeddings.
     """
 
+    objectives: Sequence[Objective]  # of each length, ascending
+
     @names_class
     def __init__(self, objective: Objective, dims: Sequence[int]) -> None:
         nn.Module.__init__(self)
@@ -46,42 +48,32 @@ class Matryoshka(Objective):
         ):
             fail("dims", f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]")
         self.dims = lengths
-        # The last is of the greatest length.
-        self.objectives = nn.ModuleList([*(copy.deepcopy(objective) for _ in lengths[1:]), objective])
+        objectives = [*(copy.deepcopy(objective) for _ in lengths[1:]), objective]
+        self.objectives = nn.ModuleList(objectives)  # type: ignore[assignment]
         for name in SHARED_SETTINGS:
             setattr(self, name, getattr(objective, name))
 
-    def __iter__(self) -> Iterator[Objective]:
-        for objective in self.objectives:
-            assert isinstance(objective, Objective)
-            yield objective
-
-    @property
-    def longest(self) -> Objective:
-        """The objective of the greatest length."""
-        return list(self)[-1]
-
     @property
     def name(self) -> str:
-        return f"{type(self).__name__} of {self.longest.name}"
+        return f"{type(self).__name__} of {self.objectives[-1].name}"
 
     @property
     def log_temperature(self) -> nn.Parameter:  # type: ignore[override]
-        return self.longest.log_temperature
+        return self.objectives[-1].log_temperature
 
     @property
     def reports_loss(self) -> bool:
-        return self.longest.reports_loss
+        return self.objectives[-1].reports_loss
 
     def diagnostics(self) -> dict[str, Tensor]:
-        return self.longest.diagnostics()
+        return self.objectives[-1].diagnostics()
 
     def set_progress(self, fraction: float) -> None:
-        for objective in self:
+        for objective in self.objectives:
             objective.set_progress(fraction)
 
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
-        for objective in self:
+        for objective in self.objectives:
             objective.set_counts(left_counts, right_counts)
 
     @names_class
@@ -110,7 +102,7 @@ class Matryoshka(Objective):
         if encode is not None and not self.encodes_in_backward:
             encode = EncodedOnce(encode)
         outputs = {}
-        for dim, objective in zip(lengths, self, strict=True):
+        for dim, objective in zip(lengths, self.objectives, strict=True):
             prefixes = {name: prefix(value, dim) for name, value in vectors.items() if value is not None}
             encode_prefix = None if encode is None else PrefixEncode(encode, dim)
             outputs[dim] = objective(

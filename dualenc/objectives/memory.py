@@ -6,6 +6,7 @@ Shapes: X directions, A anchors of this rank, G of all ranks, K hidden items of 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,11 +89,6 @@ class EmbeddingMemory(nn.Module):
         self.expect(num_items)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing was ever written."""
-        return self.embeddings.shape[1] == 0
-
-    @property
     def holds_corpus(self) -> bool:
         """Whether every item has a slot, and the first pass over all of them is done."""
         return self.has_every_slot and self.num_seen >= self.num_expected
@@ -112,13 +108,11 @@ class EmbeddingMemory(nn.Module):
     def write(self, keys: Tensor, embeddings: Tensor) -> None:
         """Remember embeddings (n, D) of keys (n,); of a slot's duplicates the first counts."""
         own = self._own_slots
-        if self.is_empty:
-            num_rows = own.stop - own.start
-            precision = _precision(embeddings)
-            self.keys = torch.full((num_rows,), PADDING, device=keys.device)
-            self.embeddings = torch.zeros(
-                num_rows, embeddings.shape[1], dtype=precision, device=keys.device
-            )
+        if self.embeddings.shape[1] == 0:
+            self.keys = keys.new_full((own.stop - own.start,), PADDING)
+            self.embeddings = embeddings.new_zeros(len(self.keys), embeddings.shape[1])
+            if keys.device.type != "cpu" and embeddings.dtype != torch.float64:
+                self.embeddings = self.embeddings.half()
         slots = keys // self.keys_per_item % self.num_slots
         first = first_occurrence(slots)
         rows = slots - own.start
@@ -365,41 +359,34 @@ class MemoryObjective(Objective):
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
     """
 
+    memories: Sequence[EmbeddingMemory]  # of each direction's candidates
+
     needs_num_left = True
     needs_encode = True
     estimates_partition = True
 
     def __init__(self, **common: Any) -> None:
         super().__init__(**common)
-        # By direction: left anchors look at right items.
-        self.memories = nn.ModuleList(
-            EmbeddingMemory(self.corpus.num_items(direction)) for direction in self.directions
-        )
+        sizes = [self.corpus.num_items(direction) for direction in self.directions]
+        self.memories = nn.ModuleList(map(EmbeddingMemory, sizes))  # type: ignore[assignment]
         self.draws = SharedRandom(self.seed)
 
     @property
     def reports_loss(self) -> bool:
-        return all(self.memory_of(direction).holds_corpus for direction in self.directions)
-
-    def memory_of(self, direction: int) -> EmbeddingMemory:
-        """The memory of a direction's candidates."""
-        memory = self.memories[direction]
-        assert isinstance(memory, EmbeddingMemory)
-        return memory
+        return all(memory.holds_corpus for memory in self.memories)
 
     def remember(self, anchors: Anchors, items: Tensor, embeddings: Tensor) -> None:
         """Write items (X, n) and their embeddings (X, n, D), the batch's first; -1 for none."""
         is_item = items != PADDING
         for x, direction in enumerate(anchors.directions):
-            memory = self.memory_of(direction)
-            memory.write(items[x][is_item[x]], embeddings[x][is_item[x]])
+            self.memories[direction].write(items[x][is_item[x]], embeddings[x][is_item[x]])
             # The rest does not count: batches alone pass through the corpus.
-            memory.count(anchors.num_batch)
+            self.memories[direction].count(anchors.num_batch)
 
     def num_remembered(self, anchors: Anchors, hidden: Tensor) -> Tensor:
         """(X, A) how many negatives of each anchor are remembered, by hidden items (X, G, K) of all ranks' anchors."""
         numbers = [
-            self.memory_of(direction).num_negatives(hidden[x], self.corpus.item_counts(direction))
+            self.memories[direction].num_negatives(hidden[x], self.corpus.item_counts(direction))
             for x, direction in enumerate(anchors.directions)
         ]
         return torch.stack(numbers)[:, anchors.batch_rows].to(anchors.embeddings)
@@ -430,13 +417,6 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     target = uniform[..., None] * cumulative[..., -1:]
     column = torch.searchsorted(cumulative, target, right=True)[..., 0]
     return column.clamp(max=weights.shape[-1] - 1)
-
-
-def _precision(embeddings: Tensor) -> torch.dtype:
-    """The precision in which embeddings are remembered."""
-    if embeddings.dtype == torch.float64:
-        return torch.float64
-    return torch.float32 if embeddings.device.type == "cpu" else torch.float16
 
 
 def _stride(number: int) -> int:

@@ -65,7 +65,7 @@ class NegativeCache(MemoryObjective):
         keys = []
         log_sums = []
         for x, direction in enumerate(anchors.directions):
-            draws = self.memory_of(direction).draw(queries[x], hidden[x], uniform[:, direction])
+            draws = self.memories[direction].draw(queries[x], hidden[x], uniform[:, direction])
             keys.append(draws.keys)
             log_sums.append(draws.log_sum)
         # Every rank has drawn for the global batch, so that any number of ranks draws the same.
@@ -84,7 +84,7 @@ class NegativeCache(MemoryObjective):
             embeddings = anchors.gather(outside)  # (X, G, D)
             for x, direction in enumerate(anchors.directions):
                 drawn = items[x] != PADDING
-                self.memory_of(direction).write(items[x][drawn], embeddings[x][drawn])
+                self.memories[direction].write(items[x][drawn], embeddings[x][drawn])
         positive = anchors.positive_scores  # (X, A)
         column = plan.column[..., None].expand(-1, -1, outside.shape[-1])
         in_batch = anchors.candidates.gather(1, column)  # (X, A, D)
@@ -101,7 +101,7 @@ class NegativeCache(MemoryObjective):
     def _encode_oldest(self, anchors: Anchors, encoder: OutsideEncoder) -> None:
         """Encode a share of the corpus anew, the items that waited longest; ranks split the work."""
         for direction in anchors.directions:
-            memory = self.memory_of(direction)
+            memory = self.memories[direction]
             due = memory.due(self.refresh)
             if not len(due):
                 continue

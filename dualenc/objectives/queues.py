@@ -5,6 +5,7 @@ Shapes: X directions, A anchors of this rank, G anchors of all ranks, C candidat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,23 +31,19 @@ class MomentumQueue(Objective):
         **common: see `Objective`.
     """
 
+    queues: Sequence[EmbeddingQueue]  # of each direction's candidates
+
     def __init__(self, *, queue_size: int = 4096, momentum: float = 0.99, **common: Any) -> None:
         super().__init__(**common)
         check_range("queue_size", queue_size, "[1, inf)")
         check_range("momentum", momentum, "[0, 1)")
         self.momentum = momentum
-        # By direction: left anchors look at right items.
-        self.queues = nn.ModuleList(EmbeddingQueue(queue_size) for _ in self.directions)
+        queues = nn.ModuleList(EmbeddingQueue(queue_size) for _ in self.directions)
+        self.queues = queues  # type: ignore[assignment]
 
     @property
     def reports_loss(self) -> bool:
-        return all(self.queue_of(direction).is_full for direction in self.directions)
-
-    def queue_of(self, direction: int) -> EmbeddingQueue:
-        """The queue of a direction's candidates."""
-        queue = self.queues[direction]
-        assert isinstance(queue, EmbeddingQueue)
-        return queue
+        return all(queue.num_written >= queue.size for queue in self.queues)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         keys = anchors.keys  # (X, G, D)
@@ -57,17 +54,17 @@ class MomentumQueue(Objective):
         losses: Tensor = self._against_queue(anchors, keys).in_blocks(_info_nce, positive)
         if self.updates_state:
             for x, direction in enumerate(anchors.directions):
-                self.queue_of(direction).write(anchors.candidate_ids[x, : anchors.num_batch], keys[x])
+                self.queues[direction].write(anchors.candidate_ids[x, : anchors.num_batch], keys[x])
         return losses
 
     def _against_queue(self, anchors: Anchors, keys: Tensor) -> Anchors:
         """The same anchors against mined negatives and the queues, or while these are empty the batch's keys."""
         # Behind the candidates of the batch stand mined negatives.
         mined = anchors.candidates[:, anchors.num_batch :]
-        if any(self.queue_of(direction).num_written == 0 for direction in anchors.directions):
+        if any(self.queues[direction].num_written == 0 for direction in anchors.directions):
             return anchors.with_candidates(torch.cat([keys, mined], dim=1), anchors.candidate_ids)
         # Concatenation copies: the queues change before the backward pass.
-        held = [self.queue_of(direction).held(anchors.candidates) for direction in anchors.directions]
+        held = [self.queues[direction].held(anchors.candidates) for direction in anchors.directions]
         queued = torch.stack([embeddings for embeddings, _ in held])  # (X, Q, D)
         queued_ids = torch.stack([ids for _, ids in held])  # (X, Q)
         mined_ids = anchors.candidate_ids[:, anchors.num_batch :]
@@ -99,11 +96,6 @@ class EmbeddingQueue(nn.Module):
         self.register_buffer("ids", torch.full((size,), PADDING))
         self.register_buffer("embeddings", torch.zeros(size, 0))
         self.num_written = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether as many embeddings were written as it can hold."""
-        return self.num_written >= self.size
 
     def held(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """(Q, D) embeddings in no particular order, without gradient, in the precision of `like`; (Q,) their ids."""

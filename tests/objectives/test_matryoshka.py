@@ -71,7 +71,7 @@ def test_it_is_the_mean_of_independent_objectives_of_prefixes(name: str) -> None
 def test_each_length_has_a_memory_of_its_own_which_a_pickle_holds() -> None:
     together, (left, right) = Matryoshka(SogCLR(num_left=NUM), DIMS).double(), unit()
     together(left, right, ALL)
-    tables = [criterion.log_u for criterion in together]
+    tables = [criterion.log_u for criterion in together.objectives]
     assert not torch.equal(tables[0], tables[2])
     assert torch.equal(pickle.loads(pickle.dumps(together))(left, right, ALL).loss, together(left, right, ALL).loss)
 
@@ -131,7 +131,7 @@ def test_what_is_set_reaches_every_length() -> None:
     together = Matryoshka(SogCLR(num_left=3, num_right=2, gamma=0.2, gamma_schedule="cosine"), [2, 4])
     together.set_progress(1.0)
     together.set_counts(torch.tensor([1, 2, 3]), torch.tensor([2, 4]))
-    for objective in together:
+    for objective in together.objectives:
         assert objective.scheduled_gamma == pytest.approx(0.2)
         assert objective.corpus.pair_counts.tolist() == [1, 2, 3, 2, 4]
     with pytest.raises(DualencError, match="left_counts and right_counts sum to 6 and 5"):
