@@ -1,6 +1,6 @@
 """EMC²: a Metropolis–Hastings chain per anchor draws its negatives from the softmax over the whole corpus.
 
-Shapes: X directions, A anchors of this rank, G of all ranks, C proposals.
+Shapes: as in `chains`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,8 @@ from dualenc.objectives.checks import check_choice, check_range
 class Walk(NamedTuple):
     """What chains did in a step."""
 
-    weights: (
-        Tensor  # (X, A, C + 1) share of the visits of each proposal and, last, of the state it came with
-    )
+    weights: Tensor  # (X, A, C + 1) each proposal's share of the visits; last, the old state's
     column: Tensor  # (X, A) where the chain is now: a proposal, or C where it never moved
-
-
-class EmcPlan(NamedTuple):
-    """A step of EMC²; `walk` is None where it needs what is yet to be encoded."""
-
-    encoding: ChainPlan
-    walk: Walk | None
-
-    @property
-    def outside(self) -> Tensor:
-        """See `ChainPlan`."""
-        return self.encoding.outside
 
 
 class EMC2(ChainObjective):
@@ -69,27 +55,24 @@ class EMC2(ChainObjective):
         self.burn_in = burn_in
         self.register_buffer("similarity", torch.full(self.state.shape, -torch.inf))
 
-    def plan(self, anchors: Anchors) -> EmcPlan:
+    def plan(self, anchors: Anchors) -> ChainPlan:
         chain, keys = self.visit(anchors)
         if self.score == "fresh" or self.proposals != "batch":
-            return EmcPlan(self.plan_encoding(chain, keys, needed=chain.state != NO_STATE), None)
+            return self.plan_encoding(chain, keys, needed=chain.state != NO_STATE)
         # This walk needs scores of the batch only, so that states that do not outlive burn-in are never encoded.
         walk = self._walk(anchors, self._stored_scores(anchors, chain))
-        has_weight = walk.weights[..., -1] > 0
-        return EmcPlan(self.plan_encoding(chain, keys, needed=has_weight), walk)
+        plan = self.plan_encoding(chain, keys, needed=walk.weights[..., -1] > 0)
+        return plan._replace(walk=walk)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None
-        chain = plan.encoding.chain
-        proposed, outside_scores = self.embedded(anchors, plan.encoding, outside)
-        start_scores = self._stored_scores(anchors, chain)
+        proposed, outside_scores = self.embedded(anchors, plan, outside)
+        start_scores = self._stored_scores(anchors, plan.chain)
         if self.score == "fresh":
-            start_scores = self._fresh_scores(proposed, chain, outside_scores)
-        walk = plan.walk
-        if walk is None:
-            walk = self._walk(proposed, start_scores)
-        self._store(proposed, plan.encoding, walk, start_scores)
-        losses: Tensor = proposed.in_blocks(self._block_losses, chain, walk, outside_scores)
+            start_scores = self._fresh_scores(proposed, plan.chain, outside_scores)
+        walk = plan.walk or self._walk(proposed, start_scores)
+        self._store(proposed, plan, walk, start_scores)
+        losses: Tensor = proposed.in_blocks(self._block_losses, plan.chain, walk, outside_scores)
         return losses
 
     def _block_losses(
@@ -97,9 +80,8 @@ class EMC2(ChainObjective):
     ) -> Tensor:
         scores = block.scores  # (X, a, C)
         # States in the batch take their gradient through the batch, and are not encoded again.
-        state_scores = torch.where(
-            chain.is_found, scores.gather(-1, chain.column), outside_scores
-        )  # (X, a, 1)
+        in_batch = scores.gather(-1, chain.column)
+        state_scores = torch.where(chain.is_found, in_batch, outside_scores)  # (X, a, 1)
         return self.chain_losses(block, chain, walk.weights, scores, state_scores)
 
     def keys_of_draws(self, ids: Tensor) -> Tensor:

@@ -78,12 +78,10 @@ class HCL(Objective):
         not_negative = block.not_negative
         positive = block.positive_scores  # (X, a)
         log_num = log_count(~not_negative, like=scores)
-        log_importance = log_sum_exp(
-            (self.annealed_hardness * scores).masked_fill(not_negative, -torch.inf)
-        )
-        log_weighted = log_sum_exp(
-            ((1 + self.annealed_hardness) * scores).masked_fill(not_negative, -torch.inf)
-        )
+        sharpened = (self.annealed_hardness * scores).masked_fill(not_negative, -torch.inf)
+        weighted = ((1 + self.annealed_hardness) * scores).masked_fill(not_negative, -torch.inf)
+        log_importance = log_sum_exp(sharpened)
+        log_weighted = log_sum_exp(weighted)
         log_sum = log_weighted - log_importance + log_num  # log Σ_c w_c e_c
         if self.class_prior:
             log_sum = self._debiased(log_sum, log_num, positive, block.temperature)
@@ -93,9 +91,8 @@ class HCL(Objective):
 
     def _debiased(self, log_sum: Tensor, log_num: Tensor, positive: Tensor, temperature: Tensor) -> Tensor:
         """(X, a) log G."""
-        log_share = (
-            log_num + math.log(self.class_prior) + positive - log_sum
-        )  # log of n·τ⁺·e⁺ / Σ_c w_c e_c
+        # The log of n·τ⁺·e⁺ / Σ_c w_c e_c.
+        log_share = log_num + math.log(self.class_prior) + positive - log_sum
         is_difference = log_share < 0
         # The inner where keeps log1p finite in rows that take the floor, whose gradient would else be NaN.
         shrink = torch.log1p(-torch.exp(torch.where(is_difference, log_share, -1.0)))
@@ -112,8 +109,7 @@ class SigLIP(Objective):
     Args:
         temperature: starting value of τ.
         learnable_temperature: learn log τ with the model.
-        bias: starting value of b.
-        learnable_bias: learn b with the model.
+        bias: starting value of b, which is learned with the model.
         **common: see `Objective`.
     """
 
@@ -123,11 +119,10 @@ class SigLIP(Objective):
         temperature: float = 0.1,
         learnable_temperature: bool = True,
         bias: float = -10.0,
-        learnable_bias: bool = True,
         **common: Any,
     ) -> None:
         super().__init__(temperature=temperature, learnable_temperature=learnable_temperature, **common)
-        self.bias = nn.Parameter(torch.tensor(float(bias)), requires_grad=learnable_bias)
+        self.bias = nn.Parameter(torch.tensor(float(bias)))
 
     def block_losses(self, block: Anchors) -> Tensor:
         attraction = logsigmoid(block.positive_scores + self.bias)
@@ -139,8 +134,5 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     """(X, a) log Σ_c exp of logits (X, a, C); 0, without gradient, for an anchor without negatives."""
     has_no_negative = (logits == -torch.inf).all(dim=-1)
     # A row of -inf has a NaN gradient.
-    return (
-        logits.masked_fill(has_no_negative[..., None], 0.0)
-        .logsumexp(dim=-1)
-        .masked_fill(has_no_negative, 0.0)
-    )
+    finite_rows = logits.masked_fill(has_no_negative[..., None], 0.0)
+    return finite_rows.logsumexp(dim=-1).masked_fill(has_no_negative, 0.0)

@@ -21,11 +21,12 @@ LOG_NOTHING = -1e4  # log of a kernel that counts nothing; finite, as a row of -
 
 
 class SACLR(Objective):
-    """−log q⁺ + s·(q⁺ + n·mean_{c ∈ M} q_c) per anchor, with q an unnormalised kernel and 1/s a moving average.
+    """−log q⁺ + s·(q⁺ + n·mean_{c ∈ M} q_c) per anchor, with q = exp(−‖x − z‖²/(2τ)) and 1/s a moving average.
 
     The I-divergence between the matrix of positives and s·q ("Stochastic approximation to contrastive learning"): row
     form Eq. 11 and Algorithm 1 (one scale per item), matrix form Eq. 6 and Algorithm 2 (one scale). N items, n of them
-    negatives (with views two for each other image).
+    negatives (with views two for each other image). The paper's kernel is exp(−‖x − z‖²/(2τ²)): its τ = 0.5 is
+    temperature=0.25 here.
 
     variant="equations" takes the scale from Eq. 4,
 
@@ -41,8 +42,6 @@ class SACLR(Objective):
         negatives: "all" candidates of the batch, or 1 drawn uniformly per anchor (with views, both its views).
         alpha: share of the positives in the scale, in [0, 1].
         rho: forgetting rate in [0, 1): share of the old scale.
-        kernel: "gaussian" exp(−‖x − z‖²/(2τ)), or "cauchy" 1/(1 + ‖x − z‖²/(2τ)). The paper's Gaussian is
-            exp(−‖x − z‖²/(2τ²)): its τ = 0.5 is temperature=0.25 here.
         variant: "equations" or "authors", see above.
         **common: see `Objective`.
     """
@@ -58,14 +57,12 @@ class SACLR(Objective):
         negatives: Literal[1, "all"] = "all",
         alpha: float = 0.125,
         rho: float = 0.9,
-        kernel: Literal["gaussian", "cauchy"] = "gaussian",
         variant: Literal["equations", "authors"] = "equations",
         **common: Any,
     ) -> None:
         super().__init__(**common)
         check_choice("form", form, ("row", "matrix"))
         check_choice("negatives", negatives, (1, "all"))
-        check_choice("kernel", kernel, ("gaussian", "cauchy"))
         check_choice("variant", variant, ("equations", "authors"))
         check_range("alpha", alpha, "[0, 1]")
         check_range("rho", rho, "[0, 1)")
@@ -73,7 +70,6 @@ class SACLR(Objective):
         self.negatives = negatives
         self.alpha = alpha
         self.rho = rho
-        self.kernel = kernel
         self.variant = variant
         # Log of 1/s, NaN before the first visit; the authors' as 1/(s·n), a mean of kernels, since n differs.
         start = math.log(0.01) if variant == "authors" else math.nan
@@ -85,12 +81,11 @@ class SACLR(Objective):
         draws = []
         if self.negatives == 1:
             # Drawn for the global batch, so that any number of ranks draws alike.
-            uniform = self.draws.uniform(
-                len(anchors.directions), anchors.num_batch, like=anchors.embeddings
-            )
+            shape = (len(anchors.directions), anchors.num_batch)
+            uniform = self.draws.uniform(*shape, like=anchors.embeddings)
             draws.append(uniform[:, anchors.batch_rows])
         log_mean, has_negatives = anchors.in_blocks(self._log_mean_kernel, *draws)
-        log_positive = self._log_kernel(anchors.positive_similarities, anchors.temperature)
+        log_positive = log_kernel(anchors.positive_similarities, anchors.temperature)
         log_num = has_negatives * self.corpus.log_num_negatives(anchors)
         with torch.no_grad():
             log_scale = self._update_scale(anchors, log_positive, log_mean, log_num)
@@ -102,15 +97,8 @@ class SACLR(Objective):
             log_inverse_scale = log_scale
         # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
         losses = repulsion - log_positive + log_inverse_scale - 1
-        fixed_positive = self._log_kernel(anchors.positive_similarities.detach(), anchors.temperature)
+        fixed_positive = log_kernel(anchors.positive_similarities.detach(), anchors.temperature)
         return losses + temperature_term(fixed_positive, repulsion)
-
-    def _log_kernel(self, similarities: Tensor, temperature: Tensor) -> Tensor:
-        """log q of cosines: on the unit sphere ‖x − z‖²/2 = 1 − s."""
-        distance = (1 - similarities) / temperature
-        if self.kernel == "gaussian":
-            return -distance
-        return -torch.log1p(distance.clamp(min=0))
 
     def _log_mean_kernel(self, block: Anchors, uniform: Tensor | None = None) -> tuple[Tensor, ...]:
         """(X, A) log of the mean of q over negatives, all or the one that draws (X, A) choose; (X, A) if any exist."""
@@ -118,9 +106,8 @@ class SACLR(Objective):
         has_negatives = ~not_sampled.all(dim=-1)
         if uniform is not None:
             not_sampled = self._all_but_one(not_sampled, uniform)
-        log_kernels = self._log_kernel(block.similarities, block.temperature).masked_fill(
-            not_sampled, LOG_NOTHING
-        )
+        log_kernels = log_kernel(block.similarities, block.temperature)
+        log_kernels = log_kernels.masked_fill(not_sampled, LOG_NOTHING)
         return log_kernels.logsumexp(dim=-1) - log_count(~not_sampled, like=log_kernels), has_negatives
 
     def _all_but_one(self, not_negative: Tensor, uniform: Tensor) -> Tensor:
@@ -147,9 +134,8 @@ class SACLR(Objective):
         log_scale = log_average(old, log_new, 1 - self.rho)
         if self.updates_state:
             all_rows = anchors.gather(rows).flatten()
-            is_usable = torch.ones_like(
-                all_rows, dtype=torch.bool
-            )  # the positive gives every anchor a scale
+            # The positive gives every anchor a scale.
+            is_usable = torch.ones_like(all_rows, dtype=torch.bool)
             write_log_means(self.log_scale, all_rows, anchors.gather(log_scale).flatten(), is_usable)
         self.record(log_scale=log_scale)
         return old if self.variant == "authors" else log_scale
@@ -158,12 +144,16 @@ class SACLR(Objective):
         """(X, A) log ξ, or in the authors' variant log ξ/n."""
         if self.variant == "authors":
             shares = ((self.alpha, log_positive), (1 - self.alpha, log_mean))
-            terms = [log_kernel + math.log(share) for share, log_kernel in shares if share]
+            terms = [log_value + math.log(share) for share, log_value in shares if share]
             return torch.stack(terms).logsumexp(dim=0)
-        corpus_sizes = log_positive.new_tensor(
-            [self.corpus.size(direction) for direction in anchors.directions]
-        )
+        sizes = [self.corpus.size(direction) for direction in anchors.directions]
+        corpus_sizes = log_positive.new_tensor(sizes)
         log_xi = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)[:, None]
         if self.alpha == 1:
             return log_xi
         return torch.logaddexp(log_xi, log_mean + log_num + math.log1p(-self.alpha))
+
+
+def log_kernel(similarities: Tensor, temperature: Tensor) -> Tensor:
+    """log q of cosines: on the unit sphere ‖x − z‖²/2 = 1 − s."""
+    return -(1 - similarities) / temperature

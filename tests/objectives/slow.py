@@ -268,17 +268,14 @@ def isogclr_surrogate(case: Case, u: Table, taus: Table, slopes: Table, argument
     return loss
 
 
-def saclr_surrogate(
-    case: Case, table: Table, tau: Tensor, alpha: float, rho: float, kind: str = "gaussian", authors: bool = False
-) -> Tensor:
+def saclr_surrogate(case: Case, table: Table, tau: Tensor, alpha: float, rho: float, authors: bool = False) -> Tensor:
     """Eq. 11 with the scale of Eq. 4 after its update, every candidate a negative; or Algorithm 1 as the authors'
     program has it: 1/(s·n) from 0.01 on, used before its update. τ sees kernels over that of the positive. Updates the
     table of 1/s, or 1/(s·n), in place."""
     total = case.num_items
 
     def kernel(similarity: Tensor) -> Tensor:
-        distance = (1 - similarity) / tau
-        return 1 / (1 + distance) if kind == "cauchy" else (-distance).exp()
+        return ((similarity - 1) / tau).exp()
 
     def of_anchor(anchor: Anchor) -> tuple[Tensor, float | None]:
         positive = kernel(anchor.positive)

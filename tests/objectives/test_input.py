@@ -110,7 +110,6 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "negatives": (2,),
     "alpha": (-0.1, 2.0),
     "rho": (-0.1, 1.0),
-    "kernel": ("laplace",),
     "variant": ("mine",),
     "corpus_chunk_size": (0,),
 }
