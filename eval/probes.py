@@ -143,7 +143,7 @@ class LatestItems(GlobalCache):
             self.latest[x] = torch.cat([self.latest[x], items[x, : anchors.num_batch]])[-self.num_latest :]
 
     def _pool(self, anchors: Anchors, x: int) -> Pool | None:
-        if self._num_blocks(anchors.directions[x]) is None:
+        if self._chance(anchors.directions[x]) == 1:
             return None
         memory = self.memories[anchors.directions[x]]
         slots = self.latest[x].unique()

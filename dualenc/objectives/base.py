@@ -280,11 +280,9 @@ class Objective(nn.Module):
         if self.num_left is None or self.num_right is None:
             return
         num_pairs = self.corpus.set_counts(left_counts, right_counts, self.log_temperature.device)
-        for module in self.modules():
-            expect = getattr(module, "expect", None)
-            if expect is not None:
-                # Of a memory: an epoch shows pairs, so that items in many pairs come many times.
-                expect(num_pairs * self.num_views)
+        for memory in getattr(self, "memories", ()):
+            # An epoch shows pairs, so that items in many pairs come many times.
+            memory.expect(num_pairs * self.num_views)
 
     def log_odds(self, log_partition: Tensor, positive: Tensor) -> Tensor:
         """(X, A) log(Z/e⁺) without gradient. Of an anchor without negatives, whose log Z is -inf, −s⁺/τ; or with
@@ -306,9 +304,8 @@ class Objective(nn.Module):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:
             advice = "the state is of another objective, or of other num_left, num_right, views or options"
-            raise DualencError(
-                f"{type(self).__name__}: {' '.join(str(error).split())}; {advice}"
-            ) from error
+            problem = " ".join(str(error).split())
+            raise DualencError(f"{type(self).__name__}: {problem}; {advice}") from error
 
     def _apply(self, fn: Any, recurse: bool = True) -> Objective:
         """Move and convert, but never to half precision: temperatures and averages would lose theirs."""

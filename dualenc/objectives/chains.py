@@ -1,7 +1,7 @@
 """Markov chains on the corpus, one per anchor and kept from step to step: what EMC2 and ISIR share.
 
-Shapes: X directions, A anchors of this rank, G of all ranks, C proposals to each direction, S items that a state stands
-for (1; for ISIR with views an image's 2), R draws from the corpus.
+Shapes as in `anchors`, with C proposals, S items that a state stands for (1; for ISIR with views an image's 2), R draws
+from the corpus.
 
 The state of a chain is one integer, the *key* of the pair that its item came with, so that copies of a document that
 several queries share are distinguished:
@@ -267,6 +267,5 @@ class ChainObjective(Objective):
         """(X, R) uniform draws from the id spaces."""
         device = anchors.rows.device
         sizes = [self.corpus.num_ids(direction) or 1 for direction in anchors.directions]
-        return torch.stack(
-            [self.draws.integers(size, int(self.proposals), device=device) for size in sizes]
-        )
+        number = int(self.proposals)
+        return torch.stack([self.draws.integers(size, number, device=device) for size in sizes])

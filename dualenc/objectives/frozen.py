@@ -19,14 +19,12 @@ from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.base import Estimate, Objective
 from dualenc.objectives.batch import EncodedBatch, two_towers
-from dualenc.objectives.checks import check_range, fail, names_class, read_extremes
+from dualenc.objectives.checks import check_range, fail, read_extremes
 from dualenc.objectives.draws import SharedRandom
 
 Search = Callable[[np.ndarray, int], Any]
 """`search(queries (A, D) float32, nearest) -> rows (A, nearest)` of the nearest documents, -1 where there are fewer."""
-BLOCK_BYTES = (
-    2**22
-)  # of the documents that are in float32, and of their scores, at a time: what caches hold
+BLOCK_BYTES = 2**22  # of documents in float32, and of their scores, at a time: what caches hold
 
 
 class FrozenCorpus(Objective):
@@ -57,7 +55,6 @@ class FrozenCorpus(Objective):
     estimates_partition = True
     anchors_per_pair = 1
 
-    @names_class
     def __init__(
         self,
         documents: Any,
@@ -139,11 +136,11 @@ class FrozenCorpus(Objective):
         size = max(1, BLOCK_BYTES // (4 * max(self.documents.dim, anchors.num_batch)))
         for start in range(own.start, own.stop, size):
             part = slice(start, min(start + size, own.stop))
-            if sample is None or log_weights is None:
+            if sample is not None and log_weights is not None:
+                yield sample[part], log_weights[part], self.documents.read(sample[part], queries)
+            else:
                 rows = torch.arange(part.start, part.stop, device=queries.device)
                 yield rows, None, self.documents.read(part, queries)
-            else:
-                yield sample[part], log_weights[part], self.documents.read(sample[part], queries)
 
     def _sample(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
         """(R,) rows, ascending: the nearest documents of all queries, and a uniform sample of the rest; (R,) the log of
@@ -204,16 +201,13 @@ class FrozenDocuments:
         results = self.search(whole.cpu().numpy(), nearest)
         shape = np.shape(results)
         if len(shape) != 2 or shape[0] != len(queries):
-            fail(
-                "search", f"gave shape {shape} for {len(queries)} queries; it must give rows (A, nearest)"
-            )
+            problem = f"gave shape {shape} for {len(queries)} queries; it must give rows (A, nearest)"
+            fail("search", problem)
         rows = torch.as_tensor(results, device=queries.device).long()
         for low, high in read_extremes({"rows": rows}).values():
             if low < PADDING or high >= self.num_rows:
-                fail(
-                    "search",
-                    f"gave rows in [{low:.0f}, {high:.0f}]; they must be in [0, {self.num_rows}) or -1",
-                )
+                expected = f"they must be in [0, {self.num_rows}) or -1"
+                fail("search", f"gave rows in [{low:.0f}, {high:.0f}]; {expected}")
         return rows
 
 

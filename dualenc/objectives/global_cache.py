@@ -91,19 +91,17 @@ class GlobalCache(MemoryObjective):
         self.pool = pool
         self.partition = partition
         # The hardest items that each anchor met; with views an image has one row for both.
-        has_pool = any(self._num_blocks(direction) is not None for direction in self.directions)
+        has_pool = any(self._chance(direction) < 1 for direction in self.directions)
         num_rows = self.corpus.num_rows * self.num_views
         self.register_buffer("hardest", torch.full((num_rows, NUM_HARDEST * has_pool), PADDING))
 
     @property
     def reports_loss(self) -> bool:
         """An epoch fills the memory; with a pool, anchors have looked at N items 1/π epochs later."""
-        for direction in self.directions:
-            memory = self.memories[direction]
-            num_blocks = self._num_blocks(direction)
+        for direction, memory in zip(self.directions, self.memories, strict=True):
             epochs = 1
-            if num_blocks is not None:
-                epochs += math.ceil(memory.num_blocks / num_blocks)
+            if self._chance(direction) < 1:
+                epochs += math.ceil(memory.num_blocks / self._num_blocks(direction))
             if memory.num_seen <= memory.num_expected * epochs:
                 return False
         return True
@@ -172,16 +170,14 @@ class GlobalCache(MemoryObjective):
                     p = softmax(scores + log_weights)  # (X, a, C + R)
                     # The same comparison with remembered embeddings, and what it misses of all that is remembered.
                     old_scores = block.embeddings @ plan.remembered.mT / block.temperature
-                    old_p = softmax(
-                        (old_scores + log_weights).masked_fill(~plan.is_known[:, None], -torch.inf)
-                    )
+                    old_logits = old_scores + log_weights
+                    old_p = softmax(old_logits.masked_fill(~plan.is_known[:, None], -torch.inf))
                     missed = self.control * (seen_mean - old_p @ plan.remembered)  # (X, a, D)
                 pull = torch.full_like(positive, -1.0)[..., None]
                 all_weights = torch.cat([p, missed, pull], dim=-1)
             # The anchor's own coordinates are scores too: what was missed is their gradient.
-            all_scores = torch.cat(
-                [scores, block.embeddings / block.temperature, positive[..., None]], dim=-1
-            )
+            coordinates = block.embeddings / block.temperature
+            all_scores = torch.cat([scores, coordinates, positive[..., None]], dim=-1)
             return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights)
 
         against_all = anchors.with_candidates(candidates, plan.items // self.num_views)
@@ -197,14 +193,12 @@ class GlobalCache(MemoryObjective):
         memory = self.memories[direction]
         counts = self.corpus.item_counts(direction)
         if pool is None:
-            seen = memory.attend(queries, hidden, counts)
-        else:
-            seen = memory.attend(
-                queries, hidden, counts, pool.slots, pool.log_weights, self.hardest.shape[1]
-            )
-            if self.updates_state:
-                rows = self._hardest_rows(anchors)[x]
-                self.hardest[rows] = seen.hardest[first_occurrence(rows)]
+            return memory.attend(queries, hidden, counts)
+        num_hardest = self.hardest.shape[1]
+        seen = memory.attend(queries, hidden, counts, pool.slots, pool.log_weights, num_hardest)
+        if self.updates_state:
+            rows = self._hardest_rows(anchors)[x]
+            self.hardest[rows] = seen.hardest[first_occurrence(rows)]
         return seen
 
     def _log_partition(self, anchors: Anchors, log_sum: Tensor, hidden: Tensor) -> Tensor:
@@ -229,18 +223,16 @@ class GlobalCache(MemoryObjective):
         log_mean = log_seen - number.clamp(min=torch.finfo(number.dtype).tiny).log()
         return log_mean + self.corpus.log_num_negatives(anchors)
 
-    def _num_blocks(self, direction: int) -> int | None:
-        """How many blocks of the memory a step looks at; None for all."""
-        if self.pool is None:
-            return None
+    def _num_blocks(self, direction: int) -> int:
+        """How many blocks of the memory a step looks at."""
         memory = self.memories[direction]
-        num_blocks = math.ceil(self.pool / memory.block_size)
-        return num_blocks if num_blocks < memory.num_blocks else None
+        if self.pool is None:
+            return memory.num_blocks
+        return min(math.ceil(self.pool / memory.block_size), memory.num_blocks)
 
     def _chance(self, direction: int) -> float:
-        """π, the chance of a slot to be in the random part of the pool."""
-        num_blocks = self._num_blocks(direction)
-        return 1.0 if num_blocks is None else num_blocks / self.memories[direction].num_blocks
+        """π, the chance of a slot to be in the random part of the pool; 1 where a step looks at all."""
+        return self._num_blocks(direction) / self.memories[direction].num_blocks
 
     def _hardest_rows(self, anchors: Anchors) -> Tensor:
         """(X, G) rows of all ranks' anchors in the table of their hardest items."""
@@ -255,8 +247,8 @@ class GlobalCache(MemoryObjective):
         """Random blocks, whose items stand for all others, and the hardest items of the anchors and their neighbours;
         None for the whole memory."""
         direction = anchors.directions[x]
-        num_blocks = self._num_blocks(direction)
-        if num_blocks is None:
+        chance = self._chance(direction)
+        if chance == 1:
             return None
         memory = self.memories[direction]
         own = self.hardest[self._hardest_rows(anchors)[x]]
@@ -266,14 +258,13 @@ class GlobalCache(MemoryObjective):
         is_hard[hardest] = True
         in_pool = is_hard.clone()
         shuffled = self.draws.permutation(memory.num_blocks, torch.device("cpu"))
-        in_pool[memory.scattered(shuffled[:num_blocks].to(hardest.device))] = True
+        blocks = shuffled[: self._num_blocks(direction)].to(hardest.device)
+        in_pool[memory.scattered(blocks)] = True
         in_pool = in_pool[: memory.num_slots]
         slots = in_pool.nonzero()[:, 0]
-        log_chance = math.log(self._chance(direction))
-        log_weights = torch.full(slots.shape, -log_chance, device=slots.device).masked_fill_(
-            is_hard[slots], 0.0
-        )
-        return Pool(slots, log_weights, in_pool, log_chance)
+        log_weights = torch.full(slots.shape, -math.log(chance), device=slots.device)
+        log_weights[is_hard[slots]] = 0.0
+        return Pool(slots, log_weights, in_pool, math.log(chance))
 
     def _hardest_of_neighbors(self, anchors: Anchors, x: int) -> Tensor:
         """(G, k, k) the hardest items of those anchors that are hardest for the anchors' positives; -1 for none."""

@@ -118,7 +118,7 @@ class EmbeddingMemory(nn.Module):
         rows = slots - own.start
         # A single process holds all rows, and selecting them would wait for the device.
         if distributed.is_initialized():
-            is_own = self._are_rows(rows)
+            is_own = (rows >= 0) & (rows < len(self.keys))
             rows = rows[is_own]
             first = first[is_own]
         self.keys[rows] = keys[first]
@@ -146,9 +146,8 @@ class EmbeddingMemory(nn.Module):
         """(n,) slots in blocks (k,) of a fixed permutation, -1 beyond the last: slots of one block are far apart, since
         neighbouring ids are often of one topic."""
         position = blocks[:, None] * self.block_size + torch.arange(self.block_size, device=blocks.device)
-        return torch.where(
-            position < self.num_slots, position * self.stride % self.num_slots, PADDING
-        ).flatten()
+        slots = position * self.stride % self.num_slots
+        return slots.masked_fill(position >= self.num_slots, PADDING).flatten()
 
     def num_negatives(self, hidden: Tensor, counts: Tensor | None = None) -> Tensor:
         """(G,) remembered items that anchors see, each as often as counts (N,) say; `hidden` (G, K) see `draw`."""
@@ -257,7 +256,7 @@ class EmbeddingMemory(nn.Module):
         rows = torch.arange(len(self.keys), device=queries.device)
         if slots is not None:
             rows = slots - self._own_slots.start
-            rows = rows[self._are_rows(rows)]
+            rows = rows[(rows >= 0) & (rows < len(self.keys))]
         if not len(rows):
             return ()
         entries_per_block = max(1, len(queries) * self.block_size)
@@ -318,10 +317,6 @@ class EmbeddingMemory(nn.Module):
         inside = rows.clamp(0, len(self.keys) - 1)
         return inside, (self._items_at(inside) == items) & (rows == inside)
 
-    def _are_rows(self, rows: Tensor) -> Tensor:
-        """(…) which of rows (…) this rank holds."""
-        return (rows >= 0) & (rows < len(self.keys))
-
     @property
     def _own_slots(self) -> slice:
         """The slots of this rank: whole blocks, the last of which may go beyond `num_slots`."""
@@ -343,9 +338,8 @@ class EmbeddingMemory(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name in ("keys", "embeddings"):
-            saved = state_dict.get(prefix + name)
-            if saved is not None:
-                own = saved[self._own_slots]
+            if prefix + name in state_dict:
+                own = state_dict[prefix + name][self._own_slots]
                 setattr(self, name, torch.zeros_like(own, device=self.keys.device))
                 state_dict[prefix + name] = own
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -385,10 +379,10 @@ class MemoryObjective(Objective):
 
     def num_remembered(self, anchors: Anchors, hidden: Tensor) -> Tensor:
         """(X, A) how many negatives of each anchor are remembered, by hidden items (X, G, K) of all ranks' anchors."""
-        numbers = [
-            self.memories[direction].num_negatives(hidden[x], self.corpus.item_counts(direction))
-            for x, direction in enumerate(anchors.directions)
-        ]
+        numbers = []
+        for x, direction in enumerate(anchors.directions):
+            counts = self.corpus.item_counts(direction)
+            numbers.append(self.memories[direction].num_negatives(hidden[x], counts))
         return torch.stack(numbers)[:, anchors.batch_rows].to(anchors.embeddings)
 
 
@@ -467,7 +461,7 @@ def _hardest_of_all(hardest: Tensor, number: int) -> Tensor:
 
 def _largest(hardest: Tensor, number: int) -> Tensor:
     """(G, k, 2) of items and logits (G, n, 2) those with the largest logits; -inf for none."""
-    # Padded, so that topk always finds `number` entries.
+    # So that topk always finds `number` entries.
     hardest = pad(hardest, (0, 0, 0, number), value=-torch.inf)
     column = hardest[..., 1].topk(number, dim=1).indices
     return hardest.gather(1, column[..., None].expand(-1, -1, 2))

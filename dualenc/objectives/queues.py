@@ -61,16 +61,14 @@ class MomentumQueue(Objective):
         """The same anchors against mined negatives and the queues, or while these are empty the batch's keys."""
         # Behind the candidates of the batch stand mined negatives.
         mined = anchors.candidates[:, anchors.num_batch :]
-        if any(self.queues[direction].num_written == 0 for direction in anchors.directions):
+        mined_ids = anchors.candidate_ids[:, anchors.num_batch :]
+        queues = [self.queues[direction] for direction in anchors.directions]
+        if queues[0].num_written == 0:
             return anchors.with_candidates(torch.cat([keys, mined], dim=1), anchors.candidate_ids)
         # Concatenation copies: the queues change before the backward pass.
-        held = [self.queues[direction].held(anchors.candidates) for direction in anchors.directions]
-        queued = torch.stack([embeddings for embeddings, _ in held])  # (X, Q, D)
-        queued_ids = torch.stack([ids for _, ids in held])  # (X, Q)
-        mined_ids = anchors.candidate_ids[:, anchors.num_batch :]
-        return anchors.with_candidates(
-            torch.cat([mined, queued], dim=1), torch.cat([mined_ids, queued_ids], dim=1)
-        )
+        queued, queued_ids = zip(*(queue.held(anchors.candidates) for queue in queues), strict=True)
+        candidates = torch.cat([mined, torch.stack(queued)], dim=1)  # (X, n + Q, D)
+        return anchors.with_candidates(candidates, torch.cat([mined_ids, torch.stack(queued_ids)], dim=1))
 
 
 def _info_nce(block: Anchors, positive: Tensor) -> Tensor:
@@ -124,8 +122,8 @@ class EmbeddingQueue(nn.Module):
         self.num_written = int(state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        saved = state_dict.get(prefix + "embeddings")
         # The dimension is that of the saved embeddings.
-        if saved is not None:
-            self.embeddings = saved.new_zeros(saved.shape, device=self.embeddings.device)
+        if prefix + "embeddings" in state_dict:
+            saved = state_dict[prefix + "embeddings"]
+            self.embeddings = torch.zeros_like(saved, device=self.embeddings.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -134,4 +134,5 @@ def test_a_recipe_gives_the_sizes_to_the_wrapped_objective(tmp_path):
         "objective": {"class_path": "Matryoshka", "init_args": objective},
         "trainer": {"output": str(tmp_path / "run")},
     }
-    assert [criterion.num_left for criterion in make_recipe(settings).build()["objective"]] == [8, 8]
+    objective = make_recipe(settings).build()["objective"]
+    assert [criterion.num_left for criterion in objective.objectives] == [8, 8]
