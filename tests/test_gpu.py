@@ -82,7 +82,7 @@ def test_a_text_encoder_is_trained_saved_and_loaded(
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("k", [1, 101, 5000])
-def test_exact_search_finds_what_faiss_finds(dtype: type, k: int) -> None:
+def test_exact_search_finds_what_faiss_finds(dtype: type, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores to 1e-6, though the training around it allows TF32 and autocast; with ties, the same documents."""
     generator = np.random.default_rng(0)
     queries, documents = generator.standard_normal((700, 96)), generator.standard_normal((5000, 96))
@@ -92,14 +92,13 @@ def test_exact_search_finds_what_faiss_finds(dtype: type, k: int) -> None:
     ids = [str(number) for number in generator.permutation(5000)]
     expected = exact_search(queries.astype(dtype), documents.astype(dtype), k)
     tied = exact_search(whole[:50], whole, k, document_ids=ids)
+    monkeypatch.setattr(exact, "DOCUMENT_BLOCK", 1500)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         with torch.autocast("cuda", torch.bfloat16):
-            scores, columns = exact_search(
-                queries.astype(dtype), documents.astype(dtype), k, device=GPU, document_block=1500
-            )
-            found = exact_search(whole[:50], whole, k, document_ids=ids, device=GPU, document_block=1500)
+            scores, columns = exact_search(queries.astype(dtype), documents.astype(dtype), k, device=GPU)
+            found = exact_search(whole[:50], whole, k, document_ids=ids, device=GPU)
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)

@@ -100,16 +100,15 @@ def embed(
 
 
 def _bar(progress: bool | str) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "desc": "embed",
+    is_step = isinstance(progress, str)
+    return {
+        "desc": progress if is_step else "embed",
         "unit": " items",
+        "leave": not is_step,
         "disable": not (progress and distributed.is_main()),
+        # A log file gets a line for each update.
+        "mininterval": 0.5 if sys.stderr.isatty() else 15.0,
     }
-    if isinstance(progress, str):
-        # A log file would get a line for each update.
-        seconds = 0.5 if sys.stderr.isatty() else 15.0
-        options |= {"desc": progress, "leave": False, "mininterval": seconds}
-    return options
 
 
 def _embed_into(
@@ -121,7 +120,6 @@ def _embed_into(
     bar_options: dict[str, Any],
 ) -> Embeddings:
     corpus = encoder.corpus
-    is_text = corpus.modality == "text"
     writer = EmbeddingWriter(
         out,
         corpus.ids,
@@ -130,7 +128,7 @@ def _embed_into(
         identity,
         notes,
         contents=functools.partial(_contents, corpus),
-        snippet=corpus.text if is_text else None,
+        snippet=corpus.text if corpus.modality == "text" else None,
         columns=corpus.columns,
     )
     with tqdm(total=len(corpus), **bar_options) as bar:
@@ -149,16 +147,10 @@ def _embed_in_memory(
     """Embed without a folder: each process encodes its share of the shards, and gets all of them."""
     ids = encoder.corpus.ids
     ranges = shard_ranges(len(ids))
-    own = range(distributed.rank(), len(ranges), distributed.world_size())
-    total = sum(len(ranges[number]) for number in own)
-    if not total:
-        bar_options = {**bar_options, "disable": True}
-    with tqdm(total=total, **bar_options) as bar:
-        encoded = {number: encoder.shard(ranges[number], bar) for number in own}
-    by_number = {
-        number: shard for part in distributed.gather_objects(encoded) for number, shard in part.items()
-    }
-    shards = [by_number[number] for number in range(len(ranges))]
+    own = ranges[distributed.rank_slice(len(ranges))]
+    with tqdm(total=sum(map(len, own)), **bar_options) as bar:
+        encoded = [encoder.shard(rows, bar) for rows in own]
+    shards = [shard for part in distributed.gather_objects(encoded) for shard in part]
     skipped = [entry for _, bad in shards for entry in bad]
     vectors = np.concatenate([part for part, _ in shards])
     if not len(vectors):

@@ -37,8 +37,6 @@ def exact_search(
     k: int,
     *,
     document_ids: Sequence[str] | None = None,
-    query_block: int = QUERY_BLOCK,
-    document_block: int = DOCUMENT_BLOCK,
     device: str | torch.device = "cpu",
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """The k documents of highest inner product with each query, exactly: scores (Q, k), descending, and columns (Q, k).
@@ -64,12 +62,12 @@ def exact_search(
     precedence = _precedence(len(documents), document_ids)
     device = torch.device(device)
     search = search_by_torch if device.type == "cuda" else _search_by_faiss
-    starts = range(0, len(queries), query_block)
+    starts = range(0, len(queries), QUERY_BLOCK)
     own = starts[distributed.rank_slice(len(starts))]
     result: Results = []
     for first in range(0, len(own), MAX_QUERY_BLOCKS):
-        blocks = [queries[start : start + query_block] for start in own[first : first + MAX_QUERY_BLOCKS]]
-        result += search(blocks, documents, k, precedence, document_block, device)
+        blocks = [queries[start : start + QUERY_BLOCK] for start in own[first : first + MAX_QUERY_BLOCKS]]
+        result += search(blocks, documents, k, precedence, device)
     result = [block for blocks in distributed.gather_objects(result) for block in blocks]
     scores = [np.zeros((0, k), np.float32), *(block_scores for block_scores, _ in result)]
     columns = [np.zeros((0, k), np.int64), *(block_columns for _, block_columns in result)]
@@ -92,7 +90,6 @@ def _search_by_faiss(
     documents: Vectors,
     k: int,
     precedence: npt.NDArray[np.int64],
-    document_block: int,
     device: torch.device,
 ) -> Results:
     """Search all documents for blocks of queries, merging the best of each block of documents."""
@@ -104,8 +101,8 @@ def _search_by_faiss(
     # FAISS multiplies matrices for small blocks of queries too; its own rule is several times slower for them.
     faiss.cvar.distance_compute_blas_threshold = 20
     try:
-        for start in range(0, len(documents), document_block):
-            block = _float32(documents[start : start + document_block], "a document")
+        for start in range(0, len(documents), DOCUMENT_BLOCK):
+            block = _float32(documents[start : start + DOCUMENT_BLOCK], "a document")
             for number, own in enumerate(rows):
                 block_scores, block_columns = _knn_with_ties(own, block, k)
                 scores = np.concatenate([results[number][0], block_scores], axis=1)
@@ -144,7 +141,6 @@ def search_by_torch(
     documents: Vectors,
     k: int,
     precedence: npt.NDArray[np.int64],
-    document_block: int,
     device: torch.device,
 ) -> Results:
     """The same as `_search_by_faiss`, on a device, with about 25 bytes there for each pair of a query and a document.
@@ -159,8 +155,8 @@ def search_by_torch(
         finite = [torch.stack([block.isfinite().all() for block in rows]).all()]
         last = torch.from_numpy(_LOW - precedence).to(device)
         best = [torch.empty((len(own), 0), dtype=torch.int64, device=device) for own in rows]
-        for start in range(0, len(documents), document_block):
-            block = _on_device(documents[start : start + document_block], device)
+        for start in range(0, len(documents), DOCUMENT_BLOCK):
+            block = _on_device(documents[start : start + DOCUMENT_BLOCK], device)
             finite.append(block.isfinite().all())
             for number, own in enumerate(rows):
                 keys = _keys(own @ block.T, last[start : start + len(block)])

@@ -47,7 +47,9 @@ def test_equals_a_full_sort_with_ties_by_descending_id(
     ids = [str(number) for number in generator.permutation(len(documents))]
     with searching(by), pytest.MonkeyPatch.context() as patch:
         patch.setattr(subject, "MAX_QUERY_BLOCKS", 2)
-        scores, columns = exact_search(queries, documents, k, document_ids=ids, query_block=2, document_block=block)
+        patch.setattr(subject, "QUERY_BLOCK", 2)
+        patch.setattr(subject, "DOCUMENT_BLOCK", block)
+        scores, columns = exact_search(queries, documents, k, document_ids=ids)
     assert scores.shape == columns.shape == (len(queries), min(k, len(documents)))
     assert (scores.dtype, columns.dtype) == (np.float32, np.int64)
     for row, query in enumerate(queries):
@@ -66,8 +68,9 @@ def test_equals_a_flat_faiss_index(by: By, dtype: type) -> None:
     index = faiss.IndexFlatIP(16)
     index.add(documents.astype(np.float32))
     theirs, their_columns = index.search(queries.astype(np.float32), 50)
-    with searching(by):
-        scores, columns = exact_search(queries, documents, 50, document_block=700)
+    with searching(by), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subject, "DOCUMENT_BLOCK", 700)
+        scores, columns = exact_search(queries, documents, 50)
     assert (columns == their_columns).all()
     assert scores == pytest.approx(theirs, abs=1e-5)
     similarity = queries.astype(np.float64) @ documents.T.astype(np.float64)
@@ -81,13 +84,13 @@ def test_processes_share_the_queries_and_get_the_same_bits(by: By, world: int) -
     queries, documents = generator.standard_normal((50, 8)), generator.standard_normal((100, 8))
     shares: list[subject.Results] = []
     rank_slice = distributed.rank_slice
-    with searching(by):
-        alone = exact_search(queries, documents, 10, query_block=8)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(distributed, "gather_objects", lambda own: shares.append(own) or [own])
-            for rank in range(world):
-                patch.setattr(distributed, "rank_slice", lambda total, rank=rank: rank_slice(total, rank, world))
-                exact_search(queries, documents, 10, query_block=8)
+    with searching(by), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subject, "QUERY_BLOCK", 8)
+        alone = exact_search(queries, documents, 10)
+        patch.setattr(distributed, "gather_objects", lambda own: shares.append(own) or [own])
+        for rank in range(world):
+            patch.setattr(distributed, "rank_slice", lambda total, rank=rank: rank_slice(total, rank, world))
+            exact_search(queries, documents, 10)
     for part in (0, 1):
         together = np.concatenate([block[part] for share in shares for block in share])
         assert together.tobytes() == alone[part].tobytes()
