@@ -41,8 +41,8 @@ def index(
 ) -> None:
     """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA; append to one, remove from one, or verify one.
 
-    The index is measured: recall@10 against exact search, and the time of a query. An IVF index that half of the memory
-    does not hold is filled in parts and merged on disk.
+    The index is measured: recall@10 against exact search, and the time of a query. Of a refined index that half of the
+    memory does not hold the codes that refine are a file of their own.
 
     --bm25 also indexes the words of the texts, for `search --hybrid`, and --texts keeps the texts, by which BM25
     follows --append and --remove; `dualenc index INDEX [DATA] --bm25 --texts` adds them to an index.

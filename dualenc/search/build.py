@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import faiss
@@ -14,6 +15,8 @@ from tqdm.auto import tqdm
 
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
+from dualenc.search.kinds import training_rows_in
+from dualenc.search.refined import refined_by, split, write_codes
 from dualenc.types import Metric
 
 METRICS = ("cosine", "ip")
@@ -123,7 +126,7 @@ def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = 
     try:
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except (RuntimeError, MemoryError) as error:
-        raise unfit(factory, f"does not work for dimension {dim}: {reason(error)}") from None
+        raise _unfit(factory, f"does not work for dimension {dim}: {reason(error)}") from None
     _disable_polysemous_training(index)
     return index
 
@@ -147,22 +150,21 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
     # By their length first: Python refuses to convert thousands of digits.
     numbers = re.findall(r"\d+", factory)
     if any(len(number) > 9 or not 1 <= int(number) <= MAX_FACTORY_NUMBER for number in numbers):
-        raise unfit(factory, f"has a number that is not between 1 and {MAX_FACTORY_NUMBER:,}")
+        raise _unfit(factory, f"has a number that is not between 1 and {MAX_FACTORY_NUMBER:,}")
     for what, (pattern, lowest, highest) in FACTORY_LIMITS.items():
         for number in re.findall(pattern, factory):
             if not lowest <= int(number) <= highest:
-                raise unfit(factory, f"has {number} {what}, which may be {lowest} to {highest:,}")
+                raise _unfit(factory, f"has {number} {what}, which may be {lowest} to {highest:,}")
     for lists in re.findall(r"IVF(\d+)", factory):
         if num_vectors is not None and int(lists) > num_vectors:
-            raise unfit(factory, f"has {lists} lists for {num_vectors} vectors")
+            raise _unfit(factory, f"has {lists} lists for {num_vectors} vectors")
     if "IDMap" in factory:
-        raise unfit(
+        raise _unfit(
             factory, "numbers the vectors itself, and items.arrow does that already; leave IDMap out"
         )
 
 
-def unfit(factory: str, why: str) -> DualencError:
-    """The error of a factory string that FAISS cannot build."""
+def _unfit(factory: str, why: str) -> DualencError:
     return DualencError(f"factory {factory[:80]!r} {why}; try auto, Flat, HNSW32 or IVF256,Flat")
 
 
@@ -303,14 +305,28 @@ def latency(index: Any, queries: np.ndarray, k: int = 10) -> dict[str, float]:
     return {f"p{percent}": round(float(np.percentile(times, percent)), 3) for percent in (50, 95, 99)}
 
 
-def build_faiss(database: Database, factory: str, *, progress: bool) -> tuple[Any, dict[str, Any]]:
-    """Train a new index on a sample and add the database in blocks; returns it with entries for its meta.json."""
+def build_faiss(
+    database: Database,
+    factory: str,
+    *,
+    memory: int | None = None,
+    refine_file: Path | None = None,
+    progress: bool = False,
+) -> tuple[Any, dict[str, Any]]:
+    """Train a new index on a sample and add the database in blocks; returns it with entries for its meta.json.
+
+    With `refine_file` the codes that refine an index are written there; with `memory`, in bytes, the sample is limited.
+    """
     num_vectors = len(database)
-    index = new_index(database.embeddings.dim, factory, database.metric, num_vectors)
-    rows = training_rows(index, num_vectors)
+    dim = database.embeddings.dim
+    filled = new_index(dim, factory, database.metric, num_vectors)
+    rows = training_rows(filled, num_vectors)
+    if memory is not None:
+        rows = min(rows, training_rows_in(memory, dim))
     started = time.perf_counter()
     if rows:
-        train_index(index, database.rows(database.sample(rows, seed=0)), factory)
+        _train(filled, database.rows(database.sample(rows, seed=0)), factory)
+    index = filled if refine_file is None else split(filled)[0]
     try:
         # Flat storage is reserved at once: growing it would copy it, and need twice the memory.
         storage = faiss.downcast_index(index.storage if isinstance(index, faiss.IndexHNSW) else index)
@@ -322,12 +338,17 @@ def build_faiss(database: Database, factory: str, *, progress: bool) -> tuple[An
                 index.add(block)
                 bar.update(len(block))
     except (RuntimeError, MemoryError) as error:
-        raise unfit(factory, f"cannot take {num_vectors} vectors: {reason(error)}") from None
+        raise _unfit(factory, f"cannot take {num_vectors} vectors: {reason(error)}") from None
+    if refine_file is not None:
+        write_codes(split(filled)[1], database, refine_file)
+        refined = refined_by(index, refine_file)
+        refined.referenced_objects.append(filled)  # owns the base index
+        filled = refined
     seconds = round(time.perf_counter() - started, 3)
-    return index, {"trained_on": rows, "build_seconds": seconds}
+    return filled, {"trained_on": rows, "build_seconds": seconds}
 
 
-def train_index(index: Any, vectors: np.ndarray, factory: str) -> None:
+def _train(index: Any, vectors: np.ndarray, factory: str) -> None:
     """Train an index on vectors (n, D)."""
     try:
         index.train(vectors)

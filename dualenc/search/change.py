@@ -1,7 +1,7 @@
 """Index updates: append vectors to an index folder, or remove them by id; the folder is rewritten beside the old one.
 
 Trained parts stay as they are: an index that has grown a lot, or whose data have changed, is better built again, and so
-is one with lists on disk. Whole texts follow the change, and BM25 is built anew from them.
+is one with a file of codes that refine it. Whole texts follow the change, and BM25 is built anew from them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dualenc.files import atomic_folder, locked
 from dualenc.search.build import Database, reason
 from dualenc.search.index import Index, is_index, rows_in, write_contents
 from dualenc.search.lexical import Lexical, has_lexical
-from dualenc.search.parts import lists_on_disk, split
+from dualenc.search.refined import split
 from dualenc.search.texts import TextStore, has_texts, write_texts
 from dualenc.search.where import column_kinds
 
@@ -90,8 +90,8 @@ def _read(index: Index, folder: str | os.PathLike[str]) -> Any:
     """The FAISS index in memory: a mapped index cannot change."""
     if index.meta.get("mapped"):
         raise DualencError(f"{folder}: its model is being changed; finish `dualenc migrate` first")
-    if lists_on_disk(index.faiss) is not None:
-        raise DualencError(f"{folder}: its lists are on disk, and do not change; build the index again")
+    if index.refine_file is not None:
+        raise DualencError(f"{folder}: refine.faiss does not change; build the index again")
     return faiss.read_index(str(Path(folder) / "index.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR)
 
 

@@ -43,18 +43,7 @@ from dualenc.search.build import (
 )
 from dualenc.search.filtered import search_among
 from dualenc.search.kinds import choose_factory
-from dualenc.search.parts import (
-    LISTS,
-    REFINE,
-    build_on_disk,
-    bytes_per_vector,
-    can_be_merged,
-    link,
-    lists_on_disk,
-    open_alone,
-    open_merged,
-    split,
-)
+from dualenc.search.refined import REFINE, bytes_per_vector, can_be_file, link, open_index, split
 from dualenc.search.where import column_kinds
 from dualenc.types import Metric
 
@@ -95,6 +84,7 @@ class Index:
         meta: entries of meta.json: `metric`, `factory`, `recall_at_10`, `model`, …
         snippets: (N,) texts to show with the ids, if any.
         columns: (N,) rows of the columns that searches can be filtered by, if any.
+        refine_file: the file of the codes that refine it, if they are in one of their own.
     """
 
     filter_language = ""
@@ -107,6 +97,7 @@ class Index:
         meta: dict[str, Any],
         snippets: Sequence[str] | None = None,
         columns: pa.Table | None = None,
+        refine_file: Path | None = None,
     ) -> None:
         self.faiss = faiss_index
         self.ids: Sequence[str] = ids if isinstance(ids, Ids) else list(ids)
@@ -115,6 +106,7 @@ class Index:
         self.has_snippets = snippets is not None
         self.columns = columns
         self.column_kinds = column_kinds(columns)
+        self.refine_file = refine_file
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -141,8 +133,8 @@ class Index:
     ) -> Index:
         """Train, fill, tune and measure an index; the database is streamed, and never copied as a whole.
 
-        With a `folder`, an IVF index that exceeds half of the memory is filled in parts on disk and merged
-        (`dualenc.search.parts`).
+        With a `folder`, the codes that refine an index that exceeds half of the memory are a file of their own
+        (`dualenc.search.refined`).
 
         Args:
             vectors: (N, D) array, or embeddings, whose ids, snippets, columns and meta the index keeps.
@@ -158,43 +150,52 @@ class Index:
         """
         embeddings = _checked_embeddings(vectors, ids)
         database = Database(embeddings, metric)
-        chosen = factory
-        if factory == "auto":
-            chosen = choose_factory(len(database), embeddings.dim, memory, target_recall)
         budget = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        empty = new_index(embeddings.dim, chosen, metric, len(database))
-        needed = len(database) * bytes_per_vector(empty)
-        on_disk = folder is not None and needed > budget // 2 and can_be_merged(empty)
-        if memory is not None and needed > memory and not on_disk:
+        choices = [factory]
+        if factory == "auto":
+            # The first may exceed the machine's memory, where the user names none.
+            limits = (memory, budget)
+            choices = [choose_factory(len(database), embeddings.dim, x, target_recall) for x in limits]
+        for chosen in choices:
+            empty = new_index(embeddings.dim, chosen, metric, len(database))  # owns both parts
+            base, refine = split(empty)
+            needed = len(database) * bytes_per_vector(base)
+            refine_bytes = 0 if refine is None else len(database) * bytes_per_vector(refine)
+            is_apart = folder is not None and needed + refine_bytes > budget // 2 and can_be_file(refine)
+            if not is_apart:
+                needed += refine_bytes
+            if needed <= budget:
+                break
+        if memory is not None and needed > memory:
             problem = f"takes {needed / 2**20:,.1f} MiB for {len(database):,} vectors, and memory is"
-            remedy = "give more, or auto or an IVF factory with a folder to save to"
+            remedy = "give more, or auto with a folder to save to"
             raise DualencError(f"factory {chosen!r} {problem} {memory / 2**20:,.1f} MiB; {remedy}")
         with ExitStack() as stack:
+            refine_file = None
             if folder is not None:
                 check_target(folder)
                 stack.enter_context(locked(folder, wait=False))
-            if folder is not None and on_disk:
-                work = stack.enter_context(_building(Path(os.path.abspath(folder))))
-                filled, built = build_on_disk(database, chosen, work, memory=budget, progress=progress)
-            else:
-                filled, built = build_faiss(database, chosen, progress=progress)
+            if folder is not None and is_apart:
+                refine_file = stack.enter_context(_building(Path(os.path.abspath(folder)))) / REFINE
+            filled, built = build_faiss(
+                database, chosen, memory=memory, refine_file=refine_file, progress=progress
+            )
             meta = {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta}
             meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric}
             meta |= {"factory": chosen, "requested_factory": factory, **built}
             meta["bytes_per_vector"] = bytes_per_vector(filled)
             meta |= _tune_and_measure(filled, database, queries, recall_queries, target_recall)
-            index = cls(filled, embeddings.ids, meta, embeddings.snippets, embeddings.columns)
+            index = cls(filled, embeddings.ids, meta, embeddings.snippets, embeddings.columns, refine_file)
             if folder is not None:
                 index.save(folder)
-        return cls.open(folder) if folder is not None and on_disk else index
+        return cls.open(folder) if folder is not None and is_apart else index
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save to a folder: `index.faiss`, `items.arrow` with ids, snippets and columns, `order.npy`, `meta.json`."""
         with atomic_folder(folder, is_index, "index") as part:
             part.mkdir(parents=True)
-            write_contents(
-                part, Path(folder), self.faiss, self.ids, self.snippets, self.columns, self.meta
-            )
+            contents = (self.ids, self.snippets, self.columns, self.meta)
+            write_contents(part, Path(folder), self.faiss, *contents, self.refine_file)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Index:
@@ -215,15 +216,11 @@ class Index:
             path, {"dim": int, "count": int, "metric": str, "files": dict, "search_parameters": dict}
         )
         check_recorded(path, meta, REBUILD)
-        names = [
-            "index.faiss",
-            ITEMS,
-            ORDER,
-            *(name for name in (LISTS, REFINE) if (folder / name).exists()),
-        ]
+        refine_file = folder / REFINE if (folder / REFINE).exists() else None
+        names = ["index.faiss", ITEMS, ORDER, *([] if refine_file is None else [REFINE])]
         verify_files(folder, names, meta, REBUILD, verify)
         try:
-            index = _open_faiss(folder, meta["search_parameters"].get("k_factor_rf"))
+            index = _open_faiss(folder, refine_file)
         except (RuntimeError, MemoryError) as error:
             raise DualencError(f"{folder / 'index.faiss'}: corrupt ({reason(error)}); {REBUILD}") from None
         for name, found in (("dim", index.d), ("count", index.ntotal)):
@@ -231,8 +228,10 @@ class Index:
                 raise DualencError(
                     f"{path}: {name} is {meta[name]}, but index.faiss has {found}; {REBUILD}"
                 )
+        if refine_file is not None and "k_factor_rf" in meta["search_parameters"]:
+            set_parameter(index, "k_factor_rf", meta["search_parameters"]["k_factor_rf"])
         items = ItemTable([folder / ITEMS], index.ntotal, REBUILD)
-        return cls(index, items.ids, meta, items.texts, items.columns)
+        return cls(index, items.ids, meta, items.texts, items.columns, refine_file)
 
     @property
     def items_checksum(self) -> str:
@@ -383,19 +382,13 @@ def write_contents(
     snippets: Iterable[str] | None,
     columns: pa.Table | None,
     meta: dict[str, Any],
+    refine_file: Path | None = None,
 ) -> str:
     """Write the files of an index to `part`, whose final name will be `folder`; returns its `items_checksum`."""
-    lists = lists_on_disk(index)
-    if lists is None:
-        faiss.write_index(index, str(part / "index.faiss"))
-    else:
-        source = Path(lists.filename)
-        for path in (source, source.with_name(REFINE)):
-            if path.exists():
-                link(path, part / path.name)
-        lists.filename = os.path.abspath(folder / LISTS)
-        faiss.write_index(split(index)[0], str(part / "index.faiss"))
-        lists.filename = str(source)
+    if refine_file is not None:
+        link(refine_file, part / REFINE)
+        index = split(index)[0]
+    faiss.write_index(index, str(part / "index.faiss"))
     write_items(part, ids, snippets, columns)
     try:
         # FAISS only prints that the disk was full at the end of the file.
@@ -410,14 +403,8 @@ def write_contents(
     return files[ITEMS]
 
 
-def _open_faiss(folder: Path, refine_factor: int | None = None) -> Any:
-    path = folder / "index.faiss"
-    if (folder / LISTS).exists():
-        index = open_merged(path)
-        if refine_factor is not None:
-            set_parameter(index, "k_factor_rf", refine_factor)
-    else:
-        index = open_alone(path)
+def _open_faiss(folder: Path, refine_file: Path | None = None) -> Any:
+    index = open_index(folder / "index.faiss", refine_file)
     base = split(index)[0]
     if isinstance(base, faiss.IndexPreTransform):
         chain: Any = base.chain

@@ -34,7 +34,7 @@ from dualenc.reading import read_json_object
 from dualenc.search.index import Index, is_index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.maps import NEIGHBOURS, LinearMap
-from dualenc.search.parts import LISTS, link
+from dualenc.search.refined import REFINE, link
 from dualenc.search.texts import FOLDER as TEXTS_FOLDER
 
 FORMAT = "dualenc migration"
@@ -257,15 +257,15 @@ def _replace(folder: Path, source: Path, meta: dict[str, Any]) -> None:
 
 
 def _build_options(settings: Mapping[str, Any], old: Path) -> dict[str, Any]:
-    """Options to build an index like the old one: tuned and measured if it was, lists on disk if they were."""
+    """Options to build an index like the old one: tuned and measured if it was, refined by a file if it was."""
     measured = settings.get("when_built", settings)
     options: dict[str, Any] = {}
     if "recall_at_10" not in measured:
         options["recall_queries"] = 0
     if "target_recall" in measured:
         options["target_recall"] = measured["target_recall"]
-    if (old / LISTS).exists():
-        options["memory"] = (old / LISTS).stat().st_size
+    if (old / REFINE).exists():
+        options["memory"] = (old / REFINE).stat().st_size
     return options
 
 

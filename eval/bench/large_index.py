@@ -1,4 +1,4 @@
-"""An index of ten million vectors under a limit on memory: built in parts, merged on disk, opened, searched.
+"""An index of millions of vectors under a limit on memory: built, refined by a file, opened, searched.
 
     python eval/bench/large_index.py --vectors 10000000 --dim 128 --limit 2GiB --folder /tmp/large
 
@@ -103,7 +103,7 @@ def main(
     queries = block(range(1000), dim, around, 2)
     how: dict[str, Any] = {"target_recall": target_recall, "recall_queries": 400}
     how |= {"queries": queries, "folder": place / "index", "memory": parse_bytes(memory)}
-    told("index built, merged and measured", lambda: Index.build(embeddings, None, factory, **how))
+    told("index built and measured", lambda: Index.build(embeddings, None, factory, **how))
     index = told("index opened", lambda: Index.open(place / "index"))
     told("first search", lambda: index.search_rows(queries[:1]))
     told("1,000 searches in one call", lambda: index.search_rows(queries))

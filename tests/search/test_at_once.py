@@ -13,7 +13,7 @@ import pytest
 from dualenc.data import Corpus
 from dualenc.errors import DualencError
 from dualenc.files import locked
-from dualenc.search import Embeddings, Index, parts
+from dualenc.search import Embeddings, Index, refined
 from dualenc.search.change import append, remove
 from dualenc.search.lexical import Lexical
 from dualenc.search.searcher import Query, Searcher
@@ -65,16 +65,16 @@ def test_whoever_opened_a_generation_keeps_it(tmp_path: Path) -> None:
 def test_a_reader_between_the_two_renames_of_a_folder_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is replaced at the worst moment: after meta.json was read, before the other files are."""
     folder = small(tmp_path)
-    verify = parts.open_alone
+    verify = refined.open_index
     replaced: list[Path] = []
 
-    def replace_first(path: Path) -> Any:
+    def replace_first(path: Path, *rest: Any) -> Any:
         if not replaced:
             replaced.append(path)
             append(folder, Embeddings(["doc 300"], VECTORS[COUNT : COUNT + 1]))
-        return verify(path)
+        return verify(path, *rest)
 
-    monkeypatch.setattr("dualenc.search.index.open_alone", replace_first)
+    monkeypatch.setattr("dualenc.search.index.open_index", replace_first)
     opened = Index.open(folder)
     assert len(opened) == COUNT + 1
     check_generation(opened)

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from dualenc.errors import DualencError
-from dualenc.search import Embeddings, Index, build, documents, parts
+from dualenc.search import Embeddings, Index, build, documents
 from dualenc.search.documents import fingerprint, open_documents
 from dualenc.search.embeddings import EmbeddingWriter
 from dualenc.search.qdrant import push_embeddings
@@ -66,11 +66,9 @@ def test_an_index_gives_what_faiss_reconstructs_row_by_row(tmp_path: Path, facto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factory", ["IVF16,Flat", "IVF16,PQ8,Refine(SQfp16)"])
-def test_an_index_with_lists_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factory: str) -> None:
-    monkeypatch.setattr(parts, "ROWS_AT_ONCE", 1000)
-    source = built(tmp_path / "index", factory, memory=100_000)
-    assert (source / parts.LISTS).exists()
+def test_an_index_that_a_file_refines(tmp_path: Path) -> None:
+    source = built(tmp_path / "index", "IVF16,PQ8,Refine(SQfp16)", memory=100_000)
+    assert (source / "refine.faiss").exists()
     opened = open_documents(source, tmp_path / "work")
     assert_unit_half(opened, clustered(NUM))
 

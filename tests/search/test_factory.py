@@ -14,7 +14,7 @@ from dualenc.errors import DualencError
 from dualenc.search import Index, choose_factory
 from dualenc.search.build import check_factory, new_index, training_rows
 from dualenc.search.kinds import KINDS, Kind, parse_bytes
-from dualenc.search.parts import bytes_per_vector, split
+from dualenc.search.refined import bytes_per_vector, split
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from dualenc.data.vector_shards import ShardedVectors
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration as measured
-from dualenc.search import Embeddings, Index, change, migrate, parts
+from dualenc.search import Embeddings, Index, change, migrate
 from dualenc.search.documents import open_documents
 from dualenc.search.lexical import Lexical
 from dualenc.search.maps import fit
@@ -52,13 +52,12 @@ def started(folder: Path, factory: str, metric: Any = "cosine", memory: int | No
 
 
 @pytest.mark.parametrize("metric", ["cosine", "ip"])
-@pytest.mark.parametrize("factory", ["Flat", "HNSW8", "IVF8,Flat", "IVF8,PQ8x4,Refine(SQfp16)", "lists on disk"])
+@pytest.mark.parametrize("factory", ["Flat", "HNSW8", "IVF8,Flat", "IVF8,PQ8x4,Refine(SQfp16)", "a file that refines"])
 def test_swapped_indexes_are_of_the_same_kind_and_hold_what_was_asked(
-    tmp_path: Path, factory: str, metric: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, factory: str, metric: Any
 ) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 4096)
-    memory = 20_000 if factory == "lists on disk" else None
-    factory = factory if memory is None else "IVF8,Flat"
+    memory = 20_000 if factory == "a file that refines" else None
+    factory = factory if memory is None else "IVF8,SQ8,Refine(SQfp16)"
     migration = started(tmp_path, factory, metric, memory)
     names = [f"doc {row}" for row in range(COUNT)]
     old = open_documents(migration.work / "old", migration.work)
@@ -74,7 +73,7 @@ def test_swapped_indexes_are_of_the_same_kind_and_hold_what_was_asked(
         about = {"factory": factory, "metric": metric, "mapped": COUNT - stop, "data": "d", **ABOUT}
         assert {name: index.meta[name] for name in about} == about
         assert (index.dim, index.meta["target_recall"]) == (8, 0.95)
-        assert ((tmp_path / "index" / "lists.ivfdata").exists()) == (memory is not None)
+        assert ((tmp_path / "index" / "refine.faiss").exists()) == (memory is not None)
         expected = mapped.copy()
         expected[COUNT - stop :] = new_vectors()[COUNT - stop :]
         options = {"nprobe": 8} if "IVF" in factory else {"ef_search": 200} if "HNSW" in factory else {}
