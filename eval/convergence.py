@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from geometry import effective_rank, uniformity
 from torch import Tensor, nn
 
 from dualenc.commands.evaluate_objectives import PairSet, open_set
@@ -21,7 +22,6 @@ from dualenc.commands.labelled_images import random_rows
 from dualenc.commands.options import ColumnOptions
 from dualenc.encoders import DualEncoder, load_model
 from dualenc.encoders.dual import SIDES
-from dualenc.evaluation.geometry import effective_rank, uniformity
 from dualenc.evaluation.objectives import FrozenPairs
 from dualenc.evaluation.probe import unit_rows
 from dualenc.evaluation.report import Table, print_table

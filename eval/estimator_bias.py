@@ -56,6 +56,7 @@ from dualenc.objectives import (
     ISogCLR,
     NegativeCache,
     Objective,
+    SigLIP,
     SogCLR,
 )
 from dualenc.objectives.anchors import Anchors
@@ -64,7 +65,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,
     "DCL": DCL,
     "HCL": HCL,
-    "SigLIP": ESTIMATORS["SigLIP"],
+    "SigLIP": lambda **common: SigLIP(**common | {"learnable_temperature": False}),
     "SogCLR γ=0.9": SogCLR,
     "SogCLR γ=0.1": ESTIMATORS["SogCLR-0.1"],
     "ISogCLR": lambda **common: ISogCLR(gamma=0.1, temperature_rate=0.0, **common),

@@ -212,8 +212,8 @@ class ObjectivesOptions:
         split: of the data.
         batch_size: B, pairs in a batch.
         temperature: τ; by default the one that the model records, or 0.07.
-        objectives: some of InfoNCE, DCL, SogCLR, SogCLR-0.1 (γ = 0.1), ISogCLR, GlobalCache, NegativeCache, EMC2, ISIR,
-            HCL, SACLR, SigLIP; by default all.
+        objectives: some of InfoNCE, DCL, SogCLR, SogCLR-0.1 (γ = 0.1), ISogCLR, GlobalCache, NegativeCache, EMC2, ISIR;
+            by default all.
         pairs: the most pairs that are embedded, chosen at random and always the same; a multiple of the batch size.
         warm_up: epochs of each run before anything counts, in which averages and chains settle.
         max_epochs: the most epochs of a run after that.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dualenc.data.beir import read_qrels
 from dualenc.errors import DualencError
-from dualenc.evaluation.metrics import CUTOFFS, Qrels, Scores, compare_runs, score_queries
+from dualenc.evaluation.metrics import CUTOFFS, Qrels, Scores, paired_bootstrap, score_queries
 from dualenc.evaluation.report import Table, print_table, write_report
 from dualenc.evaluation.retrieval import HEADLINES
 from dualenc.evaluation.runs import read_per_query, read_trec
@@ -41,10 +41,12 @@ def evaluate_compare(
     chosen_metrics = {name: _chosen_metrics(a[name], b[name], metrics) for name in a}
     rows: list[dict[str, object]] = []
     for name, chosen in chosen_metrics.items():
-        for metric, comparison in compare_runs(a[name], b[name], chosen).items():
+        for metric in chosen:
+            scores_a = [a[name][query][metric] for query in a[name]]
+            scores_b = [b[name][query][metric] for query in a[name]]
             row: dict[str, object] = {"data": name} if name else {}
             row["metric"] = metric
-            for field, value in comparison._asdict().items():
+            for field, value in paired_bootstrap(scores_a, scores_b)._asdict().items():
                 row[COLUMNS.get(field, field)] = value
             rows.append(row)
     facts = {"A": run_a, "B": run_b}
@@ -86,6 +88,9 @@ def _chosen_metrics(
     a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: Sequence[str] | None
 ) -> Sequence[str]:
     """The metrics of `metrics`, which must be in every line of both runs; by default the usual ones, or all."""
+    if a.keys() != b.keys():
+        only = len(a.keys() ^ b.keys())
+        raise DualencError(f"{only} queries are in one run only; compare runs on the same data and split")
     shared = list(next(iter(a.values()), {}))
     for scores in (*a.values(), *b.values()):
         shared = [name for name in shared if name in scores]

@@ -19,7 +19,6 @@ from dualenc.errors import DualencError, nearest
 from dualenc.evaluation.corrupted import SimCLRPrepare
 from dualenc.evaluation.objectives import (
     ESTIMATORS,
-    OTHER_LOSSES,
     FrozenPairs,
     Measured,
     advice,
@@ -86,7 +85,7 @@ def evaluate_objectives(
         facts: Row = {"model": model, "data": data, "split": options.split, "kind": encoder.kind}
         facts |= {"batch_size": batch_size, "temperature": temperature, "pairs": len(frozen), **settings}
         title = f"Gradients at B = {batch_size}, τ = {temperature:.4g}, {len(frozen):,} pairs"
-        metrics = {name: _as_metrics(name, result, len(frozen)) for name, result in results.items()}
+        metrics = {name: _as_metrics(result, len(frozen)) for name, result in results.items()}
         evaluation.conclude(
             "Objectives",
             data,
@@ -177,11 +176,6 @@ def embed_pairs(model: DualEncoder, chosen: PairSet) -> FrozenPairs:
 
 
 def _as_row(name: str, result: Measured, num_pairs: int) -> Row:
-    notes = []
-    if name in OTHER_LOSSES:
-        notes.append("another loss")
-    if result.bias.error > BOUND:
-        notes.append("stopped at the limit of epochs")
     return {
         "objective": name,
         "bias": str(result.bias),
@@ -189,11 +183,11 @@ def _as_row(name: str, result: Measured, num_pairs: int) -> Row:
         "extra encodes per pair": round(result.encodes, 3),
         "state, bytes per pair": round(result.state_bytes / num_pairs),
         "epochs": result.epochs,
-        "note": "; ".join(notes),
+        "note": "stopped at the limit of epochs" if result.bias.error > BOUND else "",
     }
 
 
-def _as_metrics(name: str, result: Measured, num_pairs: int) -> Row:
+def _as_metrics(result: Measured, num_pairs: int) -> Row:
     return {
         "bias": result.bias.value,
         "bias_error": result.bias.error,
@@ -204,5 +198,4 @@ def _as_metrics(name: str, result: Measured, num_pairs: int) -> Row:
         "encodes_per_pair": result.encodes,
         "state_bytes_per_pair": result.state_bytes / num_pairs,
         "epochs": result.epochs,
-        "global_loss": name not in OTHER_LOSSES,
     }

@@ -14,7 +14,6 @@ from dualenc.commands.labelled_images import (
 )
 from dualenc.commands.output import Evaluation
 from dualenc.data.detect import default_split
-from dualenc.evaluation.geometry import effective_rank, uniformity
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.report import Table
 
@@ -56,10 +55,6 @@ def evaluate_probe(
             rows.append({"probe": name, "accuracy": accuracy(predicted, tested.labels)})
         rows[-1]["note"] = f"l2={linear.l2:g}"
         accuracies = {str(row["probe"]): {"accuracy": row["accuracy"]} for row in rows}
-        shape = {
-            "effective_rank": effective_rank(tested.features),
-            "uniformity": uniformity(tested.features),
-        }
         facts: dict[str, object] = {"model": model, "data": data, "split": split, "train": source}
         facts["train_split"] = images.train_split
         facts |= {"train_images": len(fitted.labels), "test_images": len(tested.labels)}
@@ -67,7 +62,7 @@ def evaluate_probe(
             "Probes",
             data,
             facts,
-            {"accuracy": accuracies, "features": shape},
-            [Table("Probes", rows), Table("Features of the test images", [shape])],
+            {"accuracy": accuracies},
+            [Table("Probes", rows)],
         )
     distributed.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -128,32 +129,30 @@ def encode_versions(
         indices: numbers of the images; all by default.
         num_workers: processes that corrupt and augment; 0 does it in this process.
     """
-    num_views = max(versions.views, 1)
-    num_conditions = len(versions.conditions)
+    shape = (max(versions.views, 1), len(versions.conditions))
     loader = DataLoader(
         versions,
-        batch_size=max(1, VERSIONS_PER_FORWARD // (num_views * num_conditions)),
+        batch_size=max(1, VERSIONS_PER_FORWARD // math.prod(shape)),
         sampler=list(range(len(versions)) if indices is None else indices),
         num_workers=num_workers,
         collate_fn=list,
         worker_init_fn=_one_thread,
     )
     for rows in loader:
-        bad: list[str] = []
-        good: dict[int, Inputs] = {}
+        block = Encoded([], np.zeros((0, *shape, 0)), [])
+        parts: list[Inputs] = []
         for index, row in rows:
             if not isinstance(row, DualencError):
-                good[index] = row
+                block.indices.append(index)
+                parts.append(row)
             elif isinstance(row, BadSample):
-                bad.append(str(row))
+                block.bad.append(str(row))
             else:
                 raise row
-        features: Vectors = np.zeros((0, num_views, num_conditions, 0))
-        if good:
-            parts = list(good.values())
+        if parts:
             encoded = encode({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-            features = encoded.reshape(len(good), num_views, num_conditions, encoded.shape[1])
-        yield Encoded(list(good), features, bad)
+            block = block._replace(features=encoded.reshape(len(parts), *shape, -1))
+        yield block
 
 
 def _one_thread(worker: int) -> None:

@@ -33,6 +33,9 @@ ALL: tuple[str, ...] = (
 
 SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
 MIN_SIDE = 32
+CIFAR = ".npy"
+TINY_IMAGENET = "/1"
+"""What follows a corruption's name in the folder. A folder alone proves nothing: "snow" may be a class of images."""
 
 # These two take a seed, and draw one from the operating system by default.
 _OWN_GENERATOR = ("impulse_noise", "glass_blur")
@@ -156,12 +159,12 @@ def _function(corruption: str) -> Callable[..., Any]:
 
 def is_corrupted_folder(path: str | Path) -> bool:
     """Whether a folder looks like CIFAR-C or Tiny-ImageNet-C: a file or folder is named after a corruption."""
-    return bool(_available(Path(path), ".npy") or _available(Path(path), ""))
+    return bool(_available(Path(path), CIFAR) or _available(Path(path), TINY_IMAGENET))
 
 
 def read_corrupted(path: str | Path, corruptions: Sequence[str] = ()) -> CorruptedImages:
     """Open a CIFAR-C or Tiny-ImageNet-C folder; `corruptions` are names to read, by default all in the folder."""
-    return (CifarC if _available(Path(path), ".npy") else TinyImageNetC)(path, corruptions)
+    return (CifarC if _available(Path(path), CIFAR) else TinyImageNetC)(path, corruptions)
 
 
 class CifarC(CorruptedImages):
@@ -174,7 +177,7 @@ class CifarC(CorruptedImages):
 
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
-        self.corruptions = _choose(self.path, ".npy", corruptions)
+        self.corruptions = _choose(self.path, CIFAR, corruptions)
         labels = _read_npy(self.path / "labels.npy").reshape(-1)
         num_images = len(labels) // len(SEVERITIES)
         if num_images == 0 or not np.array_equal(labels, np.tile(labels[:num_images], len(SEVERITIES))):
@@ -202,16 +205,12 @@ class TinyImageNetC(CorruptedImages):
 
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
-        self.corruptions = _choose(self.path, "", corruptions)
-        self.names = self._names(self.corruptions[0], SEVERITIES[0])
-        for corruption in self.corruptions:
-            for severity in SEVERITIES:
-                different = set(self._names(corruption, severity)) ^ set(self.names)
-                if different:
-                    problem = f"{min(different)} is in one of it and {self.corruptions[0]}/1 only"
-                    raise DualencError(
-                        f"{self.path}/{corruption}/{severity}: {problem}; download the folder again"
-                    )
+        self.corruptions = _choose(self.path, TINY_IMAGENET, corruptions)
+        folder = self.path / self.corruptions[0] / str(SEVERITIES[0])
+        files = [file for file in folder.glob("*/*") if file.suffix.lower() in IMAGE_SUFFIXES]
+        self.names = sorted(f"{file.parent.name}/{file.name}" for file in files)
+        if not self.names:
+            raise DualencError(f"{folder}: no <class>/<name>.JPEG files; download the folder again")
         classes, self.labels = np.unique([name.split("/")[0] for name in self.names], return_inverse=True)
         self.class_names = classes.tolist()
 
@@ -221,34 +220,21 @@ class TinyImageNetC(CorruptedImages):
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
         return open_image(self.path / corruption / str(severity) / self.names[index])
 
-    def _names(self, corruption: str, severity: int) -> list[str]:
-        folder = self.path / corruption / str(severity)
-        files = [file for file in folder.glob("*/*") if file.suffix.lower() in IMAGE_SUFFIXES]
-        names = sorted(f"{file.parent.name}/{file.name}" for file in files)
-        if not names:
-            raise DualencError(f"{folder}: no <class>/<name>.JPEG files; download the folder again")
-        return names
-
 
 def _available(folder: Path, suffix: str) -> list[str]:
-    """Corruptions of the folder in the benchmark's order: files with the suffix, or folders with a severity 1."""
-    if suffix:
-        return [name for name in ALL if (folder / f"{name}{suffix}").is_file()]
-    # A folder alone proves nothing: "snow" may be a class of a folder of clean images.
-    return [name for name in ALL if (folder / name / "1").is_dir()]
+    """Corruptions of the folder in the benchmark's order."""
+    return [name for name in ALL if (folder / f"{name}{suffix}").exists()]
 
 
 def _choose(folder: Path, suffix: str, requested: Sequence[str]) -> tuple[str, ...]:
+    """The requested corruptions, by default all of the folder; one that it lacks is an error."""
     available = _available(folder, suffix)
-    for name in requested:
+    chosen = requested or available or ALL[:1]
+    for name in chosen:
         if name not in available:
-            listed = ", ".join(available)
+            listed = ", ".join(available) or "none; is it CIFAR-C or Tiny-ImageNet-C?"
             raise DualencError(f"{folder}/{name}{suffix}: no such file or folder; there are {listed}")
-    if not available:
-        raise DualencError(
-            f"{folder}: no {ALL[0]}.npy, …, and no {ALL[0]}/1/, …; is it CIFAR-C or Tiny-ImageNet-C?"
-        )
-    return tuple(requested or available)
+    return tuple(chosen)
 
 
 def _read_npy(file: Path) -> npt.NDArray[Any]:

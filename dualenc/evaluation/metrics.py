@@ -10,7 +10,7 @@ some collections hold a copy of each query.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytrec_eval
@@ -24,6 +24,7 @@ Qrels = Mapping[str, Mapping[str, int]]
 Scores = dict[str, float]
 
 CUTOFFS: tuple[int, ...] = (1, 3, 5, 10, 100)
+CONFIDENCE = 0.95
 
 # Our name of a measure → trec_eval's; reciprocal rank has no cut-off there and is cut below.
 _MEASURES = {"ndcg": "ndcg_cut", "recall": "recall", "map": "map_cut", "precision": "P", "hit": "success"}
@@ -129,8 +130,8 @@ def recall_at(ranks: Integers, cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:
 class Comparison(NamedTuple):
     """Paired bootstrap of run B against run A, for one metric.
 
-    `difference` is `mean_b` − `mean_a`, `low` and `high` its confidence interval, `p_value` two-sided: how often the
-    difference would be as large by the choice of queries alone; B scores `better` or `worse` on so many queries.
+    `difference` is `mean_b` − `mean_a`, `low` and `high` its 95 % confidence interval, `p_value` two-sided: how often
+    the difference would be as large by the choice of queries alone; B scores `better` or `worse` on so many queries.
     """
 
     queries: int
@@ -145,12 +146,7 @@ class Comparison(NamedTuple):
 
 
 def paired_bootstrap(
-    a: Sequence[float] | Vectors,
-    b: Sequence[float] | Vectors,
-    *,
-    samples: int = 10_000,
-    confidence: float = 0.95,
-    seed: int = 0,
+    a: Sequence[float] | Vectors, b: Sequence[float] | Vectors, *, samples: int = 10_000
 ) -> Comparison:
     """Compare two systems by resampling the queries on which both were scored, (Q,) each.
 
@@ -172,9 +168,9 @@ def paired_bootstrap(
             n_resamples=samples,
             # So that memory does not grow with queries x samples.
             batch=max(1, 2**20 // len(differences)),
-            confidence_level=confidence,
+            confidence_level=CONFIDENCE,
             method="percentile",
-            random_state=np.random.default_rng(seed),
+            random_state=np.random.default_rng(0),
         )
         means = resampled.bootstrap_distribution
         low, high = resampled.confidence_interval
@@ -191,18 +187,3 @@ def paired_bootstrap(
         better=int((differences > 0).sum()),
         worse=int((differences < 0).sum()),
     )
-
-
-def compare_runs(
-    a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: Sequence[str], **options: Any
-) -> dict[str, Comparison]:
-    """Compare the per-query scores of two runs, metric by metric; `options` are those of `paired_bootstrap`."""
-    if a.keys() != b.keys():
-        only = len(a.keys() ^ b.keys())
-        raise DualencError(f"{only} queries are in one run only; compare runs on the same data and split")
-    comparisons = {}
-    for metric in metrics:
-        scores_a = [a[query][metric] for query in a]
-        scores_b = [b[query][metric] for query in a]
-        comparisons[metric] = paired_bootstrap(scores_a, scores_b, **options)
-    return comparisons

@@ -58,11 +58,6 @@ def knn_predict(
         device: where to search, as in `dualenc.search.exact.exact_search`.
     """
     train_labels = np.asarray(train_labels)
-    if train_labels.min(initial=0) < 0:
-        row = int(np.argmax(train_labels < 0))
-        raise DualencError(
-            f"train: image {row} has the label {train_labels[row]}; every image needs a class from 0"
-        )
     if not 1 <= k <= len(train):
         raise DualencError(f"k={k}: there are {len(train)} training images; choose k from 1 to that")
     if temperature is not None and temperature <= 0:

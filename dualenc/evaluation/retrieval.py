@@ -180,8 +180,7 @@ def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
         rows.append({"data": result.dataset, "system": result.system, **sizes, **scores})
     # The mean of one collection would repeat its row.
     if len({result.dataset for result in results}) > 1:
-        for system, own in by_system(results).items():
-            means = means_over_datasets(own)
+        for system, means in means_by_system(results).items():
             scores = {name: means[name] for name in HEADLINES}
             rows.append({"data": "mean", "system": system, "queries": None, "documents": None, **scores})
     return rows
@@ -197,26 +196,22 @@ def cutoff_rows(results: Sequence[Result]) -> list[dict[str, object]]:
     return rows
 
 
-def means_over_datasets(results: Sequence[Result]) -> Scores:
-    """The mean over collections, each weighing the same, of each metric of one system."""
-    return mean_scores({result.dataset: result.means for result in results})
+def means_by_system(results: Sequence[Result]) -> dict[str, Scores]:
+    """The means over collections, each weighing the same, of each system's metrics."""
+    systems: dict[str, dict[str, Scores]] = {}
+    for result in results:
+        systems.setdefault(result.system, {})[result.dataset] = result.means
+    return {system: mean_scores(means) for system, means in systems.items()}
 
 
 def metrics_document(results: Sequence[Result]) -> dict[str, Any]:
     """Contents of `metrics.json`: all metrics by system and collection, and their means."""
     document: dict[str, Any] = {}
-    for system, own in by_system(results).items():
+    for system, means in means_by_system(results).items():
         datasets = {}
-        for result in own:
-            sizes = {"queries": len(result.per_query), "documents": result.num_documents}
-            datasets[result.dataset] = {**sizes, "metrics": result.means}
-        document[system] = {"datasets": datasets, "mean": means_over_datasets(own)}
+        for result in results:
+            if result.system == system:
+                sizes = {"queries": len(result.per_query), "documents": result.num_documents}
+                datasets[result.dataset] = {**sizes, "metrics": result.means}
+        document[system] = {"datasets": datasets, "mean": means}
     return document
-
-
-def by_system(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """The results of each system, in order."""
-    systems: dict[str, list[Result]] = {}
-    for result in results:
-        systems.setdefault(result.system, []).append(result)
-    return systems

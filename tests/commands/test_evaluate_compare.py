@@ -44,3 +44,12 @@ def test_folders_with_several_collections(tmp_path: Path, capsys: pytest.Capture
     printed = capsys.readouterr().out
     assert printed.count("top@1") == 2
     assert printed.count("0.2500") >= 4  # mean of A and the difference, twice
+
+
+def test_runs_are_paired_by_query_id_not_by_order(tmp_path: Path) -> None:
+    scores = {"q1": {"ndcg@10": 0.0}, "q2": {"ndcg@10": 1.0}}
+    write_per_query(tmp_path / "a.ndjson", scores)
+    write_per_query(tmp_path / "b.ndjson", dict(reversed(scores.items())))
+    run("evaluate", "compare", tmp_path / "a.ndjson", tmp_path / "b.ndjson", "--out", tmp_path / "out")
+    row = json.loads((tmp_path / "out" / "comparison.json").read_text())["comparisons"][0]
+    assert (row["better"], row["worse"], row["p"]) == (0, 0, 1)

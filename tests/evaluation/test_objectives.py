@@ -151,7 +151,6 @@ def test_advice_names_what_is_missed_and_what_is_nearest() -> None:
         "SogCLR-0.1": measured(0.07),
         "NegativeCache": measured(0.0, encodes=1.5, step_error=0.8),
         "ISIR": measured(0.0, encodes=0.9),
-        "SACLR": measured(0.01),
     }
     assert advice(found, 32, first=0.1) == (
         "at B=32 InfoNCE misses 62% of the gradient; SogCLR-0.1 7% without extra encodes; "
@@ -160,7 +159,6 @@ def test_advice_names_what_is_missed_and_what_is_nearest() -> None:
     assert advice({"InfoNCE": measured(0.62)}, 8, first=0.5) == "at B=8 InfoNCE misses 62% of the gradient"
     tuned = advice({"InfoNCE": measured(0.62)}, 8, first=0.93)
     assert "finds 93% of the positives first: to fine-tune such a model, keep the positive in the softmax" in tuned
-    assert advice({"SACLR": measured(0.62)}, 8, first=0.9).startswith("at B=8: none of these estimates the global loss")
 
 
 @pytest.mark.slow

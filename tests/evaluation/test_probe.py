@@ -122,7 +122,6 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (with_probe(train_labels=np.zeros(20, int)), "all training images have the label 0"),
     (with_probe(train=np.full((20, 6), np.nan)), "not finite"),
     (with_probe(train=np.eye(2), train_labels=np.arange(2), l2=L2_SWEEP), "2 training images are too few"),
-    (with_knn(train_labels=np.array([0, 1, -1, 0])), "image 2 has the label -1"),
     (with_knn(k=5), "k=5: there are 4 training images"),
     (with_knn(temperature=0.0), "temperature=0.0"),
     (with_knn(test=np.array([[0.0, np.nan]])), "row 0 of the test features is not finite"),

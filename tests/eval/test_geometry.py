@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
-from dualenc.evaluation import geometry
-from dualenc.evaluation.geometry import effective_rank, uniformity
+from tests.eval.scripts import load_script
+
+geometry = load_script("geometry.py")
+effective_rank = geometry.effective_rank
+uniformity = geometry.uniformity
 
 
 @pytest.fixture(autouse=True)
