@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -84,8 +84,6 @@ class Objective(nn.Module):
     momentum: float | None = None
     # The option that lifts the assumption of uniformly random batches.
     needs_uniform_batches: str | None = None
-    # Lengths that are trained besides the whole embeddings; see `Matryoshka`.
-    dims: Sequence[int] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -118,11 +118,6 @@ def test_pairs_of_weight_zero_teach_nothing(tmp_path):
         assert same(dict(TinyEncoder().state_dict()), dict(model.state_dict())) == (name == "zero")
 
 
-def test_the_card_tells_the_lengths_that_were_trained(tmp_path):
-    train(tmp_path, objective=Matryoshka(SogCLR(num_left=24), [2, 5]).double(), max_steps=1)
-    assert "The first 2, 5 components" in (tmp_path / "model" / "README.md").read_text()
-
-
 def test_a_recipe_gives_the_sizes_to_the_wrapped_objective(tmp_path):
     files = {side: str(tmp_path / f"{side}.npy") for side in ("left", "right")}
     for file in files.values():
