@@ -97,7 +97,10 @@ def adapt_index(
         pairs = side.pairs(clicked)
         parts = split_by_documents(pairs, options.held_out, MAX_HELD_OUT, options.seed)
         trained_ids = [documents.ids[row] for row in sorted(set(parts.train.right_id.tolist()))]
-        tasks = _held_out_tasks(parts, documents)
+        tasks = {}
+        for name, part in ((NEW, parts.new), (KNOWN, parts.known)):
+            if part is not None:
+                tasks[name] = IndexEvaluator.of_pairs(part, documents)
         held_out = list(tasks)
         tasks |= _beir_tasks(columns, side, trained_ids)
 
@@ -115,10 +118,21 @@ def adapt_index(
             side.finished(adapted, trained_ids).save(folder / "model")
             after = fingerprint(index)
             same = "the same" if after == checksum else "CHANGED"
-            facts = {"index": index, "documents": len(documents), "queries from": clicks}
-            facts |= _training_facts(parts, trained, options)
-            facts |= {"original weights kept": keep, "model": str(folder / "model")}
-            facts["checksum of the index"] = f"{checksum[:16]}, {same} after as before"
+            facts = {
+                "index": index,
+                "documents": len(documents),
+                "queries from": clicks,
+                "pairs in training": len(parts.train),
+                "documents in training": len(trained_ids),
+                "trained": options.train,
+                "objective": f"FrozenCorpus, temperature {options.temperature:g}, batches of {options.batch_size}",
+                "steps": trained.steps,
+                "seconds": round(trained.seconds),
+                "seed": options.seed,
+                "original weights kept": keep,
+                "model": str(folder / "model"),
+                "checksum of the index": f"{checksum[:16]}, {same} after as before",
+            }
             _report(folder, facts, points, keep)
             print(printable(f"next:  {_next_command(index, folder)}"))
             remove(work)
@@ -129,15 +143,6 @@ def _is_own_folder(folder: Path) -> bool:
     if (folder / RESULT).is_file():
         return read_json_object(folder / RESULT).get("task") == TASK
     return (folder / "work").is_dir() or (folder / "training").is_dir()
-
-
-def _held_out_tasks(parts: DocumentSplit, documents: Embeddings) -> dict[str, IndexEvaluator]:
-    """The held-out queries by name."""
-    tasks = {}
-    for name, part in ((NEW, parts.new), (KNOWN, parts.known)):
-        if part is not None:
-            tasks[name] = IndexEvaluator.of_pairs(part, documents)
-    return tasks
 
 
 def _beir_tasks(
@@ -228,47 +233,23 @@ def _train(
     return trainer.fit(model, pairs, objective, evaluator=evaluator, resume=resume)
 
 
-def _training_facts(
-    parts: DocumentSplit, trained: TrainingResult, options: AdaptOptions
-) -> dict[str, object]:
-    train = parts.train
-    return {
-        "pairs in training": len(train),
-        "documents in training": len(set(train.right_id.tolist())),
-        "trained": options.train,
-        "objective": f"FrozenCorpus, temperature {options.temperature:g}, batches of {options.batch_size}",
-        "steps": trained.steps,
-        "seconds": round(trained.seconds),
-        "seed": options.seed,
-    }
-
-
 def _report(
     folder: Path, facts: Mapping[str, object], points: Sequence[Interpolated], keep: float
 ) -> None:
     """Print and write how well the original and the adapted model find documents, and the models between them."""
     original = next(point for point in points if point.keep == 1)
     result = next(point for point in points if point.keep == keep)
+    shares = [1 - point.keep for point in points]
     rows = []
+    curves = {}
     for task, before in original.scores.items():
         compared = paired_bootstrap(before, result.scores[task])
         row: dict[str, Any] = {"queries of": task, "queries": compared.queries}
         row |= {"original": compared.mean_a, "adapted": compared.mean_b}
         rows.append(row | {"difference": compared.difference, "from": compared.low, "to": compared.high})
+        curves[task] = (shares, [float(point.scores[task].mean()) for point in points])
     caption = f"nDCG@10 over all documents (kept of the original weights: {keep:g}), 95 % intervals"
     quality = Table(caption, rows)
-    curves = {
-        task: (
-            [1 - point.keep for point in points],
-            [float(point.scores[task].mean()) for point in points],
-        )
-        for task in original.scores
-    }
-    by_share = []
-    for point in points:
-        means = {task: float(scores.mean()) for task, scores in point.scores.items()}
-        by_share.append({"original weights kept": f"{point.keep:g}", **means})
-    tables = [quality, Table("nDCG@10 by the share of the original weights that is kept", by_share)]
     advice = [_advice(task, points, keep) for task in original.scores if task.startswith(SECOND)]
     if rows:
         print_table(quality)
@@ -280,10 +261,9 @@ def _report(
     figure = Figure("Between the original model (0) and the adapted one (1)", plot)
     if advice:
         facts = {**facts, "forgetting": " ".join(advice)}
-    write_report(
-        folder / "report.html", "Queries adapted to an index", facts=facts, figures=[figure], tables=tables
-    )
-    write_json(folder / RESULT, {"task": TASK, **facts, "quality": rows, "by share": by_share})
+    title = "Queries adapted to an index"
+    write_report(folder / "report.html", title, facts=facts, figures=[figure], tables=[quality])
+    write_json(folder / RESULT, {"task": TASK, **facts, "quality": rows})
     print(printable(f"checksum of the index: {facts['checksum of the index']}"))
     print(printable(f"model, metrics and report.html are in {folder}"))
 

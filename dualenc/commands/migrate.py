@@ -55,11 +55,11 @@ def migrate(
             roll_back(index)
             print(printable(f"the old index is back → {index}"))
         else:
-            texts = (data, queries)
             migrate_index(
                 index,
                 new_model,
-                texts,
+                data,
+                queries,
                 report_only=report_only,
                 anyway=anyway,
                 batch_size=batch_size,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dualenc.commands.output import open_model, recorded_name, start_processes
-from dualenc.data import Corpus, RetrievalSet
-from dualenc.data.beir import read_beir
+from dualenc.data import Corpus
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.beir import read_judged_queries
 from dualenc.data.sources import open_corpus
 from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration as measures
+from dualenc.evaluation.metrics import Qrels
 from dualenc.evaluation.report import Table, print_table, write_report
 from dualenc.files import write_json
 from dualenc.search import Embeddings, Index, maps
@@ -25,7 +27,7 @@ from dualenc.search.embed import embed, tower_checksum
 from dualenc.search.index import rows_in
 from dualenc.search.migrate import Migration, is_started, order_by_hits, remove_work, sample_rows
 from dualenc.search.pushed import is_pushed
-from dualenc.search.searcher import recorded_model
+from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.search.texts import TextStore, has_texts
 from dualenc.terminal import printable
 
@@ -43,21 +45,22 @@ class Texts(NamedTuple):
     """The documents in the order of the index; judged queries, and queries that decide the order, if there are any."""
 
     corpus: Corpus
-    judged: RetrievalSet | None
+    judged: tuple[Corpus, Qrels] | None
     past: Corpus | None
 
 
 def migrate_index(
     folder: str,
     name: str,
-    sources: tuple[str | None, str | None],
+    data: str | None,
+    queries: str | None,
     *,
     report_only: bool,
     anyway: bool,
     batch_size: int,
     device: str | None,
 ) -> None:
-    """Start or resume a migration, whose work folder is locked; `sources` are those of documents and queries."""
+    """Start or resume a migration, whose work folder is locked; the arguments are those of the command."""
     if is_pushed(folder):
         raise DualencError(f"{folder}: an engine does not migrate; migrate the embeddings and push again")
     index = Index.open(folder)
@@ -83,15 +86,15 @@ def migrate_index(
         raise DualencError(f"{folder}: {problem}; build the index again with the new model")
     # The kind of index must fit the new dimension, too.
     new_index(encoder.right.dim, meta["factory"], meta["metric"], len(index))
-    texts = _open_texts(folder, index, *sources)
+    texts = _open_texts(folder, index, data, queries)
     notes = {
         "model": recorded_name(name),
         "model_checksum": checksum,
         "side": "right",
         "kind": encoder.kind,
     }
-    queries = "" if texts.past is None else texts.past.identity()
-    migration = Migration(folder, notes, {"texts": texts.corpus.identity(), "queries": queries})
+    past = "" if texts.past is None else texts.past.identity()
+    migration = Migration(folder, notes, {"texts": texts.corpus.identity(), "queries": past})
     steps = _Steps(migration, texts, encoder, batch_size)
     report = migration.report or steps.measure()
     _show(report, Path(f"{migration.work}.html"))
@@ -114,7 +117,7 @@ class _Steps:
         self.old = open_documents(migration.work / "old", migration.work)
         judged: set[str] = set()
         if texts.judged is not None:
-            judged.update(*texts.judged.qrels.values())
+            judged.update(*texts.judged[1].values())
         is_judged = [name in judged for name in texts.corpus.ids]
         self.rows = sample_rows(len(is_judged), np.flatnonzero(is_judged))
         started = time.perf_counter()
@@ -150,7 +153,12 @@ class _Steps:
         sample = measures.Sample(old, new, mapped, np.argsort(order)[self.rows], len(order))
         if old_tower is not None and self.texts.judged is not None:
             truth = "judged documents"
-            scores = self._judged_scores(sample, old_tower, maps.fit(new, old), self.texts.judged)
+            queries, qrels = self.texts.judged
+            old_queries = self._embed_queries(old_tower, queries, self.old.dim)
+            new_queries = self._embed_queries(self.encoder.left, queries)
+            mapped_queries = maps.fit(new, old)(new_queries)
+            systems = measures.compared(sample, old_queries, mapped_queries, new_queries)
+            scores = measures.judged_scores(systems, queries.ids, self.sample.ids, qrels)
         else:
             truth = "the new model's neighbours of documents"
             rows = np.flatnonzero(fold == 0)[:MAX_JUDGED]
@@ -179,23 +187,13 @@ class _Steps:
         write_json(self.migration.work / "report.json", report)
         return report
 
-    def _judged_scores(
-        self, sample: measures.Sample, old_tower: Tower, query_map: maps.LinearMap, judged: RetrievalSet
-    ) -> dict[str, measures.Scores]:
-        old = self._embed_queries(old_tower, judged.queries, self.old.dim)
-        new = self._embed_queries(self.encoder.left, judged.queries)
-        systems = measures.compared(sample, old, query_map(new), new)
-        return measures.judged_scores(systems, judged.queries.ids, self.sample.ids, judged.qrels)
-
     def _old_tower(self) -> Tower | None:
         """The query tower of the old model; None where it is gone or has changed."""
+        index = self.migration.old
+        device = next(self.encoder.parameters()).device
         try:
-            if "model" not in self.migration.old.meta:
-                raise DualencError("the index does not say which one it is")
-            device = next(self.encoder.parameters()).device
-            encoder = load_model(recorded_model(self.migration.old, self.migration.folder), device)
-            if tower_checksum(encoder.right) != self.migration.old.meta.get("model_checksum"):
-                raise DualencError("its weights have changed")
+            encoder = load_model(recorded_model(index, self.migration.folder), device)
+            check_encoder(encoder, index.meta, index.dim, self.migration.folder)
             return encoder.left
         except DualencError as error:
             print(printable(f"documents take the place of queries; the old model is of no use: {error}"))
@@ -226,26 +224,28 @@ def _open_texts(folder: str, index: Index, data: str | None, queries: str | None
         corpus = corpus.take(rows_in(corpus, index, folder))
     else:
         raise DualencError(f"{folder}: keeps no texts, and its data {source} is gone; name it by --data")
-    judged = _open_judged(Path(source), corpus)
+    judged = _open_judged(Path(source), corpus.ids)
     past = None
     if queries is not None:
         past = open_corpus(queries, part="queries", modality="text")
     elif judged is not None:
         past = open_corpus(source, part="queries", modality="text")
-        measured = set(judged.queries.ids)
+        measured = set(judged[0].ids)
         others = [row for row, name in enumerate(past.ids) if name not in measured]
         if len(others) >= MIN_OTHER_QUERIES:
             past = past.take(others)
     return Texts(corpus, judged, None if past is None else past.take(_drawn(len(past), MAX_QUERIES)))
 
 
-def _open_judged(folder: Path, corpus: Corpus) -> RetrievalSet | None:
+def _open_judged(folder: Path, indexed_ids: Sequence[str]) -> tuple[Corpus, Qrels] | None:
     """Up to 500 test queries of a BEIR folder with a relevant document in the index, and their judgements."""
     if not (folder / "qrels" / "test.tsv").is_file():
         return None
-    queries, _, qrels = read_beir(folder)
-    indexed = set(corpus.ids)
-    judged = {}
+    bad_rows = BadRows(folder)
+    queries, qrels = read_judged_queries(folder, "test", indexed_ids, bad_rows)
+    bad_rows.report()
+    indexed = set(indexed_ids)
+    judged: dict[str, dict[str, int]] = {}
     for query, grades in qrels.items():
         own = {name: grade for name, grade in grades.items() if name in indexed}
         if max(own.values(), default=0) > 0:
@@ -254,7 +254,7 @@ def _open_judged(folder: Path, corpus: Corpus) -> RetrievalSet | None:
         return None
     rows = np.flatnonzero([name in judged for name in queries.ids])
     chosen = queries.take(rows[_drawn(len(rows), MAX_JUDGED)])
-    return RetrievalSet(chosen, corpus, {name: judged[name] for name in chosen.ids})
+    return chosen, {name: judged[name] for name in chosen.ids}
 
 
 def _drawn(count: int, maximum: int) -> np.ndarray:
