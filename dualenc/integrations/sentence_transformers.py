@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.base.losses.gradcache import CachedLossMixin, RandContext
+from sentence_transformers.util import batch_to_device
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -100,12 +101,8 @@ class GlobalLoss(nn.Module):
         """The model's inputs for texts outside the batch."""
         assert self.texts is not None
         texts = self.texts(side, ids)
-        features: Features = self._module().preprocess(texts, prompt=self.prompts[side])
-        device = self.objective.log_temperature.device
-        for name, value in features.items():
-            if isinstance(value, Tensor):
-                features[name] = value.to(device)
-        return features
+        features = self._module().preprocess(texts, prompt=self.prompts[side])
+        return batch_to_device(features, self.objective.log_temperature.device)
 
     def encode(self, side: Side, ids: Tensor) -> Tensor:
         """(n, D) unit vectors of texts outside the batch."""

@@ -11,7 +11,6 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from dualenc.batching import SpectralBatches
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, Matryoshka, MomentumQueue, Objective, SogCLR
@@ -19,7 +18,6 @@ from tests.test_docs import ROOT, code
 from tests.training.launched import launch
 
 sentence_transformers = pytest.importorskip("sentence_transformers", minversion="6")
-from dualenc.integrations.batches import selected_batches  # noqa: E402
 from dualenc.integrations.sentence_transformers import (  # noqa: E402
     CachedGlobalLoss,
     GlobalLoss,
@@ -155,19 +153,6 @@ def test_a_checkpoint_without_the_losss_state_is_refused(model_folder: Path, tmp
     (tmp_path / "checkpoint-5" / "objective.pt").unlink()
     with pytest.raises(DualencError, match=r"objective\.pt: missing"):
         train(model_folder, tmp_path, resume=True, **saved)
-
-
-def test_batches_are_those_that_the_selector_chooses(model_folder: Path, tmp_path: Path) -> None:
-    dataset, _ = with_ids(pairs())
-    model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu").train()
-    sampler = selected_batches(model)(dataset, 8, seed=3)
-    assert len(list(sampler)) == len(sampler) == 6
-    sampler.set_epoch(1)
-    left, right = (model.encode(dataset[name], normalize_embeddings=True) for name in ("anchor", "positive"))
-    expected = SpectralBatches(48, 8, seed=3).select(1, left, right)
-    np.testing.assert_array_equal(np.array(list(sampler)), expected)
-    trainer = train(model_folder, tmp_path, num_train_epochs=2, batch_sampler=selected_batches(model))
-    assert trainer.state.global_step == 12
 
 
 def run_rank(output: Path, folder: str, batch_size: int, objective: str, cached: bool) -> None:
