@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from dualenc.cli import main
-from dualenc.encoders import TextEncoder, load_model
+from dualenc.encoders import TextEncoder, load_model, train_tokenizer
 from dualenc.recipe import read_recipe
 from dualenc.training.log import read_metrics
 from tests.commands import toy
@@ -49,3 +53,28 @@ def test_recipes_for_fine_tuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     changes = ("trainer.epochs=10", "trainer.evaluate_every=1", "trainer.learning_rate=1e-9")
     told = train("papers_careful", *there, *changes)
     assert told["step"] <= 8  # of 20: nothing gains at this rate, and the patience is 3
+
+
+@pytest.mark.slow
+def test_the_recipe_of_a_decoder_runs_on_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Qwen3 from scratch in place of the one named; the folder has its adapters merged, in bfloat16."""
+    pytest.importorskip("peft", reason="peft is not installed: pip install 'dualenc[lora]'")
+    from sentence_transformers import SentenceTransformer
+
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"what is {number}", "answer": f"{number} is a number"} for number in range(20)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = train_tokenizer([text for row in rows for text in row.values()], vocab_size=300)
+    tokenizer.padding_side = "left"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16, **sizes}
+    TextEncoder(config=config, tokenizer=tokenizer, pooling="last").save(tmp_path / "base")
+    changes = ("data.path=pairs.jsonl", "model.name=base", "trainer.epochs=2", "trainer.progress=false")
+    assert main(["train", str(FOLDER / "decoder_lora.yaml"), *changes]) == 0
+    folder = tmp_path / "runs" / "decoder_lora" / "model"
+    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    model = load_model(folder)
+    theirs = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
+    assert theirs.prompts["query"].startswith("Instruct: ")
+    questions = [row["question"] for row in rows]
+    np.testing.assert_allclose(model.encode_query(questions), theirs.encode_query(questions), atol=1e-6)
