@@ -127,7 +127,8 @@ def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
         return _engine_documents(engine), engine.meta.get("output") == "embedding"
     if not source.is_dir() or is_index(source):
         opened = Index.open(source)
-        return _index_documents(opened, source), _compares_unit_vectors(opened.meta)
+        is_ready = opened.meta["metric"] == "cosine" or opened.meta.get("output") == "embedding"
+        return _index_documents(opened, source), is_ready
     if is_embeddings(source):
         embeddings = Embeddings.open(source)
         embeddings.meta["metric"] = "cosine"
@@ -138,10 +139,6 @@ def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
     if (source / "corpus").is_dir():
         return _open(source / "corpus", stack)
     return _table_documents(source), False
-
-
-def _compares_unit_vectors(meta: dict[str, Any]) -> bool:
-    return meta["metric"] == "cosine" or meta.get("output") == "embedding"
 
 
 def _about(meta: dict[str, Any]) -> dict[str, Any]:

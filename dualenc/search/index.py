@@ -238,22 +238,9 @@ class Index:
         """Checksum of the file of ids, which identifies the items of an opened index."""
         return str(self.meta["files"].get(ITEMS))
 
-    def search(
-        self,
-        queries: np.ndarray,
-        k: int = 10,
-        *,
-        allowed_rows: np.ndarray | None = None,
-        nprobe: int | None = None,
-        ef_search: int | None = None,
-    ) -> list[list[Hit]]:
-        """The nearest items (Q, ≤ k) of queries (Q, D), best first.
-
-        `allowed_rows` (N,) bool restricts the search; `nprobe` (IVF) and `ef_search` (HNSW) hold from now on.
-        """
-        scores, rows = self.search_rows(
-            queries, k, allowed_rows=allowed_rows, nprobe=nprobe, ef_search=ef_search
-        )
+    def search(self, queries: np.ndarray, k: int = 10, **options: Any) -> list[list[Hit]]:
+        """The nearest items (Q, ≤ k) of queries (Q, D), best first; the options are those of `search_rows`."""
+        scores, rows = self.search_rows(queries, k, **options)
         results = []
         for own_scores, own_rows in zip(scores.tolist(), rows.tolist()):
             results.append([self.hit(row, score) for row, score in zip(own_rows, own_scores) if row >= 0])
@@ -273,7 +260,10 @@ class Index:
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Search as `search` does, for scores and row numbers (Q, k); -1 where fewer than k are found."""
+        """Scores and row numbers (Q, k) of the nearest items of queries (Q, D); -1 where fewer than k are found.
+
+        `allowed_rows` (N,) bool restricts the search; `nprobe` (IVF) and `ef_search` (HNSW) hold from now on.
+        """
         ready = as_queries(queries, self.dim, self.meta["metric"], k)
         if nprobe is not None:
             set_parameter(self.faiss, "nprobe", nprobe)
