@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,9 +39,9 @@ from dualenc.evaluation.objectives import (
     ESTIMATORS,
     FrozenPairs,
     Measured,
-    ObjectiveTrial,
     bias_of,
     epochs,
+    state_bytes,
 )
 from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import (
@@ -92,6 +92,15 @@ VIEWS_ONLY: dict[str, Callable[..., Objective]] = {
 STRETCHES = 8
 
 
+class Found(NamedTuple):
+    """What one long run of an objective shows; `mean_errors` are of the running mean gradient after each epoch."""
+
+    measured: Measured
+    mean_errors: list[float]
+    values: list[float]
+    seconds: list[float]
+
+
 def measure_stretches(
     frozen: FrozenPairs,
     kind: Callable[..., Objective],
@@ -101,29 +110,42 @@ def measure_stretches(
     warm_up: int,
     stretch: int,
     seed: int = 0,
-) -> tuple[Measured, list[float]]:
+) -> Found:
     """Measure an objective in one long run, whose stretches are independent unless they are neighbours.
-
-    Besides, the relative distance of the running mean gradient from the exact one after each epoch, noise included.
 
     Args:
         frozen, kind, temperature, batch_size, warm_up, seed: see `dualenc.evaluation.objectives.measure_objective`.
         stretch: epochs of each of eight stretches.
     """
-    found, mean_errors = Measured(), []
     oracle = frozen.build(ExactGlobal, temperature)
+    criterion = frozen.build(kind, temperature, seed=seed)
     exact, _ = frozen.exact(temperature)
-    run = ObjectiveTrial(frozen, frozen.build(kind, temperature, seed=seed), oracle, batch_size, seed, found)
-    run.warm_up(warm_up)
+    order = epochs(len(frozen), batch_size, seed)
+    for _ in range(warm_up):
+        for rows in next(order):
+            frozen.step(criterion, rows)
     sums = torch.zeros(STRETCHES, *exact.shape).to(exact)
+    step_errors, mean_errors, values, seconds, num_encoded = [], [], [], [], 0
     for number, total in enumerate(sums, start=1):
         for epoch in range(stretch):
-            # Comparing every step would double the cost: only the first epoch of each stretch is compared.
-            run.add_to(total, 1, compared=10**9 if epoch == 0 else 0)
+            for rows in next(order):
+                start = time.perf_counter()
+                gradient, value = frozen.step(criterion, rows)
+                seconds.append(time.perf_counter() - start)
+                values.append(value)
+                num_encoded += frozen.num_encoded
+                frozen.add_to(total, gradient, len(rows) / len(frozen))
+                # Comparing every step would double the cost: only the first epoch of each stretch is compared.
+                if epoch == 0:
+                    expected = frozen.dense(frozen.step(oracle, rows)[0])
+                    step_errors.append(float((frozen.dense(gradient) - expected).norm() / expected.norm()))
             error = (sums.sum(dim=0) / ((number - 1) * stretch + epoch + 1) - exact).norm()
             mean_errors.append(float(error / exact.norm()))
-    found.bias = bias_of(sums / stretch, exact, gap=1)
-    return run.conclude(), mean_errors
+    num_epochs = STRETCHES * stretch
+    encodes = num_encoded / (num_epochs * len(frozen))
+    bias = bias_of(sums / stretch, exact, gap=1)
+    measured = Measured(bias, num_epochs, step_errors, encodes, state_bytes(criterion))
+    return Found(measured, mean_errors, values, seconds)
 
 
 def synthetic(num_pairs: int, dimension: int) -> FrozenPairs:
@@ -261,7 +283,7 @@ def visits_table(frozen: FrozenPairs, num_visits: int, num_anchors: int = 60, ba
     return Table(f"N = {len(frozen)}, B = {batch_size}, {len(anchors)} anchors", rows)
 
 
-def draw(results: dict[str, Measured], mean_errors: dict[str, list[float]], out: Path, title: str) -> None:
+def draw(results: dict[str, Found], out: Path, title: str) -> None:
     """Error of the mean gradient as epochs add up, and error of a single step."""
     import matplotlib
 
@@ -272,11 +294,11 @@ def draw(results: dict[str, Measured], mean_errors: dict[str, list[float]], out:
     colors = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
     names = [name for name in results if name != "ExactGlobal"]
     for color, name in zip(colors, names):
-        errors = mean_errors[name]
+        errors = results[name].mean_errors
         curves.loglog(range(1, len(errors) + 1), errors, color=color, label=name)
     curves.set(xlabel="epochs averaged", ylabel="error of the mean gradient, relative", title=title)
     curves.legend(fontsize=8, ncols=2)
-    bars.barh(names[::-1], [results[name].step_error for name in names[::-1]], color="tab:gray")
+    bars.barh(names[::-1], [results[name].measured.step_error for name in names[::-1]], color="tab:gray")
     bars.set(xlabel="error of a single step, relative to the exact gradient of its anchors")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
@@ -326,30 +348,30 @@ def main(
         return
     _, exact_value = frozen.exact(temperature)
     how: dict[str, Any] = {"warm_up": warm_up, "stretch": max(1, epochs // STRETCHES)}
-    results, mean_errors, rows = {}, {}, []
+    results, rows = {}, []
     for name, build in (OBJECTIVES | (VIEWS_ONLY if views else {})).items():
         kind = partial(build, batch_size=batch_size) if "draws" in name else build
-        found, mean_errors[name] = measure_stretches(frozen, kind, temperature, batch_size, **how)
-        results[name] = found
+        found = results[name] = measure_stretches(frozen, kind, temperature, batch_size, **how)
+        measured = found.measured
         rows.append(
             {
                 "objective": name,
-                "bias": found.bias.value,
-                "±": found.bias.error,
-                "mean error": mean_errors[name][-1],
-                "step error": found.step_error,
+                "bias": measured.bias.value,
+                "±": measured.bias.error,
+                "mean error": found.mean_errors[-1],
+                "step error": measured.step_error,
                 "value": statistics.mean(found.values) - exact_value,
                 "ms": 1000 * statistics.median(found.seconds),
-                "encodes": found.encodes * batch_size,
-                "state, bytes per pair": found.state_bytes / num_pairs,
+                "encodes": measured.encodes * batch_size,
+                "state, bytes per pair": measured.state_bytes / num_pairs,
             }
         )
     what = "views" if views else "pairs"
-    averaged = results["ExactGlobal"].epochs
+    averaged = results["ExactGlobal"].measured.epochs
     title = f"N = {num_pairs} {what}, B = {batch_size}, τ = {temperature}, {averaged} epochs; loss {exact_value:.3f}"
     print_table(Table(title, rows))
     if out is not None:
-        draw(results, mean_errors, out, title)
+        draw(results, out, title)
 
 
 if __name__ == "__main__":

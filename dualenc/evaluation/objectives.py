@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -196,23 +195,19 @@ def bias_of(stretches: Tensor, exact: Tensor, *, gap: int = 0) -> Bias:
     return Bias(mean(-1), standard_error)
 
 
-@dataclass
-class Measured:
+class Measured(NamedTuple):
     """Measurements of one objective.
 
     Attributes:
         bias: of the mean gradient of an epoch, relative to the exact gradient.
         epochs: number of averaged epochs, over all runs.
         step_errors: relative distance of a step's gradient from the exact gradient of the same anchors, for a sample.
-        values, seconds: reported loss and duration of each step.
         encodes, state_bytes: items requested by id, per pair, and size of the objective's tables.
     """
 
-    bias: Bias = field(default_factory=lambda: Bias(0.0, math.inf))
-    epochs: int = 0
-    step_errors: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    bias: Bias
+    epochs: int
+    step_errors: list[float]
     encodes: float = 0.0
     state_bytes: int = 0
 
@@ -229,23 +224,21 @@ class Measured:
         return statistics.stdev(self.step_errors) / math.sqrt(len(self.step_errors))
 
 
-@dataclass
-class ObjectiveTrial:
-    """A run of an objective through epochs in random order; all runs add to the same measurements.
+class ObjectiveRun:
+    """A run of an objective through epochs in random order.
 
     The gradients of its first steps are compared with those of `oracle`, `ExactGlobal` of the same pairs.
     """
 
-    frozen: FrozenPairs
-    criterion: Objective
-    oracle: Objective
-    batch_size: int
-    seed: int
-    measured: Measured
-    num_compared: int = 0
-
-    def __post_init__(self) -> None:
-        self.order = epochs(len(self.frozen), self.batch_size, self.seed)
+    def __init__(
+        self, frozen: FrozenPairs, criterion: Objective, oracle: Objective, batch_size: int, seed: int
+    ) -> None:
+        self.frozen = frozen
+        self.criterion = criterion
+        self.oracle = oracle
+        self.order = epochs(len(frozen), batch_size, seed)
+        self.step_errors: list[float] = []
+        self.num_encoded = 0
 
     def warm_up(self, num_epochs: int) -> None:
         """Run epochs that are not measured, so that averages and chains settle."""
@@ -253,33 +246,24 @@ class ObjectiveTrial:
             for rows in next(self.order):
                 self.frozen.step(self.criterion, rows.to(self.frozen.left_id.device))
 
-    def add_to(self, total: Tensor, num_epochs: int, *, compared: int) -> None:
-        """Add the mean gradient of each epoch to a sum; the run's first steps are compared with the exact gradient."""
-        measured = self.measured
-        for _ in range(num_epochs):
-            for batch in next(self.order):
-                rows = batch.to(total.device)
-                start = time.perf_counter()
-                gradient, value = self.frozen.step(self.criterion, rows)
-                measured.seconds.append(time.perf_counter() - start)
-                measured.values.append(value)
-                measured.encodes += self.frozen.num_encoded
-                self.frozen.add_to(total, gradient, len(rows) / len(self.frozen))
-                if self.num_compared < compared:
-                    exact = self.frozen.dense(self.frozen.step(self.oracle, rows)[0])
-                    error = (self.frozen.dense(gradient) - exact).norm() / exact.norm()
-                    measured.step_errors.append(float(error))
-                    self.num_compared += 1
-        measured.epochs += num_epochs
+    def add_epoch(self, total: Tensor, compared: int) -> None:
+        """Add the mean gradient of an epoch to a sum; so many steps of the run are compared with the exact gradient."""
+        for batch in next(self.order):
+            rows = batch.to(total.device)
+            gradient, _ = self.frozen.step(self.criterion, rows)
+            self.num_encoded += self.frozen.num_encoded
+            self.frozen.add_to(total, gradient, len(rows) / len(self.frozen))
+            if len(self.step_errors) < compared:
+                exact = self.frozen.dense(self.frozen.step(self.oracle, rows)[0])
+                error = (self.frozen.dense(gradient) - exact).norm() / exact.norm()
+                self.step_errors.append(float(error))
 
-    def conclude(self) -> Measured:
-        """Finish the measurements of all runs; call it on the last one."""
-        self.measured.encodes /= self.measured.epochs * len(self.frozen)
-        for name, table in self.criterion.named_buffers():
-            # Counts of pairs belong to the data, not to the objective's memory.
-            if not name.endswith("pair_counts"):
-                self.measured.state_bytes += table.nbytes
-        return self.measured
+
+def state_bytes(criterion: Objective) -> int:
+    """Size of an objective's tables."""
+    # Counts of pairs belong to the data, not to the objective's memory.
+    tables = dict(criterion.named_buffers()).items()
+    return sum(table.nbytes for name, table in tables if not name.endswith("pair_counts"))
 
 
 def measure_objective(
@@ -291,7 +275,7 @@ def measure_objective(
     warm_up: int = 10,
     bound: float = 0.02,
     max_epochs: int = 64,
-    runs: int = 6,
+    num_runs: int = 6,
     seed: int = 0,
 ) -> Measured:
     """Measure an objective over uniform batches until the standard error of its bias is below a bound.
@@ -303,29 +287,32 @@ def measure_objective(
         frozen, kind, temperature, batch_size: the pairs, the objective as `frozen.build` takes it, and B.
         warm_up, max_epochs: epochs of each run before measurement, and the most after that.
         bound: standard error of the bias at which to stop.
-        runs, seed: how many, at least three, and the seed of the first; the others take the numbers after it.
+        num_runs, seed: how many, at least three, and the seed of the first; the others take the numbers after it.
     """
-    measured = Measured()
     oracle = frozen.build(ExactGlobal, temperature)
     exact, _ = frozen.exact(temperature)
-    trials = []
-    for own_seed in range(seed, seed + runs):
+    runs = []
+    for own_seed in range(seed, seed + num_runs):
         criterion = frozen.build(kind, temperature, seed=own_seed)
-        trial = ObjectiveTrial(frozen, criterion, oracle, batch_size, own_seed, measured)
-        trial.warm_up(warm_up)
-        trials.append(trial)
-    sums = torch.zeros(runs, *exact.shape).to(exact)
+        run = ObjectiveRun(frozen, criterion, oracle, batch_size, own_seed)
+        run.warm_up(warm_up)
+        runs.append(run)
+    sums = torch.zeros(num_runs, *exact.shape).to(exact)
     done = 0
     further = 1
     # Doubling: the last round costs as much as all before it together.
     while True:
-        for total, trial in zip(sums, trials):
-            trial.add_to(total, further, compared=-(-MAX_COMPARED_STEPS // runs))
+        for total, run in zip(sums, runs):
+            for _ in range(further):
+                run.add_epoch(total, compared=-(-MAX_COMPARED_STEPS // num_runs))
         done += further
-        measured.bias = bias_of(sums / done, exact)
-        if measured.bias.error <= bound or 2 * done > max_epochs:
-            return trials[-1].conclude()
+        bias = bias_of(sums / done, exact)
+        if bias.error <= bound or 2 * done > max_epochs:
+            break
         further = done
+    errors = [error for run in runs for error in run.step_errors]
+    encodes = sum(run.num_encoded for run in runs) / (num_runs * done * len(frozen))
+    return Measured(bias, num_runs * done, errors, encodes, state_bytes(criterion))
 
 
 def found_first(frozen: FrozenPairs, batches: Iterable[Tensor]) -> float:

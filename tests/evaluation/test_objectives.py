@@ -166,7 +166,7 @@ def test_advice_names_what_is_missed_and_what_is_nearest() -> None:
 def test_every_estimator_is_measured_with_pairs_and_with_views(frozen: FrozenPairs, name: str) -> None:
     for views in (False, True):
         frozen.views = views
-        found = measure_objective(frozen, ESTIMATORS[name], TAU, 3, warm_up=1, max_epochs=1, runs=3)
+        found = measure_objective(frozen, ESTIMATORS[name], TAU, 3, warm_up=1, max_epochs=1, num_runs=3)
         assert found.epochs == 3
         assert np.isfinite(found.bias.value)
         assert np.isfinite(found.step_error)
