@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dualenc.data.items import ITEMS, ORDER
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.items import ITEMS, ORDER, rows_of
+from dualenc.data.vector_shards import Embeddings, ShardedVectors
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, atomic_path, recover_inside, remove, save_array, write_json
 from dualenc.reading import read_json_object
@@ -137,12 +137,12 @@ class Migration:
         """
         order = self._order()
         to_new = LinearMap.load(self.work / "map.safetensors")
-        location = np.full((len(order), 2), -1)
-        for number, embeddings in enumerate(new):
-            rows = self.old.ids.rows(embeddings.ids)  # type: ignore[attr-defined]
-            location[rows] = np.stack([np.full(len(rows), number), np.arange(len(rows))], axis=1)
-        location[order[stop:]] = -1
-        vectors = MixedVectors(old.vectors, to_new, [part.vectors for part in new], location)
+        rows = rows_of(self.old.ids, [name for part in new for name in part.ids])
+        new_row = np.full(len(order), -1)
+        new_row[rows] = np.arange(len(rows))
+        new_row[order[stop:]] = -1
+        new_vectors = ShardedVectors([part.vectors for part in new])
+        vectors = MixedVectors(old.vectors, to_new, new_vectors, new_row)
         settings = self.old.meta
         meta: dict[str, Any] = {**settings, **self.notes, "normalized": True}
         embeddings = Embeddings(self.old.ids, vectors, meta, self.old.snippets, self.old.columns)
@@ -168,17 +168,17 @@ class MixedVectors:
     Args:
         old: (N, E) vectors of the old model.
         to_new: map from E to D.
-        new: matrices (n, D) of the new model.
-        location: (N, 2) number of the matrix and row in it; -1 for a document without a new vector.
+        new: (n, D) vectors of the new model.
+        new_row: (N,) row of a document among the new vectors; -1 for one without.
     """
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, old: Any, to_new: LinearMap, new: Sequence[Any], location: np.ndarray) -> None:
+    def __init__(self, old: Any, to_new: LinearMap, new: Any, new_row: np.ndarray) -> None:
         self.old = old
         self.to_new = to_new
         self.new = new
-        self.location = location
+        self.new_row = new_row
         self.shape = (len(old), len(to_new.bias))
 
     def __len__(self) -> int:
@@ -186,14 +186,12 @@ class MixedVectors:
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
         numbers = np.arange(len(self))[rows]
-        matrices, positions = self.location[numbers].T
+        new_rows = self.new_row[numbers]
+        is_new = new_rows >= 0
         vectors = np.empty((len(numbers), self.shape[1]), np.float32)
-        is_mapped = matrices < 0
-        if is_mapped.any():
-            vectors[is_mapped] = self.to_new(self.old[numbers[is_mapped]])
-        for matrix in np.unique(matrices[~is_mapped]):
-            is_own = matrices == matrix
-            vectors[is_own] = self.new[matrix][positions[is_own]]
+        vectors[is_new] = self.new[new_rows[is_new]]
+        if not is_new.all():
+            vectors[~is_new] = self.to_new(self.old[numbers[~is_new]])
         return vectors
 
 

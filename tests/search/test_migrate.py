@@ -93,7 +93,8 @@ def test_bm25_and_texts_stay_and_a_rollback_gives_the_same_bytes(tmp_path: Path)
     texts.text = lambda row: f"text {row}"  # type: ignore[method-assign]
     add_texts(tmp_path / "index", texts, bm25=True, whole=True)
     before = contents(tmp_path / "index")
-    migration.swap(open_documents(migration.work / "old", migration.work), [], 0)
+    new = Embeddings(["doc 0"], new_vectors()[:1])
+    migration.swap(open_documents(migration.work / "old", migration.work), [new], 0)
     index = Index.open(tmp_path / "index")
     store = TextStore(tmp_path / "index", index.items_checksum)
     assert dict(zip(store.ids, store.texts))["doc 3"] == texts[3]
@@ -152,10 +153,10 @@ def test_sample_has_the_judged_documents_and_two_in_a_hundred() -> None:
 def test_mixed_vectors_are_new_or_mapped() -> None:
     old, new = old_vectors(), new_vectors()
     to_new = fit(old, new)
-    location = np.full((COUNT, 2), -1)
-    location[5], location[6], location[699] = (0, 2), (1, 0), (1, 2)
-    matrices = [new[3:6], ShardedVectors([new[6:7], new[698:]])]
-    mixed = migrate.MixedVectors(old, to_new, matrices, location)
+    new_row = np.full(COUNT, -1)
+    new_row[5], new_row[6], new_row[699] = 2, 3, 5
+    vectors = ShardedVectors([new[3:6], ShardedVectors([new[6:7], new[698:]])])  # type: ignore[list-item]
+    mixed = migrate.MixedVectors(old, to_new, vectors, new_row)
     expected = to_new(old)
     expected[[5, 6, 699]] = new[[5, 6, 699]]
     assert mixed.shape == (COUNT, 8)
