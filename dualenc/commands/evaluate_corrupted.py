@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from dualenc import distributed
 from dualenc.commands.labelled_images import (
@@ -23,12 +22,11 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.corrupted import (
     CLEAN,
     Condition,
-    EncodeInputs,
     ImageVersions,
     SimCLRPrepare,
     confusions,
-    encode_versions,
     encoder_of,
+    measure_versions,
     nearest_images,
     nearest_versions,
     robustness_rows,
@@ -45,7 +43,6 @@ from dualenc.evaluation.corruptions import (
 )
 from dualenc.evaluation.probe import linear_probe
 from dualenc.evaluation.report import Table
-from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
@@ -72,16 +69,15 @@ def evaluate_corrupted(
         # Classes that the training images lack are an error before hours of encoding.
         _tested_labels(source, training.class_names)
     tower = open_image_tower(evaluation)
-    encoder = VersionEncoder(tower, images)
     names = source.corruptions
     conditions = [(name, options.severity) for name in names]
-    nearest = encoder.views(source, conditions, nearest_versions, "corrupted retrieval")
+    nearest = _measure_views(tower, source, conditions, images, nearest_versions, "corrupted retrieval")
     found = {"images": len(nearest), "severity": options.severity, **summarise(nearest, names)}
     metrics: dict[str, Any] = {"corrupted": found}
     retrieval = [_retrieval_row(f"among {len(names)} versions of the image", found)]
     tables = [Table("By corruption", _confusion_rows(nearest, names))]
     if clean is not None:
-        views = encoder.views(clean, [CLEAN], lambda features: features[:, :, 0], "clean images")
+        views = _measure_views(tower, clean, [CLEAN], images, lambda views: views[:, :, 0], "clean images")
         metrics["plain"] = {"images": len(views), **summarise(nearest_images(views))}
         retrieval.append(_retrieval_row("among all images, not corrupted", metrics["plain"]))
     if images.train is not None:
@@ -89,14 +85,14 @@ def evaluate_corrupted(
         fitted = labelled_features(evaluation, "train", tower, training, labels, **settings)
         # Processes may fit slightly different ones, and their results are put together.
         classifier = distributed.from_main(lambda: linear_probe(fitted.features, fitted.labels).classifier)
-        correct = encoder.correct(source, classifier, training.class_names, "robustness")
+        correct = _is_right(tower, source, images, classifier, training.class_names, "robustness")
         errors = 1 - correct.reshape(len(correct), len(names), len(SEVERITIES)).mean(axis=0)
         robustness: dict[str, Any] = {
             "images": len(correct),
             "mean_corruption_error": float(errors.mean()),
         }
         if clean is not None and clean.labels is not None:
-            correct = encoder.correct(clean, classifier, training.class_names, "clean images")
+            correct = _is_right(tower, clean, images, classifier, training.class_names, "clean images")
             robustness["clean_accuracy"] = float(correct.mean())
         tables.append(Table("Robustness of a linear probe", [dict(robustness)]))
         tables.append(
@@ -163,69 +159,50 @@ def _confusion_rows(nearest: np.ndarray, names: Sequence[str]) -> list[dict[str,
     return rows
 
 
-class VersionEncoder:
-    """Encodes versions of images; processes share the images. `options` say how many, with which seed and workers."""
+def _measure_views(
+    tower: Tower,
+    source: CorruptedImages,
+    conditions: Sequence[Condition],
+    images: ImageOptions,
+    value_of: Callable[[np.ndarray], np.ndarray],
+    what: str,
+) -> np.ndarray:
+    """`value_of` the embeddings (m, 2, C, D) of two augmented views of each version."""
+    versions = ImageVersions(source, conditions, SimCLRPrepare(tower.prepare), views=2, seed=images.seed)
+    return measure_versions(
+        versions,
+        encoder_of(tower, "embedding"),
+        lambda _, embeddings: value_of(embeddings),
+        random_rows(len(source), images.limit).tolist(),
+        num_workers=images.num_workers,
+        what=what,
+    )
 
-    def __init__(self, tower: Tower, options: ImageOptions) -> None:
-        self.tower = tower
-        self.options = options
 
-    def views(
-        self,
-        source: CorruptedImages,
-        conditions: Sequence[Condition],
-        value_of: Callable[[np.ndarray], np.ndarray],
-        what: str,
-    ) -> np.ndarray:
-        """`value_of` the embeddings (n, 2, C, D) of two augmented views of each version, of all images."""
-        prepare = SimCLRPrepare(self.tower.prepare)
-        versions = ImageVersions(source, conditions, prepare, views=2, seed=self.options.seed)
-        return self._values(
-            versions, encoder_of(self.tower, "embedding"), lambda _, embeddings: value_of(embeddings), what
-        )
+def _is_right(
+    tower: Tower,
+    source: CorruptedImages,
+    images: ImageOptions,
+    classifier: Pipeline,
+    class_names: Sequence[str] | None,
+    what: str,
+) -> np.ndarray:
+    """(n, C) whether a classifier of features is right about each image under each corruption and severity."""
+    labels = _tested_labels(source, class_names)
+    conditions = [(name, severity) for name in source.corruptions for severity in source.severities]
 
-    def correct(
-        self,
-        source: CorruptedImages,
-        classifier: Pipeline,
-        class_names: Sequence[str] | None,
-        what: str,
-    ) -> np.ndarray:
-        """(n, C) whether the classifier is right about each image under each corruption and severity."""
-        labels = _tested_labels(source, class_names)
-        conditions = [(name, severity) for name in source.corruptions for severity in source.severities]
-        versions = ImageVersions(source, conditions, self.tower.prepare)
+    def compare(rows: list[int], features: np.ndarray) -> np.ndarray:
+        predicted = classifier.predict(features.reshape(-1, features.shape[-1]))
+        return predicted.reshape(len(rows), -1) == labels[rows][:, None]
 
-        def is_right(rows: list[int], features: np.ndarray) -> np.ndarray:
-            predicted = classifier.predict(features.reshape(-1, features.shape[-1]))
-            return predicted.reshape(len(rows), -1) == labels[rows][:, None]
-
-        return self._values(versions, encoder_of(self.tower, "features"), is_right, what)
-
-    def _values(
-        self,
-        versions: ImageVersions,
-        encode: EncodeInputs,
-        value_of: Callable[[list[int], np.ndarray], np.ndarray],
-        what: str,
-    ) -> np.ndarray:
-        """`value_of` the row numbers and features (n, V, C, D) of the readable images, of all processes."""
-        rows = random_rows(len(versions), self.options.limit).tolist()
-        own = rows[distributed.rank_slice(len(rows))]
-        values: list[np.ndarray] = []
-        with tqdm(total=len(own), desc=what, unit=" images", disable=not distributed.is_main()) as bar:
-            for block in encode_versions(
-                versions, encode, indices=own, num_workers=self.options.num_workers
-            ):
-                if block.indices:
-                    values.append(value_of(block.indices, block.features))
-                bar.update(len(block.indices) + len(block.bad))
-                if block.bad:
-                    tqdm.write(printable(f"{what}: left out {block.bad[0]}"))
-        everything = [block for part in distributed.gather_objects(values) for block in part]
-        if not everything:
-            raise DualencError(f"{what}: none of {len(rows)} images can be read; check the data")
-        return np.concatenate(everything)
+    return measure_versions(
+        ImageVersions(source, conditions, tower.prepare),
+        encoder_of(tower, "features"),
+        compare,
+        random_rows(len(source), images.limit).tolist(),
+        num_workers=images.num_workers,
+        what=what,
+    )
 
 
 def _tested_labels(source: CorruptedImages, class_names: Sequence[str] | None) -> np.ndarray:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import faiss
 import numpy as np
@@ -13,12 +13,15 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
+from tqdm.auto import tqdm
 
+from dualenc import distributed
 from dualenc.data.views import SimCLR
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.corruptions import CorruptedImages
 from dualenc.evaluation.probe import unit_rows
 from dualenc.seeds import derive_seed
+from dualenc.terminal import printable
 from dualenc.types import Inputs, Output, Vectors
 
 if TYPE_CHECKING:
@@ -104,55 +107,57 @@ class ImageVersions(Dataset[Any]):
         return index, self.prepare(images * self.views, seeds)
 
 
-class Encoded(NamedTuple):
-    """A block of images: (n,) numbers, (n, V, C, D) features, and the reasons why others cannot be read.
-
-    V is 1 without augmentation.
-    """
-
-    indices: list[int]
-    features: Vectors
-    bad: list[str]
-
-
-def encode_versions(
+def measure_versions(
     versions: ImageVersions,
     encode: EncodeInputs,
+    value_of: Callable[[list[int], Vectors], Vectors],
+    indices: Sequence[int],
     *,
-    indices: Iterable[int] | None = None,
     num_workers: int = 0,
-) -> Iterator[Encoded]:
-    """Encode all versions of each image, about 256 versions at a time, in order; the same for any number of workers.
+    what: str = "images",
+) -> Vectors:
+    """(n, …) what `value_of` gives for the n readable images, from their numbers and the features of their versions.
+
+    About 256 versions are encoded at a time, in order; the same for any number of workers. Processes share the images.
+    Images that cannot be read are left out and named.
 
     Args:
         versions, encode: what to encode, and inputs with first dimension B to (B, D).
-        indices: numbers of the images; all by default.
+        value_of: from m numbers and features (m, V, C, D) to (m, …); V is 1 without augmentation.
+        indices: numbers of the images.
         num_workers: processes that corrupt and augment; 0 does it in this process.
+        what: of the progress bar and of messages.
     """
     shape = (max(versions.views, 1), len(versions.conditions))
+    own = indices[distributed.rank_slice(len(indices))]
     loader = DataLoader(
         versions,
         batch_size=max(1, VERSIONS_PER_FORWARD // math.prod(shape)),
-        sampler=list(range(len(versions)) if indices is None else indices),
+        sampler=own,
         num_workers=num_workers,
         collate_fn=list,
         worker_init_fn=_one_thread,
     )
-    for rows in loader:
-        block = Encoded([], np.zeros((0, *shape, 0)), [])
-        parts: list[Inputs] = []
-        for index, row in rows:
-            if not isinstance(row, DualencError):
-                block.indices.append(index)
-                parts.append(row)
-            elif isinstance(row, BadSample):
-                block.bad.append(str(row))
-            else:
-                raise row
-        if parts:
-            encoded = encode({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-            block = block._replace(features=encoded.reshape(len(parts), *shape, -1))
-        yield block
+    values: list[Vectors] = []
+    with tqdm(total=len(own), desc=what, unit=" images", disable=not distributed.is_main()) as bar:
+        for rows in loader:
+            readable: dict[int, Inputs] = {}
+            for index, row in rows:
+                if isinstance(row, BadSample):
+                    tqdm.write(printable(f"{what}: left out {row}"))
+                elif isinstance(row, DualencError):
+                    raise row
+                else:
+                    readable[index] = row
+            if readable:
+                parts = list(readable.values())
+                encoded = encode({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+                values.append(value_of(list(readable), encoded.reshape(len(parts), *shape, -1)))
+            bar.update(len(rows))
+    blocks = [block for part in distributed.gather_objects(values) for block in part]
+    if not blocks:
+        raise DualencError(f"{what}: none of {len(indices)} images can be read; check the data")
+    return np.concatenate(blocks)
 
 
 def _one_thread(worker: int) -> None:

@@ -29,12 +29,13 @@ def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, sev
     """
     from dualenc.commands.labelled_images import random_rows
     from dualenc.data import open_corpus
+    from dualenc.data.detect import default_split
     from dualenc.encoders import ImageEncoder
-    from dualenc.evaluation.corrupted import ImageVersions, SimCLRPrepare, encode_versions, nearest_versions, summarise
+    from dualenc.evaluation.corrupted import ImageVersions, SimCLRPrepare, measure_versions, nearest_versions, summarise
     from dualenc.evaluation.corruptions import ALL, GeneratedCorruptions
     from dualenc.types import Inputs
 
-    corpus = open_corpus(data, modality="image", split="test")
+    corpus = open_corpus(data, modality="image", split=default_split(data, "test"))
     source = GeneratedCorruptions(corpus.take(random_rows(len(corpus), images)).items, ALL)
     prepare = SimCLRPrepare(ImageEncoder(image_size=size).left.prepare)
     versions = ImageVersions(source, [(name, severity) for name in ALL], prepare, views=2)
@@ -43,15 +44,22 @@ def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, sev
     def encode(inputs: Inputs) -> np.ndarray:
         return inputs["image"].flatten(1).numpy() @ projection
 
-    start, found, searching = time.perf_counter(), [], 0.0
-    for block in encode_versions(versions, encode, num_workers=num_workers):
+    searches = []
+
+    def search(_: list[int], features: np.ndarray) -> np.ndarray:
         before = time.perf_counter()
-        found.append(nearest_versions(block.features))
-        searching += time.perf_counter() - before
+        nearest = nearest_versions(features)
+        searches.append(time.perf_counter() - before)
+        return nearest
+
+    start = time.perf_counter()
+    found = measure_versions(versions, encode, search, range(len(source)), num_workers=num_workers)
     seconds = time.perf_counter() - start
-    top1 = summarise(np.concatenate(found), ALL)["top1"]
+    top1 = summarise(found, ALL)["top1"]
     print(f"{len(source)} images of {size} pixels, {len(ALL)} corruptions, {num_workers} workers; top-1 {top1:.3f}")
-    print(f"{1000 * seconds / len(source):.1f} ms per image, {1000 * searching / len(source):.2f} of them in search")
+    print(
+        f"{1000 * seconds / len(source):.1f} ms per image, {1000 * sum(searches) / len(source):.2f} of them in search"
+    )
     print(f"{ALL_IMAGES * seconds / len(source) / 60:.1f} minutes for {ALL_IMAGES:,} images (want ≤ 15)")
 
 

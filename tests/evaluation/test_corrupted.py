@@ -16,7 +16,7 @@ from dualenc.evaluation.corrupted import (
     CLEAN,
     ImageVersions,
     confusions,
-    encode_versions,
+    measure_versions,
     nearest_images,
     nearest_versions,
     robustness_rows,
@@ -113,47 +113,44 @@ class WithBad:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("views", [0, 2])
-def test_the_stream_is_the_slow_loop(views: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_features_are_those_of_the_slow_loop(views: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_versions, "VERSIONS_PER_FORWARD", 2 * 3 * 2)
-    source = GeneratedCorruptions(pictures(5), seed=4)
+    source = GeneratedCorruptions(pictures(6), seed=4)
     versions = ImageVersions(source, CONDITIONS, prepare, views=views, seed=9)
-    blocks = list(encode_versions(versions, encode, num_workers=workers))
-    assert [index for block in blocks for index in block.indices] == list(range(5))
+    blocks: list[list[int]] = []
+
+    def value_of(rows: list[int], features: np.ndarray) -> np.ndarray:
+        blocks.append(rows)
+        return features
+
+    found = measure_versions(versions, encode, value_of, [0, 1, 3, 4, 5], num_workers=workers)
+    assert [row for rows in blocks for row in rows] == [0, 1, 3, 4, 5]
     assert len(blocks) > 1
-    found = np.concatenate([block.features for block in blocks])
     assert found.shape == (5, max(views, 1), 3, 3)
-    for index in range(5):
+    for place, index in enumerate([0, 1, 3, 4, 5]):
         for c, (name, severity) in enumerate(CONDITIONS):
             image = source.image(index, name, severity)
             for view in range(max(views, 1)):
                 seeds = [derive_seed(9, index, name, severity, view, bits=32)] if views else None
-                assert np.allclose(found[index, view, c], encode(prepare([image], seeds))[0], rtol=1e-6)
-
-
-def test_a_part_of_the_images_gives_that_part_of_the_features() -> None:
-    versions = ImageVersions(CleanImages(pictures(6)), [CLEAN], prepare, views=2)
-    whole = np.concatenate([block.features for block in encode_versions(versions, encode)])
-    part = np.concatenate([block.features for block in encode_versions(versions, encode, indices=[1, 4])])
-    assert np.array_equal(part, whole[[1, 4]])
+                assert np.allclose(found[place, view, c], encode(prepare([image], seeds))[0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_bad_images_are_left_out_and_told(workers: int) -> None:
+def test_bad_images_are_left_out_and_told(workers: int, capsys: pytest.CaptureFixture[str]) -> None:
     versions = ImageVersions(CleanImages(WithBad(pictures(4), {0, 2})), [CLEAN], prepare)
-    blocks = list(encode_versions(versions, encode, num_workers=workers))
-    assert [index for block in blocks for index in block.indices] == [1, 3]
-    assert [bad for block in blocks for bad in block.bad] == [
-        "row 0: cannot be decoded",
-        "row 2: cannot be decoded",
-    ]
-    assert sum(len(block.features) for block in blocks) == 2
+    found = measure_versions(versions, encode, lambda rows, _: np.array(rows), range(4), num_workers=workers)
+    assert found.tolist() == [1, 3]
+    shown = capsys.readouterr().out
+    assert all(f"left out row {row}: cannot be decoded" in shown for row in (0, 2))
+    with pytest.raises(DualencError, match="none of 1 images can be read"):
+        measure_versions(versions, encode, lambda rows, _: np.array(rows), [2], num_workers=workers)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_too_small_images_are_one_line_from_any_process(workers: int) -> None:
     versions = ImageVersions(GeneratedCorruptions(pictures(2, size=28)), CONDITIONS, prepare)
     with pytest.raises(DualencError, match="image 0 is 28x28; corruptions need 32x32") as error:
-        list(encode_versions(versions, encode, num_workers=workers))
+        measure_versions(versions, encode, lambda _, features: features, range(2), num_workers=workers)
     assert "\n" not in str(error.value)
 
 
