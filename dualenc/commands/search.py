@@ -48,14 +48,9 @@ def search(
             matches this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
         json: print JSON, in ASCII, instead of a table.
     """
-    from dualenc.search.searcher import Query
-
     searcher = _open(index, query, k, ranking, options)
-    conditions = searcher.conditions(where or ())
-    side = searcher.query_side(_modality(query, searcher.takes))
-    item = _item(query, searcher.encoder.tower(side).modality)
-    fusion: dict[str, Any] = {"hybrid": ranking.hybrid, "weight": ranking.weight}
-    hits = searcher.search(Query(side, item, k=k, where=conditions, filter=filter, **fusion))
+    item = _item(query, _modality(query, searcher.takes))
+    hits = searcher.search(item, k, where=where or (), filter=filter, **vars(ranking))
     searcher.close()
     columns = searcher.index.column_kinds
     results = []
@@ -66,7 +61,7 @@ def search(
         print(dumps({"query": query, "index": index, "results": results}, indent=2))
     elif not results:
         restricted = (
-            " that meets all conditions; search with fewer or wider ones" if conditions or filter else ""
+            " that meets all conditions; search with fewer or wider ones" if where or filter else ""
         )
         print(printable(f"nothing was found for {query!r}{restricted}"))
     else:

@@ -1,11 +1,11 @@
-"""Searcher: an index or a pushed collection with its model; texts, images, vectors or ids in, results out."""
+"""Searcher: an index or a pushed collection with its model; texts, images or vectors in, results out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from dualenc.encoders.dual import DualEncoder, unit_norm
 from dualenc.encoders.frozen import IndexEncoder
 from dualenc.encoders.load import load_model
-from dualenc.errors import DualencError, Unsupported
+from dualenc.errors import DualencError
 from dualenc.files import consistent_read
 from dualenc.search.embed import tower_checksum
 from dualenc.search.engines import open_engine
@@ -22,36 +22,17 @@ from dualenc.search.index import Hit, Index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
 from dualenc.search.pushed import Engine, is_pushed
-from dualenc.search.where import Condition, meets, parse_conditions
+from dualenc.search.where import meets, parse_conditions
 from dualenc.types import Modality, Side
-
-
-class Query(NamedTuple):
-    """Search query: a text, image or vector.
-
-    Attributes:
-        side: the side of the model that encodes the item.
-        where: conditions on columns of an index, all of which must hold.
-        filter: in the engine's own language, JSON of Qdrant or SQL of PostgreSQL; "" for none. SQL reads whatever the
-            user of the connection may read: only from whoever owns it.
-        hybrid: how to fuse the results of a text's vector with those of BM25; None for the vector alone.
-        weight: of the vector's results in the fusion, from 0 to 1; BM25 has the rest.
-    """
-
-    side: Side
-    item: Any
-    k: int = 10
-    where: tuple[Condition, ...] = ()
-    filter: str = ""
-    hybrid: Fusion | None = None
-    weight: float = 0.5
 
 
 @dataclass(eq=False)
 class Searcher:
-    """An open index with its model, for one thread at a time; create one with `Searcher.open`."""
+    """An open index with its model, for one thread at a time; create one with `Searcher.open`.
 
-    folder: Path
+    Searcher.open("index").search("how do I resume?", k=5)
+    """
+
     index: Index | Engine
     encoder: DualEncoder
     lexical: Lexical | None = None
@@ -89,7 +70,7 @@ class Searcher:
             index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
         encoder = load_model(model or recorded_model(index, folder), device=device)
         check_encoder(encoder, index.meta, index.dim, folder)
-        return cls(folder, index, encoder, lexical, settings)
+        return cls(index, encoder, lexical, settings)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -126,57 +107,60 @@ class Searcher:
             return self._only_side
         return "left" if self.encoder.left.modality == modality else "right"
 
-    def conditions(self, words: Sequence[str]) -> tuple[Condition, ...]:
-        """Parse conditions such as year>=2020."""
-        if words and not self.index.takes_conditions:
-            raise Unsupported(
-                f"this engine filters in its own language ({self.filter_language}); give a filter"
-            )
-        if words and not self.index.column_kinds:
-            raise Unsupported("the index was built without --columns to filter by; leave conditions out")
-        return tuple(parse_conditions(words, self.index.column_kinds))
+    def search(
+        self,
+        item: Any,
+        k: int = 10,
+        *,
+        where: Sequence[str] = (),
+        filter: str = "",
+        hybrid: Fusion | None = None,
+        weight: float = 0.5,
+    ) -> list[Hit]:
+        """The best k items for a text, an image or a vector, best first.
 
-    @property
-    def filter_language(self) -> str:
-        """The language of `Query.filter`: "JSON" for Qdrant, "SQL" for PostgreSQL, "" for a FAISS index."""
-        return self.index.filter_language
-
-    def check(self, query: Query) -> None:
-        """Refuse a query that this index cannot answer; error messages contain no path."""
-        is_text = isinstance(query.item, str)
-        if query.hybrid is not None and not (is_text and self.lexical):
-            raise Unsupported(
+        Args:
+            item: a string, a PIL image, or a vector (D,) for a model of vectors.
+            k: how many.
+            where: conditions on columns such as year>=2020 (`parse_conditions`), all of which must hold.
+            filter: in the engine's own language, JSON of Qdrant or SQL of PostgreSQL; "" for none. SQL reads whatever
+                the user of the connection may read: only from whoever owns it.
+            hybrid: how to fuse the results of a text's vector with those of BM25; None for the vector alone.
+            weight: of the vector's results in the fusion, from 0 to 1; BM25 has the rest.
+        """
+        side = self.query_side(_modality(item))
+        if hybrid is not None and not (isinstance(item, str) and self.lexical):
+            raise DualencError(
                 "hybrid search needs a text, and an index that was built with --bm25; leave it out"
             )
-        if query.filter and isinstance(self.index, Index):
-            raise Unsupported("only an engine takes a filter; give conditions (where)")
-        if query.filter and isinstance(self.index, Engine):
-            self.index.check_filter(query.filter)
-
-    def search(self, query: Query) -> list[Hit]:
-        """The best items for a query, best first."""
-        self.check(query)
-        depth = query.k if query.hybrid is None else max(query.k, FUSION_DEPTH)
-        depth = min(depth, len(self))
-        vector = self._vector(query)
-        allowed_rows = None
+        if where and not self.index.column_kinds:
+            raise DualencError("the index was built without --columns to filter by; leave conditions out")
+        conditions = tuple(parse_conditions(where, self.index.column_kinds))
+        depth = min(k if hybrid is None else max(k, FUSION_DEPTH), len(self))
         if isinstance(self.index, Engine):
-            hits = self.index.search(vector, depth, query.filter, query.where, **self.settings)[0]
-        else:
-            if query.where and self.index.columns is not None:
-                allowed_rows = meets(query.where, self.index.columns)
-            hits = self.index.search(vector, depth, allowed_rows=allowed_rows, **self.settings)[0]
-        if query.hybrid is not None:
-            hits = self._fused(query, hits, depth, allowed_rows)
-        return hits[: query.k]
+            if filter:
+                self.index.check_filter(filter)
+            vector = self._vector(item, side)
+            return self.index.search(vector, depth, filter, conditions, **self.settings)[0]
+        if filter:
+            raise DualencError("only an engine takes a filter; give conditions (where)")
+        allowed_rows = None
+        if conditions and self.index.columns is not None:
+            allowed_rows = meets(conditions, self.index.columns)
+        vector = self._vector(item, side)
+        hits = self.index.search(vector, depth, allowed_rows=allowed_rows, **self.settings)[0]
+        if hybrid is not None and self.lexical is not None:
+            rows = self.lexical.search(item, depth, allowed_rows)
+            hits = _fused(hits, [self.index.hit(row, score) for row, score in rows], hybrid, weight)
+        return hits[:k]
 
     @torch.inference_mode()
-    def _vector(self, query: Query) -> np.ndarray:
+    def _vector(self, item: Any, side: Side) -> np.ndarray:
         """The vector (D,) of a query, of the size of the index, which may contain the first components only."""
-        tower = self.encoder.tower(query.side)
+        tower = self.encoder.tower(side)
         forward = tower.features if self.index.meta.get("output", "embedding") == "features" else tower
         device = next((tensor.device for tensor in tower.state_dict().values()), torch.device("cpu"))
-        inputs = tower.prepare([query.item])
+        inputs = tower.prepare([item])
         encoded = forward({name: tensor.to(device) for name, tensor in inputs.items()}).float()
         if self.index.dim < encoded.shape[1]:
             encoded = unit_norm(encoded[:, : self.index.dim])
@@ -185,17 +169,18 @@ class Searcher:
             raise DualencError("the model gives vectors that are not finite; check its weights")
         return vector
 
-    def _fused(
-        self, query: Query, hits: list[Hit], depth: int, allowed_rows: np.ndarray | None
-    ) -> list[Hit]:
-        assert self.lexical is not None
-        assert isinstance(self.index, Index)
-        ranked_rows = self.lexical.search(query.item, depth, allowed_rows)
-        lexical_hits = [self.index.hit(row, score) for row, score in ranked_rows]
-        hit_of = {hit.id: hit for hit in (*lexical_hits, *hits)}
-        rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, lexical_hits)]
-        fused = fuse(rankings, query.hybrid or "rrf", weights=[query.weight, 1 - query.weight])
-        return [hit_of[name]._replace(score=score) for name, score in fused]
+
+def _modality(item: Any) -> Modality:
+    if isinstance(item, str):
+        return "text"
+    return "vector" if isinstance(item, np.ndarray) else "image"
+
+
+def _fused(hits: list[Hit], lexical_hits: list[Hit], method: Fusion, weight: float) -> list[Hit]:
+    hit_of = {hit.id: hit for hit in (*lexical_hits, *hits)}
+    rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, lexical_hits)]
+    fused = fuse(rankings, method, weights=[weight, 1 - weight])
+    return [hit_of[name]._replace(score=score) for name, score in fused]
 
 
 def check_encoder(encoder: DualEncoder, meta: Mapping[str, Any], dim: int, source: str | Path) -> None:

@@ -69,7 +69,7 @@ def test_mistakes_end_in_one_line(tmp_path: Path, emb: Path, engine: Path, capsy
     cases: list[tuple[tuple[Any, ...], str]] = [
         (("push", emb, tmp_path / "data"), "no URL of a Qdrant server"),
         (("push", emb, "http://local", "--out", tmp_path / "index"), "holds no collection"),
-        (("search", engine, "wing", "--where", "year>1"), "in its own language (JSON); give a filter"),
+        (("search", engine, "wing", "--where", "year>1"), "Qdrant filters by its own JSON"),
         (("search", tmp_path / "index", "wing", "--filter", "year>1"), "only an engine takes a filter"),
     ]
     for words, message in cases:

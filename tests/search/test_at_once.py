@@ -16,7 +16,7 @@ from dualenc.files import locked
 from dualenc.search import Embeddings, Index, refined
 from dualenc.search.change import append, remove
 from dualenc.search.lexical import Lexical
-from dualenc.search.searcher import Query, Searcher
+from dualenc.search.searcher import Searcher
 from dualenc.search.texts import TextStore
 from tests.commands import toy
 from tests.commands.in_process import failure, run
@@ -109,11 +109,10 @@ def test_what_is_appended_is_found_by_its_words_and_its_text_is_kept(made: Path,
     texts = dict(zip([f"d{i}" for i in range(30)], toy.texts(30)))
     shutil.copytree(made / "index", tmp_path / "index")
     searcher = Searcher.open(tmp_path / "index", str(made / "model"))
-    query = Query("left", texts["d0"], k=25, hybrid="rrf")
-    before = searcher.search(query)
+    before = searcher.search(texts["d0"], k=25, hybrid="rrf")
     run("index", made / "model", made / "more.jsonl", "--out", tmp_path / "index", "--append")
     same_as_built_anew(tmp_path / "index", texts)
-    assert searcher.search(query) == before
+    assert searcher.search(texts["d0"], k=25, hybrid="rrf") == before
     (tmp_path / "gone.txt").write_text("d3\nd27\n")
     run("index", tmp_path / "index", "--remove", tmp_path / "gone.txt")
     same_as_built_anew(tmp_path / "index", {name: text for name, text in texts.items() if name not in ("d3", "d27")})

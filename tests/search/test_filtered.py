@@ -18,7 +18,7 @@ from dualenc.errors import DualencError
 from dualenc.search import Embeddings, Index, change
 from dualenc.search.filtered import SCANNED_BELOW
 from dualenc.search.fusion import fuse
-from dualenc.search.searcher import Query, Searcher
+from dualenc.search.searcher import Searcher
 from tests.commands import toy
 from tests.commands.in_process import found, run
 from tests.search.clusters import clustered, exact_rows
@@ -97,7 +97,7 @@ def test_conditions_hold_before_the_search(made: Path, where: list[str], hybrid:
         assert searcher.lexical is not None
         words = [(f"d{row}", score) for row, score in searcher.lexical.search(query, 60) if row in kept]
         expected = fuse([expected, words], hybrid)
-    hits = searcher.search(Query("left", query, k=60, where=searcher.conditions(where), hybrid=hybrid))
+    hits = searcher.search(query, k=60, where=where, hybrid=hybrid)
     assert {hit.id: hit.score for hit in hits} == pytest.approx(dict(expected), abs=1e-5)
     for hit in hits:
         row = documents()[int(hit.id[1:])]

@@ -18,7 +18,7 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.retrieval import bm25_run
 from dualenc.search.fusion import fuse
 from dualenc.search.lexical import K1, B, Lexical, split_terms
-from dualenc.search.searcher import Query, Searcher
+from dualenc.search.searcher import Searcher
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
@@ -82,10 +82,10 @@ def test_saved_and_opened_it_finds_the_same(made: Path) -> None:
 def test_hybrid_search_is_the_fusion_of_both_rankings(made: Path, how: Any, weight: float) -> None:
     query, searcher = "fox dog dog", Searcher.open(made / "index")
     assert searcher.lexical is not None
-    dense = [(hit.id, hit.score) for hit in searcher.search(Query("left", query, k=60))]
+    dense = [(hit.id, hit.score) for hit in searcher.search(query, k=60)]
     words = [(f"d{row}", score) for row, score in searcher.lexical.search(query, 60)]
     expected = fuse([dense, words], how, weights=[weight, 1 - weight])[:10]
-    hits = searcher.search(Query("left", query, k=10, hybrid=how, weight=weight))
+    hits = searcher.search(query, k=10, hybrid=how, weight=weight)
     np.testing.assert_allclose([hit.score for hit in hits], [score for _, score in expected], atol=1e-5)
     assert hits[0].snippet == toy.texts(60)[int(hits[0].id[1:])]
 
@@ -116,8 +116,11 @@ def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.C
         Searcher.open(folder, made / "model")
 
 
-def test_mistakes(made: Path) -> None:
+def test_mistakes(made: Path, tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="no text holds a word"):
         Lexical.build(["", "the of"])
+    run("index", made / "model", made / "docs.jsonl", "--out", tmp_path / "plain")
     with pytest.raises(DualencError, match="hybrid search needs a text"):
-        Searcher.open(made / "index").search(Query("left", np.ones(32), hybrid="rrf"))
+        Searcher.open(tmp_path / "plain").search("fox", hybrid="rrf")
+    with pytest.raises(DualencError, match="the query is vector, and the model of this index takes a text"):
+        Searcher.open(tmp_path / "plain").search(np.ones(32))
