@@ -110,12 +110,19 @@ def relevant_pairs(
     queries: Corpus, qrels: Mapping[str, Mapping[str, int]], document_ids: Sequence[str]
 ) -> RelevantPairs:
     """The relevant (query, document) pairs of judgements. Queries without one are left out: nothing trains on them."""
-    judged = [(query, document, grade) for query in qrels for document, grade in qrels[query].items()]
-    names, documents, grades = zip(*judged)
-    document_rows = rows_of(document_ids, documents)
-    is_pair = (document_rows >= 0) & (np.array(grades) >= 1)
-    used, left_id = np.unique(rows_of(queries.ids, names)[is_pair], return_inverse=True)
-    return RelevantPairs(queries.take(used), left_id, document_rows[is_pair], np.array(grades)[is_pair])
+    query_row = {name: row for row, name in enumerate(queries.ids)}
+    query_rows: list[int] = []
+    documents: list[str] = []
+    grades: list[int] = []
+    for query, judged in qrels.items():
+        relevant = {document: grade for document, grade in judged.items() if grade >= 1}
+        query_rows += [query_row[query]] * len(relevant)
+        documents += relevant
+        grades += relevant.values()
+    right_id = rows_of(document_ids, documents)
+    is_pair = right_id >= 0
+    used, left_id = np.unique(np.array(query_rows)[is_pair], return_inverse=True)
+    return RelevantPairs(queries.take(used), left_id, right_id[is_pair], np.array(grades)[is_pair])
 
 
 def read_beir(

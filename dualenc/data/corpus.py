@@ -71,12 +71,6 @@ class Corpus:
         for name, rows in (("columns", self.columns), ("labels", self.labels)):
             if rows is not None and len(rows) != len(self.ids):
                 raise DualencError(f"{name} has {len(rows)} rows for {len(self.ids)} items; give one each")
-        if self.labels is not None and self.class_names is not None:
-            highest = self.labels.max(initial=-1)
-            if highest >= len(self.class_names):
-                raise DualencError(
-                    f"labels: class {highest} has no name among {len(self.class_names)} class_names"
-                )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -130,8 +124,9 @@ def held_out(pairs: PairDataset) -> RetrievalSet:
     queries, left_rows = used_items(pairs, "left")
     corpus, right_rows = used_items(pairs, "right")
     qrels: dict[str, dict[str, int]] = {name: {} for name in queries.ids}
-    for left, right in zip(left_rows.tolist(), right_rows.tolist(), strict=True):
-        qrels[queries.ids[left]][corpus.ids[right]] = 1
+    for left, right in zip(left_rows, right_rows, strict=True):
+        query = queries.ids[left]
+        qrels[query][corpus.ids[right]] = 1
     return RetrievalSet(queries, corpus, qrels)
 
 
@@ -140,7 +135,8 @@ def used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
     modality = pairs.left_modality if side == "left" else pairs.right_modality
     used, rows = np.unique(pairs.item_ids(side), return_inverse=True)
     # Prefix ids, so that removing self-matches does not drop documents.
-    return Corpus([f"{side}-{item}" for item in used], Picked(pairs.items(side), used), modality), rows
+    ids = [f"{side}-{item}" for item in used]
+    return Corpus(ids, Picked(pairs.items(side), used), modality), rows
 
 
 def table_corpus(
@@ -199,8 +195,10 @@ def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
     """The id of each row in a column, None where it has none; without a column the row's number."""
     if id_column is None:
         return [str(row) for row in range(len(table))]
-    values = Column(table, id_column, "text").values()
-    names = [None if value is None or not str(value).strip() else str(value) for value in values]
+    names: list[str | None] = []
+    for value in Column(table, id_column, "text").values():
+        text = None if value is None else str(value)
+        names.append(text if text and text.strip() else None)
     # Beside missing ids pandas writes id 7 as 7.0.
     if None in names and all(name is None or _WHOLE_FLOAT.fullmatch(name) for name in names):
         names = [name and name.removesuffix(".0") for name in names]
@@ -245,10 +243,11 @@ class Labels(NamedTuple):
 def labels_of_names(names: Sequence[str]) -> Labels:
     """Number class names in sorted order; whole numbers below a million keep their value."""
     if all(_CLASS_NUMBER.fullmatch(name) for name in names):
-        numbers = np.array([int(name) for name in names], dtype=np.int64)
-        return Labels(numbers, [str(i) for i in range(int(numbers.max(initial=-1)) + 1)])
-    classes, numbers = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
-    return Labels(numbers.astype(np.int64), classes.tolist())
+        numbers = np.array(names, dtype=np.int64)
+        num_classes = int(numbers.max(initial=-1)) + 1
+        return Labels(numbers, [str(number) for number in range(num_classes)])
+    classes, numbers = np.unique(np.array(names, dtype=str), return_inverse=True)
+    return Labels(numbers, classes.tolist())
 
 
 def labels_of_column(table: DataTable, name: str) -> Labels | None:

@@ -104,11 +104,14 @@ class Mixture(PairDataset):
         """Those of every source by its name, and the arguments of the mixture."""
         checksums: dict[str, str] = {}
         for name, part in self.sources.items():
-            checksums |= {f"{name}.{what}": checksum for what, checksum in part.identities().items()}
-        weights = {f"{name}.weight": f"{weight:g}" for name, weight in self.source_weights.items()}
-        prompts = {f"{name}.prompts": digest_of(both) for name, both in self.prompts.items()}
-        names = {"sources": ", ".join(self.sources), "batches": self.batches}
-        return {**checksums, **weights, **prompts, **names}
+            for what, checksum in part.identities().items():
+                checksums[f"{name}.{what}"] = checksum
+        for name, weight in self.source_weights.items():
+            checksums[f"{name}.weight"] = f"{weight:g}"
+        for name, prompts in self.prompts.items():
+            checksums[f"{name}.prompts"] = digest_of(prompts)
+        # The order is part of `identity`.
+        return checksums | {"sources": ", ".join(self.sources), "batches": self.batches}
 
 
 def _check_sources(sources: Mapping[str, PairDataset]) -> None:
@@ -172,7 +175,7 @@ def _joined_weights(parts: Sequence[PairDataset]) -> np.ndarray | None:
     """The weights of one part after the other, 1 where a part has none; None if none has any."""
     if all(part.weights is None for part in parts):
         return None
-    weights = [part.weights for part in parts]
-    return np.concatenate(
-        [np.ones(size, np.float32) if own is None else own for own, size in zip(weights, map(len, parts))]
-    )
+    weights = []
+    for part in parts:
+        weights.append(np.ones(len(part), np.float32) if part.weights is None else part.weights)
+    return np.concatenate(weights)

@@ -408,13 +408,14 @@ def find_files(source: str, split: str) -> list[Path]:
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     # The hub keeps the files of a data set in `data`.
     entries = [*folder.glob("*"), *(folder / "data").glob("*")]
-    tables = sorted(file for file in entries if file.is_file() and file_format(file) in TABLE_FORMATS)
-    split_of = {file: re.split(r"[._-]", file.name)[0] for file in tables}
-    files = [file for file, name in split_of.items() if name == split_name(split)]
-    if split_of and not files:
-        available = ", ".join(sorted(set(split_of.values())))
-        raise DualencError(f"{folder}: no split {split!r}; there are: {available}")
-    return files
+    splits: dict[str, list[Path]] = {}
+    for file in sorted(entries):
+        if file.is_file() and file_format(file) in TABLE_FORMATS:
+            name = re.split(r"[._-]", file.name)[0]
+            splits.setdefault(name, []).append(file)
+    if splits and split_name(split) not in splits:
+        raise DualencError(f"{folder}: no split {split!r}; there are: {', '.join(sorted(splits))}")
+    return splits.get(split_name(split), [])
 
 
 def split_name(split: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +109,23 @@ class Embeddings:
 
     def _ranges(self, rows: int) -> Iterator[tuple[int, int]]:
         """Start and stop of blocks of at most `rows` rows that do not cross shards: views of the file, not copies."""
-        starts = set(range(0, len(self), rows))
+        bounds = set(range(0, len(self), rows))
+        bounds.add(len(self))
         if isinstance(self.vectors, ShardedVectors):
-            starts.update(self.vectors.offsets[:-1].tolist())
-        ordered = sorted(starts - {len(self)})
-        yield from zip(ordered, [*ordered[1:], len(self)])
+            bounds.update(self.vectors.offsets.tolist())
+        yield from pairwise(sorted(bounds))
 
     def record_batches(self, rows: int = 16384) -> Iterator[pa.RecordBatch]:
         """All items in order, at most `rows` in a batch: id, vector as stored, text if kept, and the user's columns."""
+        texts = None
+        columns = None
         for start, stop in self._ranges(rows):
-            texts = None if self.snippets is None else self.snippets[start:stop]
-            columns = None if self.columns is None else self.columns.slice(start, stop - start)
-            yield item_batch(self.ids[start:stop], texts, columns, np.asarray(self.vectors[start:stop]))
+            if self.snippets is not None:
+                texts = self.snippets[start:stop]
+            if self.columns is not None:
+                columns = self.columns.slice(start, stop - start)
+            vectors = np.asarray(self.vectors[start:stop])
+            yield item_batch(self.ids[start:stop], texts, columns, vectors)
 
 
 class ShardedVectors:
@@ -136,23 +142,29 @@ class ShardedVectors:
 
     def __getitem__(self, rows: int | slice | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(rows, (int, np.integer)):
-            number = int(np.searchsorted(self.offsets, rows, side="right")) - 1
+            number = self._shard_of(rows)
             return self.shards[number][rows - self.offsets[number]]
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
-            number = int(np.searchsorted(self.offsets, start, side="right")) - 1
+            number = self._shard_of(start)
             if step == 1 and start < stop <= self.offsets[number + 1]:
                 first = self.offsets[number]
                 return self.shards[number][start - first : stop - first]  # a view of the file
             rows = np.arange(start, stop, step)
         rows = np.asarray(rows)
-        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
+        if rows.dtype == bool:
+            rows = np.flatnonzero(rows)
+        rows = rows.astype(np.int64)
         result = np.empty((len(rows), self.shape[1]), self.dtype)
-        shard_of = np.searchsorted(self.offsets, rows, side="right") - 1
-        for number in np.unique(shard_of):
-            in_shard = shard_of == number
-            result[in_shard] = self.shards[number][rows[in_shard] - self.offsets[number]]
+        numbers = self._shard_of(rows)
+        for number in np.unique(numbers):
+            in_shard = numbers == number
+            first = self.offsets[number]
+            result[in_shard] = self.shards[number][rows[in_shard] - first]
         return result
+
+    def _shard_of(self, rows: Any) -> Any:
+        return np.searchsorted(self.offsets, rows, side="right") - 1
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(np.concatenate(self.shards), dtype=dtype)
@@ -214,13 +226,14 @@ def read_shard(path: Path, dim: int, dtype: str) -> tuple[pa.RecordBatch, np.nda
 
 def vectors_of(batch: pa.RecordBatch, dim: int, dtype: str, path: Path) -> np.ndarray:
     """The vectors (n, D) of a record batch, a view of the file."""
-    number = batch.schema.get_field_index("vector")
-    kind = batch.schema.types[number] if number >= 0 else pa.null()
-    if not pa.types.is_fixed_size_list(kind) or (kind.list_size, kind.value_type) != (dim, DTYPES[dtype]):
-        raise DualencError(
-            f"{path}: corrupt (it holds {kind} instead of {dtype} vectors of dimension {dim}); {AGAIN}"
-        )
+    expected = pa.list_(DTYPES[dtype], dim)
+    kind = pa.null()
+    if "vector" in batch.schema.names:
+        kind = batch.schema.field("vector").type
+    if kind != expected:
+        problem = f"it holds {kind} instead of {dtype} vectors of dimension {dim}"
+        raise DualencError(f"{path}: corrupt ({problem}); {AGAIN}")
     try:
-        return batch.column(number).flatten().to_numpy().reshape(len(batch), dim)
+        return batch.column("vector").flatten().to_numpy().reshape(len(batch), dim)
     except ValueError:  # Arrow's own errors are of this kind
         raise DualencError(f"{path}: corrupt (a vector is missing); {AGAIN}") from None

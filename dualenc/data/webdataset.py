@@ -57,15 +57,13 @@ class WebDatasetPairs(PairDataset):
     Each tar is scanned once for an index, stored in the cache folder.
 
     Args:
-        path: a tar, a folder of tars, a glob of tars, or a list of these.
+        path: a tar, a folder of tars, or a glob of tars.
         deduplicate: equal texts and equal images of one side share an id; this reads texts and images of equal size.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
     """
 
-    def __init__(
-        self, path: str | Path | list[str], *, deduplicate: bool = True, on_error: OnError = "skip"
-    ) -> None:
-        bad_rows = BadRows(path[0] if isinstance(path, list) else path, on_error)
+    def __init__(self, path: str | Path, *, deduplicate: bool = True, on_error: OnError = "skip") -> None:
+        bad_rows = BadRows(path, on_error)
         samples = _Samples(path, bad_rows)
         images = _Files(samples, "image")
         texts = _Files(samples, "text")
@@ -90,10 +88,10 @@ def tar_corpus(path: str | Path, modality: Modality, bad_rows: BadRows) -> Corpu
     files = _Files(_Samples(path, bad_rows), modality)
     rows = files.usable("item", np.arange(len(files)), bad_rows)
     bad_rows.require(len(rows), "item")
-    names = [files.name(row) for row in rows.tolist()]
+    names = [files.name(row) for row in rows]
     # Samples of different tars may have the same name.
     if len(set(names)) < len(names):
-        names = [f"{files.tar_of(row).stem}/{name}" for row, name in zip(rows, names)]
+        names = [f"{files.tar_of(row).stem}/{files.name(row)}" for row in rows]
     return Corpus(names, Picked(files, rows), modality)
 
 
@@ -103,12 +101,12 @@ class _Samples:
     Of each sample its name and the number of its tar; of each file its sample, extension, offset and size.
     """
 
-    def __init__(self, path: str | Path | list[str], bad_rows: BadRows) -> None:
-        self.tars = _find_tars(path)
+    def __init__(self, path: str | Path, bad_rows: BadRows) -> None:
+        refuse_url(path)
+        self.tars = glob_files(str(Path(path) / "*.tar") if Path(path).is_dir() else str(path))
         if not self.tars:
-            raise DualencError(
-                f"{path}: no such tar; give a .tar file, a folder of them or a glob like 'shards/*.tar'"
-            )
+            fix = "give a .tar file, a folder of them or a glob like 'shards/*.tar'"
+            raise DualencError(f"{path}: no such tar; {fix}")
         tables = [index_tar(tar, bad_rows) for tar in self.tars]
         # Numbered in order of appearance, tar by tar: files of a sample need not follow one another.
         samples = [table["sample"].combine_chunks().dictionary_encode() for table in tables]
@@ -119,13 +117,6 @@ class _Samples:
         self.files = pa.concat_tables(tables)
         sample_of = [names.indices.to_numpy() + start for names, start in zip(samples, starts)]
         self.sample_of_file = np.concatenate(sample_of)
-
-
-def _find_tars(path: str | Path | list[str]) -> list[Path]:
-    if isinstance(path, list):
-        return [tar for part in path for tar in _find_tars(part)]
-    refuse_url(path)
-    return glob_files(str(Path(path) / "*.tar") if Path(path).is_dir() else str(path))
 
 
 class _Files:

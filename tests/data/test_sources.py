@@ -200,7 +200,6 @@ def test_snippets_are_in_one_line(tmp_path: Path) -> None:
         ({"ids": ["a"], "items": ["x", "y"]}, "ids has 1 rows but there are 2 items"),
         ({"ids": ["a", "b", "a"], "items": ["x", "y", "z"]}, r"'a' is a duplicate \(2 times\)"),
         ({"ids": ["a"], "items": ["x"], "labels": [0, 1]}, "labels has 2 rows for 1 items"),
-        ({"ids": ["a"], "items": ["x"], "labels": [2], "class_names": ["c", "d"]}, "class 2 has no name"),
     ],
 )
 def test_wrong_arguments_of_a_corpus(arguments: dict, message: str) -> None:
