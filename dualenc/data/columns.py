@@ -78,15 +78,19 @@ class Column:
             return _is(kind, *_TEXT_LIKE)
         if not _is(kind, "struct"):
             return _is(kind, *_STRINGS, *_BYTES, "null")
-        parts = self._parts().items()
-        return bool(parts) and all(_is(part.type, *_RECORD_PARTS[name], "null") for name, part in parts)
+        parts = self._parts()
+        for name, part in parts.items():
+            if not _is(part.type, *_RECORD_PARTS[name], "null"):
+                return False
+        return bool(parts)
 
     def _guess_modality(self) -> Modality:
         if not self.holds_strings:
             return "image" if _is(self.array.type, *_BYTES, "struct") else "text"
-        rows = np.linspace(0, max(0, len(self) - 1), min(len(self), _VALUES_EXAMINED)).astype(np.int64)
-        values = [str(self[row] or "").strip() for row in np.unique(rows)]
-        values = [value for value in values if value]
+        num_examined = min(len(self), _VALUES_EXAMINED)
+        rows = np.linspace(0, max(0, len(self) - 1), num_examined, dtype=np.int64)
+        texts = [str(self[row] or "").strip() for row in np.unique(rows)]
+        values = [text for text in texts if text]
         names = sum(value.lower().endswith(IMAGE_SUFFIXES) for value in values)
         modality: Modality = "image" if 0 < len(values) <= 2 * names else "text"
         if 0 < names < len(values):

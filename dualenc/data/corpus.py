@@ -165,7 +165,8 @@ def table_corpus(
     if values.is_list:
         # 0, 1, 2, … within each row: the rows ascend.
         entry = np.arange(len(values.rows)) - np.searchsorted(values.rows, values.rows, side="left")
-        names = [f"{names[row]}#{k}" if names[row] else None for row, k in zip(values.rows, entry)]
+        numbered = zip([names[row] for row in values.rows], entry)
+        names = [f"{name}#{number}" if name else None for name, number in numbered]
     named = ((position, names[position]) for position in np.flatnonzero(usable).tolist())
     ids, positions = distinct_ids(
         named, table.bad_rows, lambda k: table.position(int(values.rows[k])), modality

@@ -30,7 +30,8 @@ from dualenc.errors import DualencError
 from dualenc.reading import is_utf8, open_regular
 
 LINE_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-Numbered = tuple[int, dict[str, Any]]
+Record = dict[str, Any]
+Numbered = tuple[int, Record]
 
 logger = logging.getLogger("dualenc.data")
 
@@ -109,9 +110,8 @@ def _encoding(stream: BinaryIO, is_table: bool) -> str:
             return encoding
     for second, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
         # Of western text in UTF-16 every other byte is 0.
-        if len(block) > 3 and 0.4 * len(block) < block[second::2].count(0) > 4 * block[
-            1 - second :: 2
-        ].count(0):
+        zeros = block[second::2].count(0)
+        if len(block) > 3 and zeros > 0.4 * len(block) and zeros > 4 * block[1 - second :: 2].count(0):
             return encoding
     while is_table and block:
         if not block.isascii():

@@ -60,7 +60,8 @@ class Ragged(NamedTuple):
     def first_in_row(self) -> np.ndarray:
         """Which values (not negative) do not repeat an earlier one of their row, (len(values),) bool."""
         rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        _, first = np.unique(rows * (int(self.values.max(initial=0)) + 1) + self.values, return_index=True)
+        span = int(self.values.max(initial=0)) + 1
+        _, first = np.unique(rows * span + self.values, return_index=True)
         result = np.zeros(len(self.values), dtype=bool)
         result[first] = True
         return result

@@ -19,7 +19,7 @@ from dualenc.data.corpus import Corpus, image_corpus, table_corpus
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS
 from dualenc.data.images import existing_file, find_images, split_folder
 from dualenc.data.item_lists import Joined, Picked, number_items
-from dualenc.data.lines import read_records
+from dualenc.data.lines import Record, read_records
 from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.data.tables import ColumnKind, DataTable, TableSource
 from dualenc.data.vectors import open_vectors
@@ -45,8 +45,9 @@ class ColumnPairs(PairDataset):
         max_negatives: int | None = None,
     ) -> None:
         table = left.table
-        weights = None if weight_column is None else _weights(table, weight_column)
-        if weights is not None:
+        weights = None
+        if weight_column is not None:
+            weights = _weights(table, weight_column)
             reason = f"no weight of 0 or more in column {weight_column!r}"
             left = left.with_fault(reason, ~np.isfinite(weights), "fix the row")
         paired = paired_positions(left, right)
@@ -281,17 +282,17 @@ def _vectors_by_id(source: str | Path | None, bad_rows: BadRows) -> Corpus | Non
 # Named functions, not partials: the cache of a table is keyed by the function's name.
 
 
-def _mined_texts(record: dict[str, Any]) -> dict[str, Any]:
+def _mined_texts(record: Record) -> Record:
     """Tevatron's nested passages as FlagEmbedding's lists of texts; the reading of columns checks the values."""
     return _flat_passages(record, _text_of_passage)
 
 
-def _mined_ids(record: dict[str, Any]) -> dict[str, Any]:
+def _mined_ids(record: Record) -> Record:
     flat = _flat_passages(record, lambda passage: passage.get("docid"))
     return {**flat, "query": record.get("query_id")} if flat is not record else record
 
 
-def _flat_passages(record: dict[str, Any], value_of: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+def _flat_passages(record: Record, value_of: Callable[[Record], Any]) -> Record:
     """A record with lists `pos` and `neg` in place of nested passages; unchanged if it has none."""
     if "positive_passages" not in record:
         return record
@@ -304,7 +305,7 @@ def _flat_passages(record: dict[str, Any], value_of: Callable[[dict[str, Any]], 
     return flat
 
 
-def _text_of_passage(passage: dict[str, Any]) -> str:
+def _text_of_passage(passage: Record) -> str:
     parts = [passage.get(name) for name in ("title", "text")]
     if any(not isinstance(part, (str, NoneType)) for part in parts):
         raise TypeError("a passage's title or text is no string")

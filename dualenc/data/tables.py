@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import BATCH_ROWS, cache_option, dataset_of_batches
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, detect
-from dualenc.data.lines import check_distinct, file_format, read_records
+from dualenc.data.lines import Record, check_distinct, file_format, read_records
 from dualenc.errors import DualencError, explain, first_line
 from dualenc.reading import glob_files
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 ColumnKind = Literal["value", "list", "vector"]
-Reshape = Callable[[dict[str, Any]], dict[str, Any]]
+Reshape = Callable[[Record], Record]
 FILE = "__file__"
 LINE = "__line__"
 """Columns that hold the position of each row."""
@@ -239,7 +239,7 @@ def _rows(
     bad_rows: BadRows,
     quotes: bool | None,
     reshape: Reshape | None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Record]:
     """Each record's columns. A required column may be missing in some records, but not in all."""
     converters = {name: _CONVERTERS[kind] for name, kind in columns.items()}
     absent = {name for name in columns if name not in optional}
@@ -284,7 +284,7 @@ def _vector(value: Any) -> list[float] | None:
     """Numbers; null becomes NaN, which is found when the vectors are checked."""
     if value is None:
         return None
-    if not isinstance(value, list) or not all(type(entry) in (int, float, NoneType) for entry in value):
+    if not isinstance(value, list) or not {*map(type, value)} <= {int, float, NoneType}:
         raise TypeError(f"a {type(value).__name__} where a list of numbers is expected")
     return [math.nan if entry is None or abs(entry) > 1e300 else float(entry) for entry in value]
 

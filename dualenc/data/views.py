@@ -114,7 +114,9 @@ def crop_box(
         w = round(math.sqrt(area * ratio))
         h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            return int(draw() * (height - h + 1)), int(draw() * (width - w + 1)), h, w
+            top = int(draw() * (height - h + 1))
+            left = int(draw() * (width - w + 1))
+            return top, left, h, w
     # No box fitted, as in very long images: the largest central one of an allowed ratio.
     w = min(width, round(height * 4 / 3))
     h = min(height, round(width * 4 / 3))
@@ -123,8 +125,9 @@ def crop_box(
 
 def draw_jitter(strength: float, draw: Callable[[], float]) -> list[tuple[int, float]]:
     """Changes of brightness, contrast, saturation and hue in random order: index into `CHANGES`, and the factor."""
-    reach = 0.8 * strength
-    factors = [max(0.0, 1 - reach) + draw() * (1 + reach - max(0.0, 1 - reach)) for _ in range(3)]
+    lowest = max(0.0, 1 - 0.8 * strength)
+    width = 1 + 0.8 * strength - lowest
+    factors = [lowest + draw() * width for _ in range(3)]
     hue = 0.2 * strength * (2 * draw() - 1)
     return sorted(enumerate([*factors, hue]), key=lambda _: draw())
 
