@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,22 +33,14 @@ if TYPE_CHECKING:
 
 _GRADE = re.compile(r"[+-]?[0-9]{1,6}(\.0+)?")
 _HEADERS = ("score", "relevance", "grade")  # of the last column of a qrels file
+Judgement = tuple[str, str, str, int]
+"""Where it is written (file:line, or row of a hub data set), query, document and grade."""
 NANO_BEIR = "NanoBEIR"
 """Stands for the thirteen small collections below."""
 _NANO_NAMES = (
     *("ClimateFEVER", "DBPedia", "FEVER", "FiQA2018", "HotpotQA", "MSMARCO", "NFCorpus", "NQ"),
     *("QuoraRetrieval", "SCIDOCS", "ArguAna", "SciFact", "Touche2020"),
 )
-_ADVICE = "check the name and the network"
-
-
-class Judgement(NamedTuple):
-    """A grade that a document has for a query, and where that is written (file:line, or row of a hub data set)."""
-
-    position: str
-    query: str
-    document: str
-    grade: int
 
 
 class BeirPairs(PairDataset):
@@ -97,19 +89,14 @@ class BeirPairs(PairDataset):
         self.skipped = self.corpus.skipped
 
 
-class RelevantPairs(NamedTuple):
-    """M pairs: rows (M,) among the queries that have one and among the documents, and their grades (M,), 1 or more."""
-
-    queries: Corpus
-    left_id: np.ndarray
-    right_id: np.ndarray
-    grades: np.ndarray
-
-
 def relevant_pairs(
     queries: Corpus, qrels: Mapping[str, Mapping[str, int]], document_ids: Sequence[str]
-) -> RelevantPairs:
-    """The relevant (query, document) pairs of judgements. Queries without one are left out: nothing trains on them."""
+) -> tuple[Corpus, np.ndarray, np.ndarray, np.ndarray]:
+    """The relevant (query, document) pairs of judgements.
+
+    Returns:
+        The queries that have one, and of each pair its row among them, the document's row, and the grade, (M,) each.
+    """
     query_row = {name: row for row, name in enumerate(queries.ids)}
     query_rows: list[int] = []
     documents: list[str] = []
@@ -122,7 +109,7 @@ def relevant_pairs(
     right_id = rows_of(document_ids, documents)
     is_pair = right_id >= 0
     used, left_id = np.unique(np.array(query_rows)[is_pair], return_inverse=True)
-    return RelevantPairs(queries.take(used), left_id, right_id[is_pair], np.array(grades)[is_pair])
+    return queries.take(used), left_id, right_id[is_pair], np.array(grades)[is_pair]
 
 
 def read_beir(
@@ -165,10 +152,14 @@ def read_judged_queries(
     folder: Path, split: str, document_ids: Sequence[str], bad_rows: BadRows
 ) -> tuple[Corpus, dict[str, dict[str, int]]]:
     """The queries of a BEIR folder that a split judges, and its judgements; no documents are read."""
-    judgements = list(judgements_of_split(folder, split, bad_rows))
+    if detect(folder) == "hub":
+        entries = _hub_judgements(folder, split)
+    else:
+        entries = _fields_of_lines(check_split(folder, split), bad_rows)
+    judgements = list(_judgements(entries, bad_rows))
     queries = read_corpus(folder, "queries", bad_rows=bad_rows)
     query_row = {name: row for row, name in enumerate(queries.ids)}
-    document_rows = rows_of(document_ids, [entry.document for entry in judgements])
+    document_rows = rows_of(document_ids, [document for _, _, document, _ in judgements])
     qrels: dict[str, dict[str, int]] = {}
     for (position, query, document, grade), document_row in zip(judgements, document_rows):
         if query not in query_row:
@@ -197,7 +188,7 @@ def read_corpus(
     folder = Path(folder)
     optional = ["title"]
     if detect(folder) == "hub":
-        source = collection_table(folder, part, bad_rows)
+        source = _collection_table(folder, part, bad_rows)
         id_column = source.default_column(("_id", "id"), "its id")
     elif detect(folder / part) == "vectors":
         return open_vectors(folder / part, columns=columns, bad_rows=bad_rows)
@@ -225,21 +216,12 @@ def read_corpus(
     )
 
 
-def judgements_of_split(folder: Path, split: str, bad_rows: BadRows) -> Iterator[Judgement]:
-    """The judgements of a split of a BEIR folder or of a collection of the hub."""
-    if detect(folder) == "hub":
-        return _checked(hub_judgements(folder, split), bad_rows)
-    return read_judgements(check_split(folder, split), bad_rows)
-
-
-def read_judgements(file: Path, bad_rows: BadRows) -> Iterator[Judgement]:
-    """The judgements of a BEIR file (`query-id, corpus-id, score` by tabs, with or without that header) or a TREC one
-    (`query 0 document grade`); grades of 0 and below mean judged not relevant, as in trec_eval.
-    """
-    return _checked(_fields_of_lines(file, bad_rows), bad_rows)
-
-
 def _fields_of_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, list[str]]]:
+    """The position and [query, document, grade] of the lines of a file.
+
+    A BEIR file has `query-id, corpus-id, score` by tabs, with or without that header; a TREC one has
+    `query 0 document grade`.
+    """
     for number, line in read_texts(file, bad_rows):
         fields = line.split("\t")
         if number == 1 and fields[-1].strip() in _HEADERS:
@@ -251,8 +233,8 @@ def _fields_of_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, list[
         yield f"{file}:{number}", fields
 
 
-def _checked(entries: Iterable[tuple[str, list[str]]], bad_rows: BadRows) -> Iterator[Judgement]:
-    """Judgements of positions and fields; malformed and repeated ones are bad rows."""
+def _judgements(entries: Iterable[tuple[str, list[str]]], bad_rows: BadRows) -> Iterator[Judgement]:
+    """Judgements from positions and fields; malformed and repeated ones are bad rows."""
     seen: set[tuple[str, str]] = set()
     for position, fields in entries:
         grade = fields[-1].strip()
@@ -265,14 +247,17 @@ def _checked(entries: Iterable[tuple[str, list[str]]], bad_rows: BadRows) -> Ite
             bad_rows.add("pair judged twice", position, "keep one of them")
             continue
         seen.add((query, document))
-        yield Judgement(position, query, document, int(float(grade)))
+        yield position, query, document, int(float(grade))
 
 
 def read_qrels(file: str | Path) -> dict[str, dict[str, int]]:
-    """All judgements of a BEIR or TREC file, `qrels[query id][document id] = grade`; a `DualencError` for bad lines."""
+    """All judgements of a BEIR or TREC file, `qrels[query id][document id] = grade`; a `DualencError` for bad lines.
+
+    Grades of 0 and below mean judged not relevant, as in trec_eval.
+    """
     bad_rows = BadRows(file)
     qrels: dict[str, dict[str, int]] = {}
-    for _, query, document, grade in read_judgements(Path(file), bad_rows):
+    for _, query, document, grade in _judgements(_fields_of_lines(Path(file), bad_rows), bad_rows):
         qrels.setdefault(query, {})[document] = grade
     if bad_rows.total:
         raise DualencError(
@@ -291,19 +276,20 @@ def expand_name(source: str) -> list[str]:
 
 def is_collection(source: str | Path) -> bool:
     """Whether a hub name, or a folder laid out as on the hub, has the configurations corpus and queries."""
+    return detect(source) == "hub" and _has(source, "corpus") and _has(source, "queries")
+
+
+def _has(source: str | Path, config: str) -> bool:
     import datasets
 
-    if detect(source) != "hub":
-        return False
     try:
-        for part in ("corpus", "queries"):
-            datasets.load_dataset_builder(str(source), part, **cache_option(source))
-    except Exception:  # No such configuration, or no such name: whoever opens it as a table says which.
+        datasets.load_dataset_builder(str(source), config, **cache_option(source))
+    except Exception:  # No such configuration, or no such name: what opens it next says which.
         return False
     return True
 
 
-def collection_table(source: str | Path, part: str, bad_rows: BadRows) -> TableSource:
+def _collection_table(source: str | Path, part: str, bad_rows: BadRows) -> TableSource:
     """The documents (part "corpus") or the queries of a collection."""
     splits = _load(source, part)
     if len(splits) > 1:
@@ -311,9 +297,10 @@ def collection_table(source: str | Path, part: str, bad_rows: BadRows) -> TableS
     return TableSource(f"{source} {part}", bad_rows, dataset=next(iter(splits.values())))
 
 
-def hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[str]]]:
+def _hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[str]]]:
     """The position and [query, document, grade] of each judgement of a split; 1 where there is no score."""
-    config, splits = _load_judgements(source)
+    config = "qrels" if _has(source, "qrels") else "default"
+    splits = _load(source, config)
     # What NanoBEIR calls train is a test: it has nothing else.
     if split == "test" and config == "qrels" and list(splits) == ["train"]:
         split = "train"
@@ -327,19 +314,9 @@ def hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[s
         yield f"{name} row {row}", ["" if value is None else str(value) for value in fields]
 
 
-def _load_judgements(source: str | Path) -> tuple[str, dict[str, Dataset]]:
-    """The configuration of the judgements, `qrels` if there is one, and its splits."""
-    import datasets
-
-    try:
-        datasets.load_dataset_builder(str(source), "qrels", **cache_option(source))
-    except Exception:  # mteb's layout, or nothing at all, which the next call says
-        return "default", _load(source, "default")
-    return "qrels", _load(source, "qrels")
-
-
 def _load(source: str | Path, config: str) -> dict[str, Dataset]:
     import datasets
 
-    with explain(f"{source}: no such folder, and its {config} does not load from the hub", _ADVICE):
+    failure = f"{source}: no such folder, and its {config} does not load from the hub"
+    with explain(failure, "check the name and the network"):
         return datasets.load_dataset(str(source), config, **cache_option(source))

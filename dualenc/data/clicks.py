@@ -58,10 +58,9 @@ class IndexPairs(PairDataset):
         bad_rows = BadRows(source, on_error)
         if detect(source) == "beir" or is_collection(source):
             queries, qrels = read_judged_queries(Path(source), split, documents.ids, bad_rows)
-            judged = relevant_pairs(queries, qrels, documents.ids)
-            items = judged.queries.items
+            queries, left_id, right_id, _ = relevant_pairs(queries, qrels, documents.ids)
+            items = queries.items
             modality = queries.modality
-            pairs = np.stack([judged.left_id, judged.right_id], axis=1)
         else:
             table = TableSource(source, bad_rows, split=split)
             left, right = _read_clicks(table, query_column, document_column, documents)
@@ -70,9 +69,11 @@ class IndexPairs(PairDataset):
             used, rows = np.unique(right.rows[paired], return_inverse=True)
             first, number = number_items(left.items, used)
             items = Picked(left.items, first)
-            pairs = np.stack([number[rows], cast(Picked, right.items).positions[paired]], axis=1)
-        bad_rows.require(len(pairs), "pair")
+            left_id = number[rows]
+            right_id = cast(Picked, right.items).positions[paired]
+        bad_rows.require(len(left_id), "pair")
         # The same pair twice, as of two clicks, is one pair.
+        pairs = np.stack([left_id, right_id], axis=1)
         _, first = np.unique(pairs, axis=0, return_index=True)
         pairs = pairs[np.sort(first)]
         super().__init__(

@@ -25,6 +25,8 @@ from dualenc.types import Items, Modality, Side
 
 SNIPPET_LENGTH = 240
 _WHOLE_FLOAT = re.compile(r"-?[0-9]+\.0")
+Labels = tuple[np.ndarray, list[str]]
+"""Class numbers (N,) int64, -1 where there is none, and the name of each class number."""
 _WHOLE_LABEL = re.compile(r"-?[0-9]{1,6}(\.0)?|nan")
 # Larger numbers are keys of something: a list of their names would fill memory.
 _CLASS_NUMBER = re.compile("-?[0-9]{1,6}")
@@ -172,17 +174,13 @@ def table_corpus(
         named, table.bad_rows, lambda k: table.position(int(values.rows[k])), modality
     )
     rows = values.rows[positions]
-    labels = None
+    corpus = Corpus(ids, Picked(values.items, positions), modality)
     if label_column is not None and table.has(label_column):
-        labels = labels_of_column(table, label_column)
-    return Corpus(
-        ids,
-        Picked(values.items, positions),
-        modality,
-        labels=None if labels is None else labels.numbers[rows],
-        class_names=None if labels is None else labels.names,
-        columns=metadata_columns(table, columns, rows) if columns else None,
-    )
+        numbers, corpus.class_names = labels_of_column(table, label_column) or (None, None)
+        corpus.labels = None if numbers is None else numbers[rows]
+    if columns:
+        corpus.columns = metadata_columns(table, columns, rows)
+    return corpus
 
 
 def image_corpus(folder: Path) -> Corpus:
@@ -234,21 +232,14 @@ def corpora(pairs: PairDataset) -> tuple[Corpus, Corpus]:
     return left, right
 
 
-class Labels(NamedTuple):
-    """Class numbers (N,) int64, -1 where there is none, and the name of each class number."""
-
-    numbers: np.ndarray
-    names: list[str]
-
-
 def labels_of_names(names: Sequence[str]) -> Labels:
     """Number class names in sorted order; whole numbers below a million keep their value."""
     if all(_CLASS_NUMBER.fullmatch(name) for name in names):
         numbers = np.array(names, dtype=np.int64)
         num_classes = int(numbers.max(initial=-1)) + 1
-        return Labels(numbers, [str(number) for number in range(num_classes)])
+        return numbers, [str(number) for number in range(num_classes)]
     classes, numbers = np.unique(np.array(names, dtype=str), return_inverse=True)
-    return Labels(numbers, classes.tolist())
+    return numbers, classes.tolist()
 
 
 def labels_of_column(table: DataTable, name: str) -> Labels | None:
@@ -256,18 +247,17 @@ def labels_of_column(table: DataTable, name: str) -> Labels | None:
     column = Column(table, name, "text")
     values = column.values()
     rows = np.flatnonzero(column.filled())
-    texts = [str(values[row]) for row in rows.tolist()]
+    texts = [str(values[row]) for row in rows]
     # Beside missing values pandas writes class 3 as 3.0, and the missing ones in csv may be nan.
     if all(_WHOLE_LABEL.fullmatch(text) for text in texts):
         rows = rows[[text != "nan" for text in texts]]
         texts = [text.partition(".")[0] for text in texts if text != "nan"]
-    labels = labels_of_names(texts)
-    if (labels.numbers < 0).all():
+    labelled, class_names = labels_of_names(texts)
+    if (labelled < 0).all():
         return None
     numbers = np.full(len(column), -1, dtype=np.int64)
-    numbers[rows] = labels.numbers
-    names = getattr(table.dataset.features[name], "names", None)
-    return Labels(numbers, labels.names if names is None else list(names))
+    numbers[rows] = labelled
+    return numbers, getattr(table.dataset.features[name], "names", None) or class_names
 
 
 def rows_with_label(labels: np.ndarray, source: object, ids: Sequence[str] | None = None) -> np.ndarray:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from PIL import Image
@@ -19,22 +18,8 @@ from torchvision.transforms.v2 import functional as F
 
 from dualenc.errors import DualencError
 
-CHANGES = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
-"""The colour jitter's changes; a change's kind is its index here."""
-
-
-class Draws(NamedTuple):
-    """The random numbers of one view.
-
-    `box` is top, left, height and width of the crop, `changes` kind and factor of each change of colour in the order of
-    application, `sigma` the standard deviation of the blur in pixels, None without blur.
-    """
-
-    box: tuple[int, int, int, int]
-    flip: bool
-    changes: list[tuple[int, float]]
-    grey: bool
-    sigma: float | None
+Draw = Callable[[], float]
+"""Gives uniform random numbers in [0, 1)."""
 
 
 class SimCLR:
@@ -70,42 +55,28 @@ class SimCLR:
 
     def __call__(self, image: Image.Image, seed: int) -> Tensor:
         """A random view of an RGB image: pixels (3, size, size) in [0, 1], float32."""
-        draws = self.draw(image.height, image.width, seed)
-        size = [self.size, self.size]
-        view = F.resized_crop(image, *draws.box, size, InterpolationMode.BICUBIC)
-        if draws.flip:
+        # The order of draws is part of what a seed means: stored seeds must give the same views.
+        draw = random.Random(seed).random
+        box = crop_box(image.height, image.width, self.min_area, draw)
+        view = F.resized_crop(image, *box, [self.size, self.size], InterpolationMode.BICUBIC)
+        if draw() < 0.5:
             view = F.horizontal_flip(view)
-        view = jitter(view, draws.changes)
-        if draws.grey:
+        if draw() < 0.8:
+            view = jitter(view, self.strength, draw)
+        if draw() < 0.2:
             view = F.rgb_to_grayscale(view, 3)
         pixels = F.pil_to_tensor(view).float().div_(255)
-        if draws.sigma is not None:
-            pixels = gaussian_blur(pixels, draws.sigma, self.kernel)
+        if draw() < self.blur:
+            sigma = 0.1 + 1.9 * draw()
+            # The odd number nearest to a tenth of the size, at least 3.
+            pixels = gaussian_blur(pixels, sigma, max(self.size // 20 * 2 + 1, 3))
         return pixels
 
-    @property
-    def kernel(self) -> int:
-        """Length of the blur's kernel: the odd number nearest to a tenth of the size, at least 3."""
-        return max(self.size // 20 * 2 + 1, 3)
 
-    def draw(self, height: int, width: int, seed: int) -> Draws:
-        """What the view of an image of `height` and `width` with this seed is made of."""
-        draw = random.Random(seed).random
-        # The order of these lines is part of what a seed means: stored seeds must give the same views.
-        box = crop_box(height, width, self.min_area, draw)
-        flip = draw() < 0.5
-        changes = draw_jitter(self.strength, draw) if draw() < 0.8 else []
-        grey = draw() < 0.2
-        sigma = 0.1 + 1.9 * draw() if draw() < self.blur else None
-        return Draws(box, flip, changes, grey, sigma)
-
-
-def crop_box(
-    height: int, width: int, min_area: float, draw: Callable[[], float]
-) -> tuple[int, int, int, int]:
+def crop_box(height: int, width: int, min_area: float, draw: Draw) -> tuple[int, int, int, int]:
     """A random box of `min_area` to all of the image's area and an aspect ratio of 3/4 to 4/3 (Inception's crop).
 
-    `draw` gives uniform numbers in [0, 1); the box is top, left, height and width in pixels.
+    The box is top, left, height and width in pixels.
     """
     for _ in range(10):
         area = height * width * (min_area + (1 - min_area) * draw())
@@ -123,19 +94,16 @@ def crop_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def draw_jitter(strength: float, draw: Callable[[], float]) -> list[tuple[int, float]]:
-    """Changes of brightness, contrast, saturation and hue in random order: index into `CHANGES`, and the factor."""
+def jitter(image: Image.Image, strength: float, draw: Draw) -> Image.Image:
+    """Change brightness, contrast, saturation and hue at random, in random order."""
     lowest = max(0.0, 1 - 0.8 * strength)
     width = 1 + 0.8 * strength - lowest
-    factors = [lowest + draw() * width for _ in range(3)]
-    hue = 0.2 * strength * (2 * draw() - 1)
-    return sorted(enumerate([*factors, hue]), key=lambda _: draw())
-
-
-def jitter(image: Image.Image, changes: Sequence[tuple[int, float]]) -> Image.Image:
-    """Apply the changes that `draw_jitter` drew, in their order."""
-    for kind, factor in changes:
-        image = CHANGES[kind](image, factor)
+    changes: list[tuple[Callable[..., Image.Image], float]] = []
+    for change in (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation):
+        changes.append((change, lowest + draw() * width))
+    changes.append((F.adjust_hue, 0.2 * strength * (2 * draw() - 1)))
+    for change, factor in sorted(changes, key=lambda _: draw()):
+        image = change(image, factor)
     return image
 
 
