@@ -292,14 +292,13 @@ class ItemColumn:
         """The column with a further reason not to use values; those with another fault count for that one."""
         return replace(self, faults={**self.faults, reason: (bad & self.usable(), fix)})
 
-    def skip(self, bad: np.ndarray, empty_rows: np.ndarray | None = None) -> None:
+    def skip(self, bad: np.ndarray, empty_rows: Sequence[int] | np.ndarray = ()) -> None:
         """Count values that are bad (n,), and rows that hold none, as bad samples."""
         for reason, (mask, fix) in self.faults.items():
-            rows = self.rows[mask & bad]
-            if empty_rows is not None:
-                rows = np.sort(np.concatenate([empty_rows, rows]))
-                empty_rows = None
-            self.table.skip_rows(reason, rows, fix)
+            rows = [*self.rows[mask & bad], *empty_rows]
+            empty_rows = ()
+            if rows:
+                self.table.bad_rows.add(reason, self.table.position(min(rows)), fix, len(rows))
 
 
 def read_column(

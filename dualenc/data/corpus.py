@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,10 +169,11 @@ def table_corpus(
         entry = np.arange(len(values.rows)) - np.searchsorted(values.rows, values.rows, side="left")
         numbered = zip([names[row] for row in values.rows], entry)
         names = [f"{name}#{number}" if name else None for name, number in numbered]
-    named = ((position, names[position]) for position in np.flatnonzero(usable).tolist())
-    ids, positions = distinct_ids(
-        named, table.bad_rows, lambda k: table.position(int(values.rows[k])), modality
-    )
+
+    def position_of(item: int) -> str:
+        return table.position(int(values.rows[item]))
+
+    ids, positions = distinct_ids(names, np.flatnonzero(usable), table.bad_rows, position_of, modality)
     rows = values.rows[positions]
     corpus = Corpus(ids, Picked(values.items, positions), modality)
     if label_column is not None and table.has(label_column):
@@ -205,14 +206,16 @@ def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
 
 
 def distinct_ids(
-    named: Iterable[tuple[int, str | None]],
+    names: Sequence[str | None],
+    rows: np.ndarray,
     bad_rows: BadRows,
     position_of: Callable[[int], str],
     what: str,
 ) -> tuple[list[str], np.ndarray]:
     """The ids (n,) of some rows and their rows (n,), without missing and repeated ids, which are bad."""
     row_of: dict[str, int] = {}
-    for row, name in named:
+    for row in rows.tolist():
+        name = names[row]
         if name is None:
             bad_rows.add(f"{what} without an id", position_of(row), "give it one")
         elif row_of.setdefault(name, row) != row:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from tqdm import tqdm
 
 from dualenc.data.identity import contents, item_identity
@@ -117,9 +118,7 @@ def number_items(
         with suppress(BadSample):
             key = contents(item_key(items, int(positions[row])))
             digests[row] = hashlib.blake2b(key, digest_size=16).digest()
-    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
-    # np.unique numbers by digest; numbers by first appearance do not depend on the hash.
-    order = np.argsort(first)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return np.asarray(positions)[first[order]], rank[inverse]
+    # Arrow numbers values by first appearance, which does not depend on the hash.
+    number = pa.array(digests).dictionary_encode().indices.to_numpy()
+    _, first = np.unique(number, return_index=True)
+    return np.asarray(positions)[first], number

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
@@ -69,11 +68,6 @@ class DataTable:
     def has(self, name: str | None) -> bool:
         """Whether there is such a column."""
         return name in self.dataset.column_names
-
-    def skip_rows(self, reason: str, rows: np.ndarray, fix: str) -> None:
-        """Count rows (n,) as bad samples; the first one's position is reported."""
-        if len(rows):
-            self.bad_rows.add(reason, self.position(int(rows[0])), fix, len(rows))
 
     def position(self, row: int) -> str:
         """Where a row comes from: file:line if it was read from lines."""

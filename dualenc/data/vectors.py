@@ -48,16 +48,11 @@ class VectorPairs(PairDataset):
         lefts = open_vectors(left, bad_rows=bad_rows)
         rights = open_vectors(right, bad_rows=bad_rows)
         rows = rows_of(rights.ids, lefts.ids)
-        unpaired = [name for name, row in zip(lefts.ids, rows.tolist()) if row < 0]
-        unpaired += sorted(set(rights.ids) - set(lefts.ids))
+        unpaired = sorted(set(lefts.ids) ^ set(rights.ids))
         if unpaired:
-            position = f"id {unpaired[0]!r}"
-            bad_rows.add(
-                "vector without a partner of the same id",
-                position,
-                "give it one or remove it",
-                len(unpaired),
-            )
+            reason = "vector without a partner of the same id"
+            fix = "give it one or remove it"
+            bad_rows.add(reason, f"id {unpaired[0]!r}", fix, len(unpaired))
         left_rows = np.flatnonzero(rows >= 0)
         bad_rows.require(len(left_rows), "pair")
         left_first, left_id = number_items(lefts.items, left_rows, deduplicate)
@@ -110,8 +105,8 @@ def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) 
         if bad.any():
             bad_rows.add(reason, position_of(int(np.argmax(bad))), fix, int(bad.sum()))
     names = list(opened.ids)  # much faster than one by one
-    rows = np.flatnonzero(usable(faults, len(names))).tolist()
-    ids, positions = distinct_ids(((row, names[row]) for row in rows), bad_rows, position_of, "vector")
+    rows = np.flatnonzero(usable(faults, len(names)))
+    ids, positions = distinct_ids(names, rows, bad_rows, position_of, "vector")
     selected = stored.select(columns).take(positions) if columns else None
     return Corpus(ids, Picked(VectorItems(opened.vectors), positions), "vector", columns=selected)
 
