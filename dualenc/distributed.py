@@ -182,23 +182,38 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Average the gradients of parameters, the same on every rank, over ranks; call it after the backward pass.
 
-    A missing gradient counts as zero, and a parameter that no rank has used keeps none.
+    A missing gradient counts as zero, and a parameter that no rank has used keeps none. Of sparse gradients each rank
+    gets all rows.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not is_initialized() or not trained:
         return
-    # Whether a parameter has a gradient may differ by rank, but all must treat it alike.
-    has_gradient = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
-    is_used = all_reduce(has_gradient.to(trained[0].device), "max").tolist()
+    # Whether a parameter has a gradient may differ by rank, but all must treat it alike: 0 for none, 2 for a sparse one.
+    own_kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in trained])
+    kinds = all_reduce(own_kinds.to(trained[0].device), "max").tolist()
     sent = []
-    for parameter, used in zip(trained, is_used, strict=True):
-        if used:
+    for parameter, kind in zip(trained, kinds, strict=True):
+        if kind == 2:
+            _average_rows(parameter)
+        elif kind == 1:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             sent.append((parameter.grad, dist.all_reduce(parameter.grad, async_op=True)))
     for gradient, work in sent:
         work.wait()
         gradient.div_(world_size())
+
+
+def _average_rows(parameter: torch.nn.Parameter) -> None:
+    """Average a sparse gradient over ranks: the rows of all of them, each divided by the number of ranks."""
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    gradient = gradient.coalesce()
+    rows = gradient.indices()[0]
+    sizes = _sizes(rows)
+    values = gather(gradient.values() / world_size(), sizes)
+    parameter.grad = torch.sparse_coo_tensor(gather(rows, sizes)[None], values, parameter.shape)
 
 
 def _sizes(tensor: Tensor) -> list[int]:

@@ -65,3 +65,40 @@ def test_three_ranks_average_their_gradients(tmp_path: Path) -> None:
         for ours, right in zip(found, expected, strict=True):
             assert (ours is None) == (right is None)
             assert right is None or torch.allclose(ours, right, rtol=1e-6, atol=1e-6)
+
+
+TABLE_ROWS = ([1, 1, 4], [2, 4], [])
+"""The rows of a table that each rank uses; the last rank has no gradient."""
+
+
+def new_table() -> nn.EmbeddingBag:
+    torch.manual_seed(0)
+    return nn.EmbeddingBag(6, 2, sparse=True)
+
+
+def gather_rows(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD)
+    used = new_table()
+    never = new_table()
+    if rows := TABLE_ROWS[rank]:
+        used(torch.tensor([rows])).square().sum().backward()
+    distributed.average_gradients([used.weight, never.weight])
+    assert used.weight.grad is not None
+    assert used.weight.grad.is_sparse
+    torch.save((used.weight.grad.to_dense(), never.weight.grad), folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_three_ranks_average_the_rows_of_sparse_gradients(tmp_path: Path) -> None:
+    mp.start_processes(gather_rows, (tmp_path,), nprocs=WORLD, start_method="fork")
+    table = new_table()
+    table.sparse = False
+    for rows in TABLE_ROWS[:2]:
+        (table(torch.tensor([rows])).square().sum() / WORLD).backward()
+    for rank in range(WORLD):
+        gradient, unused = torch.load(tmp_path / f"{rank}.pt")
+        assert unused is None
+        assert torch.allclose(gradient, table.weight.grad, rtol=1e-6)

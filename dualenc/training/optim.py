@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dualenc.errors import DualencError
+from dualenc.training.lazy_adam import LazyAdamW, sparse_tables
 
 OptimizerName = Literal[
     "adamw", "sgd", "lars", "lion", "muon", "adafactor", "adan", "adopt", "lamb", "laprop", "madgrad",
@@ -34,12 +35,15 @@ def build_optimizer(
     """One of timm's optimizers over all trainable parameters of modules; arguments as of `TrainerSettings`.
 
     Parameters with fewer than two dimensions (norms, biases, the temperature) get no weight decay, and under LARS
-    (You et al. 2017, arXiv:1708.03888) no layer-wise rate. "sgd" has Nesterov momentum.
+    (You et al. 2017, arXiv:1708.03888) no layer-wise rate. "sgd" has Nesterov momentum. "adamw" is a `LazyAdamW` where
+    a table has sparse gradients.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_info
 
     modules = list(modules)
     groups = parameter_groups(modules, weight_decay)
+    if name == "adamw" and sparse_tables(modules):
+        return LazyAdamW(groups, lr=learning_rate, betas=betas)
     info = get_optimizer_info(name)
     arguments: dict[str, Any] = {}
     if info.has_betas and info.num_betas == 2:
@@ -56,7 +60,17 @@ def build_optimizer(
     if name == "sgd" and momentum == 0:
         # The same optimizer without Nesterov's momentum, which must be above 0.
         name = "momentum"
-    return create_optimizer_v2(groups, name, lr=learning_rate, momentum=momentum, **arguments)
+    optimizer = create_optimizer_v2(groups, name, lr=learning_rate, momentum=momentum, **arguments)
+    optimizer.register_step_pre_hook(_densify_gradients)
+    return optimizer
+
+
+def _densify_gradients(optimizer: Optimizer, *_: Any) -> None:
+    """Make sparse gradients dense, for optimizers that take no others."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
 
 
 def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
