@@ -188,7 +188,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not is_initialized() or not trained:
         return
-    # Whether a parameter has a gradient may differ by rank, but all must treat it alike: 0 for none, 2 for a sparse one.
+    # Whether a parameter has a gradient may differ by rank, but all must treat it alike: 0 none, 1 dense, 2 sparse.
     own_kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in trained])
     kinds = all_reduce(own_kinds.to(trained[0].device), "max").tolist()
     sent = []
@@ -206,14 +206,16 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 def _average_rows(parameter: torch.nn.Parameter) -> None:
     """Average a sparse gradient over ranks: the rows of all of them, each divided by the number of ranks."""
-    gradient = parameter.grad
-    if gradient is None:
-        gradient = torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    gradient = gradient.coalesce()
-    rows = gradient.indices()[0]
+    rows = torch.empty(0, dtype=torch.int64, device=parameter.device)  # (n,)
+    values = parameter.detach()[:0]  # (n, …)
+    if parameter.grad is not None:
+        gradient = parameter.grad.coalesce()
+        rows = gradient.indices()[0]
+        values = gradient.values()
     sizes = _sizes(rows)
-    values = gather(gradient.values() / world_size(), sizes)
-    parameter.grad = torch.sparse_coo_tensor(gather(rows, sizes)[None], values, parameter.shape)
+    all_rows = gather(rows, sizes)
+    all_values = gather(values / world_size(), sizes)
+    parameter.grad = torch.sparse_coo_tensor(all_rows[None], all_values, parameter.shape)
 
 
 def _sizes(tensor: Tensor) -> list[int]:

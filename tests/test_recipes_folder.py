@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
 from dualenc.cli import main
 from dualenc.encoders import TextEncoder, load_model, train_tokenizer
@@ -39,8 +41,8 @@ def test_recipes_for_fine_tuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         shutil.copy(data / "qrels" / "train.tsv", data / "qrels" / f"{split}.tsv")
     assert main(["mine", str(model), str(data), "--out", "mined.jsonl", "--relative", "null"]) == 0
 
-    def train(name: str, *changes: str) -> dict[str, Any]:
-        words = [f"model.name={model}", f"trainer.output={tmp_path / name}", "trainer.batch_size=4", *changes]
+    def train(name: str, *changes: str, base: str = "name") -> dict[str, Any]:
+        words = [f"model.{base}={model}", f"trainer.output={tmp_path / name}", "trainer.batch_size=4", *changes]
         assert main(["train", str(FOLDER / f"{name}.yaml"), *words, "trainer.progress=false"]) == 0
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         assert isinstance(load_model(tmp_path / name / "model"), TextEncoder)
@@ -48,6 +50,10 @@ def test_recipes_for_fine_tuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     mined = ("data.path=mined.jsonl", "model.max_length=32", "trainer.mixed_precision=no")
     assert train("mined_negatives", *mined)["step"] == 2, "8 queries in batches of 4"
+    rows = [f"{' '.join(words[:5])},{' '.join(words)}" for words in map(str.split, toy.texts(60)) if len(words) > 5]
+    Path("pairs.csv").write_text("\n".join(["question,answer", *rows]))
+    assert train("static", "trainer.held_out=0", base="words")["step"] == 5 * (len(rows) // 4)
+    assert type(SentenceTransformer(str(tmp_path / "static" / "model"))[0]) is StaticEmbedding
     there = (f"data.path={data}", f"evaluator.path={data}")
     assert "accuracy@8" in train("scifact_matryoshka", *there, "objective.dims=[8, 32]")
     changes = ("trainer.epochs=10", "trainer.evaluate_every=1", "trainer.learning_rate=1e-9")

@@ -7,6 +7,7 @@ from dualenc.encoders.frozen import FrozenTower, IndexEncoder, interpolate, with
 from dualenc.encoders.image import ImageEncoder
 from dualenc.encoders.image_text import ImageTextEncoder
 from dualenc.encoders.load import load_model
+from dualenc.encoders.static import StaticEncoder
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.tokenizer import load_tokenizer, train_tokenizer
 from dualenc.encoders.vector import VectorEncoder
@@ -19,6 +20,7 @@ __all__ = [
     "ImageTextEncoder",
     "IndexEncoder",
     "Prepare",
+    "StaticEncoder",
     "TextEncoder",
     "Tower",
     "VectorEncoder",

@@ -18,6 +18,7 @@ from dualenc.encoders.dropout import convert_dropout
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import base_metadata, model_folder
 from dualenc.encoders.packing import first_position, pack, run_packed
+from dualenc.encoders.token_table import TokenTable
 from dualenc.encoders.tokenizer import TokenCache, Tokens, load_tokenizer
 from dualenc.errors import DualencError, explain
 from dualenc.types import Inputs, Pooling
@@ -246,6 +247,8 @@ class TextTower(Tower):
         self.parts = parts
         self.prepare: TextPrepare = prepare
         self.is_static = isinstance(parts[0], StaticEmbedding)
+        if self.is_static and not isinstance(parts[0].embedding, TokenTable):
+            parts[0].embedding = TokenTable(parts[0].embedding)
         self.backbone = parts[0] if self.is_static else parts[0].model
         self.head = nn.Sequential(_named(parts[1:]))
         for part in (self.backbone, self.head):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dualenc.data import TablePairs
 from dualenc.data.pairs import PairDataset
+from dualenc.encoders import StaticEncoder, train_tokenizer
 from dualenc.encoders.dual import SIDES, DualEncoder, Prepare, Tower
 from dualenc.encoders.vector import WEIGHTS_FILE, VectorEncoder
 from dualenc.errors import BadSample
@@ -122,6 +123,23 @@ def vector_encoder() -> VectorEncoder:
         for weight in model.parameters():
             weight.copy_(torch.randn(weight.shape, generator=draw) / 3)
     return model
+
+
+def text_pairs() -> PairDataset:
+    """24 pairs of texts with half of their words in common; most words are in few of them."""
+    draw = np.random.default_rng(0)
+    words = np.array([f"{first}{second}" for first in "bcdfgklm" for second in "aeiou"])
+    rows = draw.choice(words, (24, 8), p=np.arange(40, 0, -1) / 820)
+    left, right = ([" ".join(row) for row in side] for side in (rows[:, :6], rows[:, 2:]))
+    return PairDataset(left, right, right_id=np.arange(24))
+
+
+def static_encoder() -> StaticEncoder:
+    """A table for `text_pairs`, the same one each time."""
+    pairs = text_pairs()
+    tokenizer = train_tokenizer([*pairs.left_items, *pairs.right_items], vocab_size=330)
+    torch.manual_seed(0)
+    return StaticEncoder(tokenizer=tokenizer, dim=6)
 
 
 def tiny_objective(pairs: PairDataset, **arguments: Any) -> InfoNCE:

@@ -13,7 +13,16 @@ from dualenc.data import Mixture
 from dualenc.objectives import EMC2, InfoNCE, MomentumQueue, SogCLR
 from dualenc.training import mining
 from dualenc.training.log import read_metrics
-from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, vector_encoder, vector_pairs, weights
+from tests.training.fakes import (
+    TinyEncoder,
+    static_encoder,
+    text_pairs,
+    tiny_objective,
+    tiny_pairs,
+    vector_encoder,
+    vector_pairs,
+    weights,
+)
 from tests.training.launched import launch
 from tests.training.runs import FixedEvaluator, train
 from tests.training.test_every_objective import OBJECTIVES, make
@@ -82,6 +91,8 @@ def all_cases(output: Path, vectors: Path) -> None:
         model = TinyEncoder(batchnorm=changes.pop("batchnorm", False), shared=changes.pop("shared", False))
         train(output / name, model=model, **changes)
     pairs = vector_pairs(vectors)
+    texts = text_pairs()
+    train(output / "table", model=static_encoder(), pairs=texts, objective=tiny_objective(texts).float(), batch_size=5)
     train(output / "vectors", model=vector_encoder(), pairs=pairs, objective=tiny_objective(pairs).float())
 
 
@@ -145,7 +156,8 @@ def logs(runs: tuple[Path, Path], name: str) -> list[tuple[dict[str, Any], dict[
 
 
 def test_the_log_is_that_of_one_process(runs):
-    assert_same_model(*(folder / "vectors" for folder in runs), atol=2e-6)
+    for name in ("vectors", "table"):
+        assert_same_model(*(folder / name for folder in runs), atol=2e-6)
     for one, two in logs(runs, "bad samples"):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-9)
     for one, two in logs(runs, "drawn proposals"):

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.encoders.token_table import TokenTable
+from dualenc.objectives import GlobalCache, InfoNCE
 from dualenc.training.lazy_adam import LazyAdamW, sparse_tables
 from dualenc.training.optim import build_optimizer
+from tests.training.fakes import static_encoder, text_pairs
+from tests.training.runs import train
 
 ROWS = 12
 OFFSETS = torch.tensor([0, 2, 2, 5])
@@ -142,3 +145,31 @@ def test_adamw_is_lazy_where_a_table_is_trained():
     assert type(build_optimizer([nn.Linear(2, 2)])) is torch.optim.AdamW
     table.weight.requires_grad_(False)
     assert sparse_tables([table]) == []
+
+
+TRAININGS = {
+    "clipped": {"max_gradient_norm": 0.05},
+    "accumulated": {"gradient_accumulation": 2},
+    "in chunks": {"chunk_size": 3},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [InfoNCE, GlobalCache])
+@pytest.mark.parametrize("name", list(TRAININGS))
+def test_training_with_sgd_is_that_of_dense_gradients(tmp_path, name, kind):
+    """Items outside the batch included."""
+    pairs = text_pairs()
+    finished = []
+    for folder in ("sparse", "dense"):
+        model = static_encoder()
+        if folder == "dense":
+            bag = model.left.backbone.embedding
+            model.left.backbone.embedding = nn.EmbeddingBag(bag.num_embeddings, bag.embedding_dim, _weight=bag.weight)
+        settings = {"optimizer": "sgd", "learning_rate": 0.5, "max_steps": 8, "save_every": None, **TRAININGS[name]}
+        criterion = kind(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.2)
+        before = next(model.parameters()).detach().clone()
+        train(tmp_path / folder, model=model, pairs=pairs, objective=criterion, **settings)
+        finished.append(next(model.parameters()).detach())
+        assert (finished[-1] - before).abs().max() > 0.01
+    assert torch.allclose(*finished, atol=1e-6)

@@ -9,13 +9,15 @@ import pytest
 from dualenc.batching import SpectralBatches
 from dualenc.data import Mixture
 from dualenc.errors import DualencError
-from dualenc.objectives import ISIR, SogCLR
+from dualenc.objectives import ISIR, GlobalCache, SogCLR
 from dualenc.training import checkpoint
 from dualenc.training.log import read_metrics
 from tests.training.fakes import (
     TinyEncoder,
     kill_this_process,
     same,
+    static_encoder,
+    text_pairs,
     tiny_objective,
     tiny_pairs,
     vector_encoder,
@@ -43,6 +45,14 @@ def vectors(folder):
     return {"model": vector_encoder(), "pairs": pairs, "objective": tiny_objective(pairs).float()}
 
 
+def table(**settings):
+    """Rows that are updated lazily, of sums over batches and chunks that are clipped."""
+    pairs = text_pairs()
+    objective = GlobalCache(num_left=pairs.num_left, num_right=pairs.num_right)
+    settings = {"gradient_accumulation": 2, "chunk_size": 4, "max_gradient_norm": 0.1, **settings}
+    return {"model": static_encoder(), "pairs": pairs, "objective": objective, **settings}
+
+
 MINED = {"mine_every": 1, "mine_negatives": 2, "mine_relative": None}
 
 # What is trained, at which batch it is killed, and the arguments of `train`, made anew for each part of the run.
@@ -51,6 +61,7 @@ CASES = {
     "before a checkpoint": (6, lambda folder: {}),
     "workers": (6, lambda folder: {"num_workers": 2}),
     "vectors": (7, vectors),
+    "table": (8, lambda folder: table()),
     "accumulation": (8, lambda folder: {"gradient_accumulation": 3}),
     "chunks": (8, lambda folder: {"optimizer": "lars", "chunk_size": 2}),
     "bf16": (8, lambda folder: {"optimizer": "sgd", "mixed_precision": "bf16"}),

@@ -1,0 +1,96 @@
+"""Static encoders: sentence-transformers' vectors, before and after saving, from words and at random."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from sklearn.decomposition import PCA
+
+from dualenc.encoders import StaticEncoder, load_model
+from dualenc.encoders.token_table import TokenTable
+from dualenc.errors import DualencError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def words(text_encoder: Any, tmp_path: Path) -> str:
+    """The folder of a transformer with 32 numbers for each word."""
+    text_encoder().save(tmp_path / "words")
+    return str(tmp_path / "words")
+
+
+def word_vectors(words: str) -> np.ndarray:
+    """The words of the transformer in a folder."""
+    model: Any = SentenceTransformer(words, device="cpu")[0].model  # type: ignore[union-attr]
+    return model.embeddings.word_embeddings.weight.detach().numpy()
+
+
+def test_vectors_are_sentence_transformers_before_and_after_saving(
+    words: str, tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
+) -> None:
+    """A text with more tokens than the transformer has positions, too."""
+    texts = [*texts, "green grass " * 60]
+    ours = StaticEncoder(words, query_prompt="query: ")
+    theirs = SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=word_vectors(words))])
+    expected = theirs.encode(texts, normalize_embeddings=True)
+    np.testing.assert_allclose(ours.encode_document(texts), expected, atol=1e-6)
+    ours.save(tmp_path / "saved")
+    saved = SentenceTransformer(str(tmp_path / "saved"))
+    np.testing.assert_allclose(saved.encode_document(texts), expected, atol=1e-6)
+    asked = theirs.encode(["query: " + text for text in texts], normalize_embeddings=True)
+    np.testing.assert_allclose(saved.encode_query(texts), asked, atol=1e-6)
+    again = load_model(tmp_path / "saved")
+    np.testing.assert_allclose(again.encode_query(texts), asked, atol=1e-6)
+    assert isinstance(again.left.backbone.embedding, TokenTable)
+
+
+def test_fewer_dimensions_are_principal_components(words: str) -> None:
+    """Those of scikit-learn up to their signs."""
+    table = StaticEncoder(words, dim=5).left.backbone.embedding.weight.detach().numpy()
+    expected = PCA(5, svd_solver="full").fit_transform(word_vectors(words))
+    np.testing.assert_allclose(table * np.sign((table * expected).sum(0)), expected, atol=1e-5)
+
+
+def test_a_random_table_and_a_length(tokenizer: PreTrainedTokenizerBase) -> None:
+    torch.manual_seed(0)
+    model = StaticEncoder(tokenizer=tokenizer, max_length=3)
+    assert (model.dim, model.num_parameters) == (256, 256 * len(tokenizer))
+    long, short = model.encode(["a b c d e f", "a b c"])
+    np.testing.assert_allclose(long, short, atol=1e-6)
+    torch.manual_seed(0)
+    assert torch.equal(StaticEncoder(tokenizer=tokenizer).left.backbone.embedding.weight, next(model.parameters()))
+
+
+@pytest.mark.parametrize("texts", [["", ""], ["", "a dog"]])
+def test_texts_without_tokens_get_zeros_and_no_gradient(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
+    model = StaticEncoder(tokenizer=tokenizer, dim=4).train()
+    vectors = model("left", model.left.prepare(texts))
+    assert not vectors[0].any()
+    vectors.square().sum().backward()
+    gradient = model.left.backbone.embedding.weight.grad
+    assert gradient.is_sparse
+    assert torch.isfinite(gradient.to_dense()).all()
+
+
+def test_what_a_user_gets_wrong(words: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    for arguments, message in (
+        ({}, "give either words, or the tokenizer"),
+        ({"words": words, "tokenizer": tokenizer}, "give either words, or the tokenizer"),
+        ({"words": words, "dim": 33}, "dim is 33, but words have 32"),
+        ({"words": words, "dim": 0}, "dim is 0"),
+    ):
+        with pytest.raises(DualencError, match=message):
+            StaticEncoder(**arguments)
+    StaticEncoder(words).save(tmp_path / "static")
+    with pytest.raises(DualencError, match="has no transformer; open it as a TextEncoder"):
+        StaticEncoder(str(tmp_path / "static"))
