@@ -27,9 +27,8 @@ class LoaderWithIds:
         self.loader = DataLoader(StackDataset(data, *ids), loader.batch_size, **options)
 
     def __iter__(self):
-        for (images, texts), *ids in self.loader:
-            self.ids = ids
-            yield images, texts
+        for batch, *self.ids in self.loader:
+            yield batch
 
 
 def main(folder=Path("runs/example_open_clip"), arguments=None):
