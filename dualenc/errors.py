@@ -19,10 +19,6 @@ class BadSample(DualencError):
     """One sample cannot be used (undecodable image, empty text). Readers skip and count it, or raise it."""
 
 
-class UnknownId(DualencError):
-    """An id that an index or engine does not hold."""
-
-
 class Unsupported(DualencError):
     """A request that this kind of index cannot answer, whatever it holds."""
 

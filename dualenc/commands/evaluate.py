@@ -9,6 +9,7 @@ from typing import Annotated
 from dualenc.arguments import COMMAS
 from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, MAX_WORKERS, check_options
 from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
+from dualenc.commands.push import RecallOptions, evaluate_engine
 
 MAX_EPOCHS = 1 << 20
 
@@ -253,19 +254,16 @@ def objectives(
     evaluate_objectives(model, data, options, columns, output)
 
 
-def engine(folder: str, *, recall: float | None = None) -> None:
-    """Measure recall@10 and the rows returned under the filters of `push --recall` again; exit code 1 below the target.
+def engine(folder: str, *, options: RecallOptions) -> None:
+    """Measure recall@10 and the rows returned under filters, by exact search; exit code 1 below --recall.
 
-    What counts is the lower end of the interval of 95 % of the mean over all searches, with the queries of that push.
+    With --filters, settings are chosen that reach --recall (0.95), and are written into the folder with what was
+    measured; without, that measurement is repeated.
 
     Args:
-        folder: written by `dualenc push … --recall … --filters …`, of PostgreSQL.
-        recall: the target; by default the one of the push.
+        folder: an index, or what `dualenc push` wrote.
     """
-    check_options(0, 1, recall=recall)
-    from dualenc.commands.push import evaluate_engine
-
-    evaluate_engine(folder, recall)
+    evaluate_engine(folder, options)
 
 
 def compare(

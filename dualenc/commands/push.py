@@ -1,11 +1,13 @@
-"""`dualenc push`: embeddings into PostgreSQL or Qdrant; `dualenc evaluate engine`: recall of what was pushed."""
+"""`dualenc push`: embeddings into PostgreSQL or Qdrant; `dualenc evaluate engine`: recall under filters."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
 
 from dualenc.commands.checks import check_options
 from dualenc.errors import BelowTarget, DualencError
@@ -13,29 +15,24 @@ from dualenc.files import check_writable, locked, remove
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
-    import numpy as np
+    from dualenc.search.filter_recall import Searched
 
-    from dualenc.data.vector_shards import Embeddings
-    from dualenc.search.filter_recall import Measurement
-    from dualenc.search.postgres import PostgresIndex
-    from dualenc.search.pushed import Engine
+IDENTITY = ("fingerprint", "index", "target", "collection")
+"""Entries of meta.json; where they are the same, measured settings stay valid."""
 
 
 @dataclass(frozen=True)
-class PostgresOptions:
-    """A table of PostgreSQL.
+class RecallOptions:
+    """Recall under filters.
 
     Args:
-        table: of PostgreSQL; by default named as the folder of embeddings.
-        index: of PostgreSQL: hnsw, ivfflat, or none for exact search.
-        recall: of PostgreSQL: set the search so that recall@10 under --filters is at least this, such as 0.95, by the
-            lower end of its interval of 95 %.
-        filters: file of your own filters to measure with, one {"filter": "year >= 2020"} on each line.
-        queries: embeddings of real queries to measure with; by default a sample of the pushed ones.
+        recall: recall@10 that the search must reach under --filters, such as 0.95, by the lower end of its interval of
+            95 %.
+        filters: file of your own filters, one {"filter": "year >= 2020"} on each line, to choose settings by: SQL for
+            PostgreSQL, JSON for Qdrant, conditions for an index.
+        queries: embeddings of real queries to measure with; by default a sample of the documents.
     """
 
-    table: str | None = None
-    index: Literal["hnsw", "ivfflat", "none"] = "hnsw"
     recall: float | None = None
     filters: str | None = None
     queries: str | None = None
@@ -46,10 +43,11 @@ def push(
     target: str,
     *,
     out: str | None = None,
-    collection: str | None = None,
+    table: Annotated[str | None, Parameter(alias="--collection")] = None,
+    index: Literal["hnsw", "ivfflat", "none"] = "hnsw",
     metric: Literal["cosine", "ip"] | None = None,
     replace: bool = False,
-    postgres: PostgresOptions,
+    options: RecallOptions,
 ) -> None:
     """Send embeddings to a table of PostgreSQL with pgvector, or to a collection of Qdrant.
 
@@ -61,149 +59,86 @@ def push(
         embeddings: folder that `dualenc embed` wrote.
         target: postgresql://user@host/database, or the URL of a Qdrant server.
         out: folder to write, with where the vectors are; by default EMBEDDINGS-engine.
-        collection: of Qdrant; by default named as the folder of embeddings.
+        table: of PostgreSQL, or the collection of Qdrant; by default named as the folder of embeddings.
+        index: of PostgreSQL: hnsw, ivfflat, or none for exact search.
         metric: cosine, or ip for the inner product; by default cosine for embeddings of length one, ip for others.
         replace: first remove a table or collection that holds other embeddings.
     """
     from dualenc.data.vector_shards import Embeddings
-    from dualenc.search.engines import is_postgres
-    from dualenc.search.pushed import check_push_target
-    from dualenc.search.qdrant import push_embeddings
+    from dualenc.search.engines import is_postgres, push_embeddings
+    from dualenc.search.filter_recall import RESULT
+    from dualenc.search.pushed import check_push_target, is_pushed, read_pushed
 
-    to_postgres = is_postgres(target)
+    source = Path(embeddings).resolve()
+    name = table or source.name
+    if not is_postgres(target):
+        if index != "hnsw":
+            raise DualencError("--index is of PostgreSQL; leave it out")
+        name = table or re.sub(r"[^A-Za-z0-9_-]+", "-", source.name).strip("-_") or "embeddings"
+    if options.recall is not None and options.filters is None:
+        raise DualencError("--recall is measured under filters; name them by --filters")
+    filters = _checked_filters(options)
     folder = Path(out or f"{embeddings.rstrip('/')}-engine")
-    _check(to_postgres, collection, postgres)
     check_push_target(folder)
     check_writable(folder)
-    source = Path(embeddings).resolve()
     opened = Embeddings.open(embeddings)
-    if to_postgres:
-        return _push_to_postgres(opened, target, folder, source, postgres, metric=metric, replace=replace)
-    name = collection or re.sub(r"[^A-Za-z0-9_-]+", "-", source.name).strip("-_") or "embeddings"
     with locked(folder, wait=False):
-        index, sent = push_embeddings(opened, target, name, metric=metric, replace=replace, progress=True)
-        index.close()
-        index.meta["embeddings"] = str(source)
-        index.save(folder)
-    _print_sent(index, sent)
-    print(printable(f'next: dualenc search {folder} "…"'))
-    return None
-
-
-def _print_sent(index: Engine, sent: int) -> None:
-    """Say where the vectors are, and how many were missing there."""
-    vectors = f"{len(index):,} vectors of dimension {index.dim} ({index.meta['metric']})"
-    print(printable(f"{vectors} → {index.location}; {sent:,} sent"))
-
-
-def _check(to_postgres: bool, collection: str | None, options: PostgresOptions) -> None:
-    """Refuse options of the other engine, and those that need each other."""
-    if to_postgres and collection is not None:
-        raise DualencError("--collection is of Qdrant; name the table of PostgreSQL by --table")
-    if not to_postgres and options != PostgresOptions():
-        names = "--table, --index, --recall, --filters and --queries"
-        raise DualencError(f"{names} are of PostgreSQL; leave them out")
-    check_options(0, 1, recall=options.recall)
-    if (options.recall is None) != (options.filters is None):
-        raise DualencError("--recall and --filters need each other; give both")
-    if options.queries is not None and options.recall is None:
-        raise DualencError("--queries are for --recall; leave them out")
-
-
-def _push_to_postgres(
-    embeddings: Embeddings,
-    target: str,
-    folder: Path,
-    source: Path,
-    options: PostgresOptions,
-    *,
-    metric: Literal["cosine", "ip"] | None,
-    replace: bool,
-) -> None:
-    """Send embeddings to a table, tune the search where a recall is asked for, and write the folder."""
-    from dualenc.search.engines import postgres_module
-    from dualenc.search.pushed import is_pushed, read_pushed
-
-    postgres_module()
-    from dualenc.search.filter_recall import RESULT, read_filters, save_measurement, tune
-    from dualenc.search.postgres_push import push_embeddings
-
-    filters = None if options.filters is None else read_filters(options.filters)
-    with locked(folder, wait=False):
-        index, sent = push_embeddings(
-            embeddings,
-            target,
-            options.table or source.name,
-            metric=metric,
-            index=options.index,
-            replace=replace,
-            progress=True,
+        engine, sent = push_embeddings(
+            opened, target, name, metric=metric, index=index, replace=replace, progress=True
         )
-        index.meta["embeddings"] = str(source)
+        engine.meta["embeddings"] = str(source)
         earlier = read_pushed(folder) if is_pushed(folder) else {}
-        identity = ("fingerprint", "index", "target", "collection")
-        if all(earlier.get(name) == index.meta[name] for name in identity):
+        if all(earlier.get(name) == engine.meta.get(name) for name in IDENTITY):
             # A second push keeps the settings that were measured.
-            index.meta["settings"] = earlier["settings"]
+            engine.meta["settings"] = earlier["settings"]
         else:
             remove(folder / RESULT)
-        measured = None
-        target_recall = options.recall or 0.0
+        engine.save(folder)
+        vectors = f"{len(engine):,} vectors of dimension {engine.dim} ({engine.meta['metric']})"
+        print(printable(f"{vectors} → {engine.location}; {sent:,} sent"))
         if filters is not None:
-            queries = _queries(embeddings, len(filters), options)
-            measured = tune(index, queries, filters, target_recall)
-        index.save(folder)
-        if measured is not None:
-            # The half of the queries that `tune` measures with.
-            save_measurement(folder, index, queries[1::2], measured, target_recall)
-        index.close()
-    _print_sent(index, sent)
-    if measured is not None:
-        _report(measured, target_recall, index)
+            _measure(folder, engine, options, filters)
+    engine.close()
     print(printable(f'next: dualenc search {folder} "…"'))
 
 
-def _queries(embeddings: Embeddings, num_filters: int, options: PostgresOptions) -> np.ndarray:
-    """Vectors (Q, D) of real queries, or else of the documents."""
-    from dualenc.data.vector_shards import Embeddings
-    from dualenc.search.filter_recall import sample_queries
+def evaluate_engine(folder: str, options: RecallOptions) -> None:
+    """Measure recall under the recorded filters again, or under new ones, with settings that keep it."""
+    from dualenc.search.filter_recall import open_searched
 
-    vectors = embeddings.vectors
-    if options.queries is not None:
-        vectors = Embeddings.open(options.queries).vectors
-    return sample_queries(vectors, num_filters)
+    filters = _checked_filters(options)
+    searched = open_searched(Path(folder))
+    with locked(folder, wait=False):
+        _measure(Path(folder), searched, options, filters)
+    searched.close()
 
 
-def _report(measured: Measurement, target: float, index: PostgresIndex) -> None:
+def _checked_filters(options: RecallOptions) -> list[str] | None:
+    from dualenc.search.filter_recall import read_filters
+
+    check_options(0, 1, recall=options.recall)
+    if options.queries is not None and options.filters is None:
+        raise DualencError("--queries are for --filters; leave them out")
+    return None if options.filters is None else read_filters(options.filters)
+
+
+def _measure(folder: Path, searched: Searched, options: RecallOptions, filters: list[str] | None) -> None:
     """Print the recall of each filter, and raise `BelowTarget` where their mean is too low."""
     from dualenc.evaluation.report import Table, print_table
+    from dualenc.search.filter_recall import measure_again, sample_queries, tune_folder
 
-    rows = []
-    for result in measured.filters:
-        row = {"filter": result.filter or "(all rows)", "recall@10": result.recall, "rows": result.rows}
-        row |= {"rows of exact search": result.exact_rows, "ms": result.milliseconds}
-        rows.append(row | {"ms of exact search": result.exact_milliseconds})
-    print_table(Table("recall under filters", rows))
+    if filters is None:
+        measured, promised = measure_again(folder, searched)
+        target = promised if options.recall is None else options.recall
+    else:
+        target = 0.95 if options.recall is None else options.recall
+        queries = sample_queries(searched, options.queries, len(filters))
+        measured = tune_folder(folder, searched, queries, filters, target)
+    print_table(Table("recall@10 under filters", measured.filters))
     interval = f"{measured.recall:.3f} (95 %: {measured.low:.3f} to {measured.high:.3f})"
-    settings = ", ".join(f"{name} {value}" for name, value in index.meta["settings"].items())
-    print(printable(f"recall@10 {interval} in {measured.searches:,} searches; {settings or 'exact'}"))
+    settings = searched.meta.get("settings", {})
+    named = ", ".join(f"{name} {value}" for name, value in settings.items())
+    print(printable(f"recall@10 {interval} in {measured.searches:,} searches; {named or 'exact'}"))
     if measured.low < target:
-        remedy = "index the columns of the filters, or push with --index none"
+        remedy = "index the columns of the filters, or search exactly (--index none, --factory Flat)"
         raise BelowTarget(f"recall@10 may be {measured.low:.3f}, below {target:g}; {remedy}")
-
-
-def evaluate_engine(folder: str, recall: float | None) -> None:
-    """Measure the recall under filters again, and compare it with a target."""
-    from dualenc.search.engines import is_postgres, open_engine, postgres_module
-    from dualenc.search.pushed import read_pushed
-
-    if not is_postgres(read_pushed(folder)["target"]):
-        raise DualencError(f"{folder}: recall under filters is measured of PostgreSQL only")
-    PostgresIndex = postgres_module().PostgresIndex
-    from dualenc.search.filter_recall import measure_again
-
-    index = open_engine(folder)
-    assert isinstance(index, PostgresIndex)
-    measured, promised = measure_again(Path(folder), index)
-    index.close()
-    _report(measured, promised if recall is None else recall, index)

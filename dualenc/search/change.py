@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, locked
 from dualenc.search.build import Database, reason
+from dualenc.search.filter_recall import RESULT, VECTORS
 from dualenc.search.index import Index, is_index, rows_in, write_contents
 from dualenc.search.lexical import Lexical, has_lexical
 from dualenc.search.refined import split
@@ -108,6 +110,9 @@ def _replace(
     with atomic_folder(folder, is_index, "index") as part:
         part.mkdir()
         checksum = write_contents(part, Path(folder), changed, ids, snippets, columns, meta)
+        for name in (RESULT, VECTORS):
+            if Path(folder, name).is_file():
+                shutil.copyfile(Path(folder, name), part / name)
         if texts is not None:
             write_texts(part, ids, texts, checksum)
             if has_bm25:

@@ -1,13 +1,13 @@
-"""Recall under filters: an engine's search against exact search on a user's own filters, and settings that keep it.
+"""Recall under filters: a search against exact search on a user's own filters, and settings that keep it.
 
     workload.jsonl    {"filter": "year >= 2020 AND lang = 'en'"} on each line; "" searches all rows
 
-The measurement and its queries are saved in the folder of the engine (recall.json, queries.npy).
+Filters are SQL for PostgreSQL, JSON for Qdrant, and conditions, `year>=2020, lang=en,de`, for a FAISS index. The
+measurement and its queries are saved in the folder of the engine or index (recall.json, queries.npy).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.lines import read_records
+from dualenc.data.vector_shards import Embeddings
 from dualenc.data.vectors import load_npy
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, save_array, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.index import Hit
-from dualenc.search.postgres import PostgresIndex
+from dualenc.search.build import as_queries
+from dualenc.search.engines import open_engine
+from dualenc.search.filtered import default_exact_rows, scan
+from dualenc.search.index import Hit, Index
+from dualenc.search.pushed import Engine, is_pushed
+from dualenc.search.where import meets, parse_conditions
 
 DEPTH = 10
 """k of recall@k."""
@@ -38,67 +45,90 @@ Z = 1.959964
 """Quantile of the normal distribution for an interval of 95 %."""
 
 
-class FilterResult(NamedTuple):
-    """The searches under one filter: means over their queries."""
+class ConditionSearch:
+    """A FAISS index whose filters are conditions, such as "year>=2020, lang=en,de"."""
 
-    filter: str
-    recall: float
-    rows: float
-    exact_rows: float
-    milliseconds: float
-    exact_milliseconds: float
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.meta = index.meta
+
+    def close(self) -> None:
+        """An index needs no closing."""
+
+    def search(self, queries: np.ndarray, k: int, filter: str, *, exact: bool = False) -> list[list[Hit]]:
+        """The nearest items that meet the filter, best first; with `exact` all of them are compared."""
+        allowed = None
+        if filter:
+            conditions = parse_conditions([filter], self.index.column_kinds)
+            allowed = meets(conditions, self.index.columns)
+        if not exact:
+            return self.index.search(queries, k, allowed_rows=allowed)
+        if allowed is None:
+            allowed = np.ones(len(self.index), bool)
+        ready = as_queries(queries, self.index.dim, self.meta["metric"], k)
+        return self.index.hits(*scan(self.index.faiss, ready, k, allowed))
+
+    def ladder(self) -> Iterator[dict[str, Any]]:
+        """Numbers of rows up to which all that meet a filter are compared."""
+        rows = default_exact_rows(self.index.dim)
+        while rows < len(self.index):
+            yield {"exact_rows": rows}
+            rows *= 4
+        yield {"exact_rows": rows}
+
+
+Searched = Engine | ConditionSearch
+
+
+def open_searched(folder: Path) -> Searched:
+    """Open an index, or the engine that a folder remembers."""
+    return open_engine(folder) if is_pushed(folder) else ConditionSearch(Index.open(folder))
 
 
 class Measurement(NamedTuple):
-    """Mean recall@10 over n searches with an interval of 95 %, and the results of each filter."""
+    """Mean recall@10 over n searches with an interval of 95 %, and the means of each filter."""
 
     recall: float
     low: float
     high: float
     searches: int
-    filters: list[FilterResult]
+    filters: list[dict[str, Any]]
 
 
 class Workload:
     """Queries (Q, D) dealt to F filters in turn, with the exact results of each."""
 
-    def __init__(self, index: PostgresIndex, queries: np.ndarray, filters: Sequence[str]) -> None:
+    def __init__(self, index: Searched, queries: np.ndarray, filters: Sequence[str]) -> None:
         self.index = index
-        self.filters = list(filters)
-        self.queries = [queries[number :: len(filters)] for number in range(len(filters))]
-        self.exact: list[list[list[Hit]]] = []
-        self.exact_seconds: list[float] = []
-        for filter, filter_queries in zip(self.filters, self.queries):
+        self.cases: list[tuple[str, np.ndarray, list[list[Hit]], float]] = []
+        for number, filter in enumerate(filters):
+            filter_queries = queries[number :: len(filters)]
             begin = time.perf_counter()
-            results = index.search(filter_queries, DEPTH, filter, exact=True)
-            self.exact_seconds.append(time.perf_counter() - begin)
-            if not results[0]:
-                raise DualencError(
-                    f"filter {filter[:200]!r}: no row meets it; leave it out of the workload"
-                )
-            self.exact.append(results)
+            exact = index.search(filter_queries, DEPTH, filter, exact=True)
+            milliseconds = 1000 * (time.perf_counter() - begin) / len(filter_queries)
+            if not exact[0]:
+                problem = f"filter {filter[:200]!r}: no row meets it"
+                raise DualencError(f"{problem}; leave it out of the workload")
+            self.cases.append((filter, filter_queries, exact, milliseconds))
 
     def measure(self) -> Measurement:
         """Search with the settings of the index."""
         recalls: list[float] = []
-        results = []
-        for number, (filter, queries) in enumerate(zip(self.filters, self.queries)):
+        results: list[dict[str, Any]] = []
+        for filter, queries, exact, exact_milliseconds in self.cases:
             begin = time.perf_counter()
-            hits_of_query = self.index.search(queries, DEPTH, filter)
-            seconds = time.perf_counter() - begin
-            pairs = list(zip(hits_of_query, self.exact[number]))
-            filter_recalls = [_recall(hits, exact) for hits, exact in pairs]
+            hits = self.index.search(queries, DEPTH, filter)
+            milliseconds = 1000 * (time.perf_counter() - begin) / len(queries)
+            filter_recalls = [_recall(*pair) for pair in zip(hits, exact)]
             recalls += filter_recalls
-            means: list[Any] = [
-                np.mean(filter_recalls),
-                np.mean([len(hits) for hits, _ in pairs]),
-                np.mean([len(exact) for _, exact in pairs]),
-                1000 * seconds / len(queries),
-                1000 * self.exact_seconds[number] / len(queries),
-            ]
-            results.append(FilterResult(filter, *[float(mean) for mean in means]))
-        low, high = wilson_interval(float(np.mean(recalls)), len(recalls))
-        return Measurement(float(np.mean(recalls)), low, high, len(recalls), results)
+            result = {"filter": filter, "recall": float(np.mean(filter_recalls))}
+            result |= {"rows": float(np.mean([len(each) for each in hits]))}
+            result |= {"exact_rows": float(np.mean([len(each) for each in exact]))}
+            times = {"milliseconds": milliseconds, "exact_milliseconds": exact_milliseconds}
+            results.append(result | times)
+        mean = float(np.mean(recalls))
+        low, high = wilson_interval(mean, len(recalls))
+        return Measurement(mean, low, high, len(recalls), results)
 
 
 def _recall(hits: Sequence[Hit], exact: Sequence[Hit]) -> float:
@@ -117,7 +147,7 @@ def wilson_interval(mean: float, count: int) -> tuple[float, float]:
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
-def tune(index: PostgresIndex, queries: np.ndarray, filters: Sequence[str], target: float) -> Measurement:
+def tune(index: Searched, queries: np.ndarray, filters: Sequence[str], target: float) -> Measurement:
     """Choose the cheapest settings whose recall is at least a target by the lower end of its interval.
 
     The settings are chosen by the queries (Q, D) of even number and measured by the others: chosen and measured by the
@@ -129,7 +159,7 @@ def tune(index: PostgresIndex, queries: np.ndarray, filters: Sequence[str], targ
     to_choose = Workload(index, queries[::2], filters)
     to_check = Workload(index, queries[1::2], filters)
     checked = None
-    for settings in _ladder(index):
+    for settings in index.ladder():
         index.meta["settings"] = settings
         checked = None
         if to_choose.measure().low >= target:
@@ -139,65 +169,55 @@ def tune(index: PostgresIndex, queries: np.ndarray, filters: Sequence[str], targ
     return checked or to_check.measure()
 
 
-def _ladder(index: PostgresIndex) -> Iterator[dict[str, Any]]:
-    """Settings that look at more and more rows, always until k meet the filter."""
-    kind = index.meta["index"]
-    if kind == "hnsw":
-        for step, ef_search in enumerate((40, 80, 160, 320, 640, 1000)):
-            limits = {"max_scan_tuples": 20_000 * 4**step, "scan_mem_multiplier": 2**step}
-            yield {"ef_search": ef_search, "iterative_scan": "relaxed_order", **limits}
-    elif kind == "ivfflat":
-        lists = index.meta["settings"]["max_probes"]
-        for step in range(lists.bit_length()):
-            yield {"probes": 2**step, "iterative_scan": "relaxed_order", "max_probes": lists}
-    else:
-        yield {}
-
-
 def read_filters(path: str | Path) -> list[str]:
     """The filters of a workload, a JSON object with `filter` on each line."""
     filters = []
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            filter = json.loads(line)["filter"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            filter = None
-        if not isinstance(filter, str):
-            example = '{"filter": "year >= 2020"}'
-            raise DualencError(f"{path}:{number}: holds no filter; write {example} on each line")
-        filters.append(filter)
-    if not filters:
-        raise DualencError(f"{path}: holds no filters; write one on each line")
+    bad_rows = BadRows(path)
+    for number, record in read_records(Path(path), bad_rows):
+        if isinstance(record.get("filter"), str):
+            filters.append(record["filter"])
+        else:
+            bad_rows.add("line without a filter", f"{path}:{number}")
+    if bad_rows.total or not filters:
+        problem = f"{path}: holds {bad_rows.describe() or 'no filters'}"
+        raise DualencError(f'{problem}; write {{"filter": "year >= 2020"}} on each line')
     return filters
 
 
-def sample_queries(vectors: np.ndarray, num_filters: int, seed: int = 0) -> np.ndarray:
-    """Vectors (Q, D) for queries, drawn from N vectors: 1,000, or 20 and 20 for each filter if that is more."""
+def sample_queries(searched: Searched, folder: str | None, num_filters: int) -> np.ndarray:
+    """Vectors (Q, D) for queries from a folder of embeddings, by default from the searched vectors themselves.
+
+    They are 1,000, or 20 to choose settings and 20 to measure for each filter if that is more; where there are fewer
+    vectors, these repeat with other filters.
+    """
     count = max(QUERIES, 2 * MIN_QUERIES * num_filters)
-    rows = np.random.default_rng(seed).permutation(len(vectors))
-    # With fewer vectors than queries, they repeat with other filters.
-    rows = np.resize(rows, count) if len(rows) < count else rows[:count]
-    return np.asarray(vectors[rows], dtype=np.float32)
+    if folder is None and isinstance(searched, ConditionSearch):
+        rows = np.random.default_rng(0).permutation(len(searched.index))
+        return searched.index.reconstruct(np.resize(rows, count))
+    embeddings = Embeddings.open(folder or searched.meta["embeddings"])
+    rows = np.random.default_rng(0).permutation(len(embeddings))
+    return np.asarray(embeddings.vectors[np.resize(rows, count)], dtype=np.float32)
 
 
-def save_measurement(
-    folder: Path, index: PostgresIndex, queries: np.ndarray, measured: Measurement, target: float
-) -> None:
-    """Write the target, the measurement and its queries (Q, D) beside the engine's meta.json."""
+def tune_folder(
+    folder: Path, index: Searched, queries: np.ndarray, filters: Sequence[str], target: float
+) -> Measurement:
+    """Choose settings as `tune` does, and write them and the measurement into the folder of the index."""
+    measured = tune(index, queries, filters, target)
+    meta = read_json_object(folder / "meta.json")
+    write_json(folder / "meta.json", meta | {"settings": index.meta["settings"]})
     with atomic_path(folder / VECTORS) as part:
-        save_array(part, queries)
+        # The half that `tune` measures with.
+        save_array(part, queries[1::2])
     entries = {"target": target, "k": DEPTH, "settings": index.meta["settings"], **measured._asdict()}
-    entries["filters"] = [result._asdict() for result in measured.filters]
     write_json(folder / RESULT, entries)
+    return measured
 
 
-def measure_again(folder: Path, index: PostgresIndex) -> tuple[Measurement, float]:
+def measure_again(folder: Path, index: Searched) -> tuple[Measurement, float]:
     """Repeat the measurement that a folder records; returns it, and the recall that was promised."""
     if not (folder / RESULT).is_file():
-        remedy = "push with --recall 0.95 --filters workload.jsonl"
+        remedy = "measure it on your filters by --filters workload.jsonl"
         raise DualencError(f"{folder}: no recall was measured; {remedy}")
     recorded = read_json_object(folder / RESULT, FIELDS)
     filters = [entry["filter"] for entry in recorded["filters"]]

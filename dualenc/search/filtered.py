@@ -10,31 +10,59 @@ import numpy as np
 
 from dualenc.errors import Unsupported
 from dualenc.search.build import reason
+from dualenc.search.kinds import EXACT_VALUES
 
 _faiss: Any = faiss  # its stubs lack the signatures that take arrays and parameters
 NPROBE_FACTOR = 2
 """Allowed rows are sparser and farther away than those that `nprobe` was tuned for: IVF visits twice as many lists."""
-SCANNED_BELOW = 0.1
-"""Share of allowed rows below which an HNSW index is scanned: a walk over its graph would meet mostly others."""
+
+
+def default_exact_rows(dim: int) -> int:
+    """As many rows of size D as `auto` searches exactly, too."""
+    return EXACT_VALUES // dim
 
 
 def search_among(
-    index: Any, queries: np.ndarray, k: int, allowed: np.ndarray
+    index: Any, queries: np.ndarray, k: int, allowed: np.ndarray, exact_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Filtered search: the k best of the allowed rows (N,) bool, selected during the search and not after it.
 
-    A flat index is exact. IVF visits more lists, and HNSW more vertices, in proportion to the rows that are left out,
-    so that as many allowed rows are compared as in a search without a filter.
+    Up to `exact_rows` allowed rows are all compared. Of more, IVF visits more lists, and HNSW more vertices, in
+    proportion to the rows that are left out, so that as many are compared as in a search without a filter.
     """
-    share = float(allowed.mean())
-    if not share:
+    count = int(allowed.sum())
+    if not count:
         return np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1)
-    if isinstance(index, faiss.IndexHNSW) and share < SCANNED_BELOW:
-        index = index.storage
+    if count <= exact_rows:
+        return scan(index, queries, k, allowed)
+    return _search(index, queries, k, _parameters(index, _selector(allowed), count / len(allowed), k))
+
+
+def scan(index: Any, queries: np.ndarray, k: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Compare queries (Q, D) with all allowed rows (N,) bool, as the most precise stage of an index stores them."""
     index = faiss.downcast_index(index)
-    selector = _faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+    if isinstance(index, faiss.IndexRefine):
+        return scan(index.refine_index, queries, k, allowed)
+    if isinstance(index, faiss.IndexPreTransform):
+        chain: Any = index.chain
+        for number in range(chain.size()):
+            queries = faiss.downcast_VectorTransform(chain.at(number)).apply(queries)
+        return scan(index.index, queries, k, allowed)
+    if isinstance(index, faiss.IndexHNSW):
+        return scan(index.storage, queries, k, allowed)
+    parameters = _faiss.SearchParameters(sel=_selector(allowed))
+    if isinstance(index, faiss.IndexIVF):
+        parameters = _faiss.SearchParametersIVF(sel=_selector(allowed), nprobe=index.nlist)
+    return _search(index, queries, k, parameters)
+
+
+def _selector(allowed: np.ndarray) -> Any:
+    return _faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+
+
+def _search(index: Any, queries: np.ndarray, k: int, parameters: Any) -> tuple[np.ndarray, np.ndarray]:
     try:
-        return index.search(queries, k, params=_parameters(index, selector, share, k))
+        return index.search(queries, k, params=parameters)
     except RuntimeError as error:
         problem = f"FAISS cannot filter an {type(index).__name__} ({reason(error)})"
         raise Unsupported(f"{problem}; build the index as Flat, IVF or HNSW") from None

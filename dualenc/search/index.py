@@ -41,7 +41,7 @@ from dualenc.search.build import (
     set_parameter,
     tune,
 )
-from dualenc.search.filtered import search_among
+from dualenc.search.filtered import default_exact_rows, search_among
 from dualenc.search.kinds import choose_factory
 from dualenc.search.refined import REFINE, bytes_per_vector, can_be_file, link, open_index, split
 from dualenc.search.where import column_kinds
@@ -86,9 +86,6 @@ class Index:
         columns: (N,) rows of the columns that searches can be filtered by, if any.
         refine_file: the file of the codes that refine it, if they are in one of their own.
     """
-
-    filter_language = ""
-    takes_conditions = True
 
     def __init__(
         self,
@@ -270,7 +267,8 @@ class Index:
         if ef_search is not None:
             set_parameter(self.faiss, "efSearch", ef_search)
         if allowed_rows is not None:
-            return search_among(self.faiss, ready, k, allowed_rows)
+            exact_rows = self.meta.get("settings", {}).get("exact_rows", default_exact_rows(self.dim))
+            return search_among(self.faiss, ready, k, allowed_rows, exact_rows)
         return self.faiss.search(ready, k)
 
     def reconstruct(self, rows: np.ndarray) -> np.ndarray:

@@ -3,8 +3,8 @@
     python eval/bench/filtered.py --vectors 200000 --dim 64
     python eval/bench/filtered.py --vectors 20000 --shares "[1.0, 0.2, 0.05, 0.01]" --target postgresql://me@localhost/db
 
-Vectors are synthetic, around 200 centres; which rows a filter keeps is drawn at random, which says nothing on filters
-that keep a part of the space. Times are those of the processor on one thread, of queries asked one by one.
+Vectors are synthetic, around 200 centres; a filter keeps rows at random, or the rows around a share of the centres.
+Times are those of the processor on one thread, of queries asked one by one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import pyarrow as pa
 from jsonargparse import auto_cli
 
 from dualenc.search import Embeddings, Index
-from dualenc.search.filter_recall import sample_queries, tune
-from dualenc.search.postgres_push import default_settings, push_embeddings
+from dualenc.search.engines import push_embeddings
+from dualenc.search.filter_recall import QUERIES, tune
+from dualenc.search.postgres import default_settings
 
 TABLE = "dualenc_bench_filtered"
 
@@ -28,7 +29,8 @@ def main(
     dim: int = 64,
     queries: int = 200,
     factories: tuple[str, ...] = ("Flat", "IVF2048,Flat", "HNSW32"),
-    shares: tuple[float, ...] = (1.0, 0.5, 0.2, 0.05, 0.01, 0.001),
+    shares: tuple[float, ...] = (1.0, 0.5, 0.2, 0.05, 0.01),
+    exact_rows: int | None = None,
     target: str | None = None,
 ) -> None:
     """Print recall@10 and milliseconds for each factory and share of rows that the filter keeps.
@@ -39,38 +41,44 @@ def main(
         queries: how many.
         factories: FAISS factory strings; nprobe and efSearch are those that the build chooses for recall@10 of 0.95.
         shares: of rows that are kept.
+        exact_rows: kept rows up to which all are compared; by default what the index takes.
         target: URL of a PostgreSQL database, whose HNSW index of halfvec is then measured in place of FAISS's.
     """
     faiss.omp_set_num_threads(1)
     random = np.random.default_rng(0)
     centres = random.normal(size=(200, dim))
 
-    def around(count: int) -> np.ndarray:
-        drawn = centres[random.integers(0, len(centres), count)] + 1.5 * random.normal(size=(count, dim))
+    def around(numbers: np.ndarray) -> np.ndarray:
+        drawn = centres[numbers] + 1.5 * random.normal(size=(len(numbers), dim))
         return (drawn / np.linalg.norm(drawn, axis=1, keepdims=True)).astype(np.float32)
 
-    database, query_vectors = around(vectors), around(queries)
+    numbers = random.integers(0, len(centres), vectors)
+    database = around(numbers)
+    query_vectors = around(random.integers(0, len(centres), queries))
     uniform = random.random(vectors)
     if target is not None:
         return measure_postgres(target, database, query_vectors, uniform, shares)
-    masks = {share: uniform < share for share in shares}
+    masks = {("at random", share): uniform < share for share in shares}
+    masks |= {("around centres", share): numbers < share * len(centres) for share in shares if share < 1}
     exact = {}
-    for share, kept in masks.items():
+    for name, kept in masks.items():
         rows = np.flatnonzero(kept)
-        exact[share] = rows[faiss.knn(query_vectors, database[rows], 10, faiss.METRIC_INNER_PRODUCT)[1]]
+        exact[name] = rows[faiss.knn(query_vectors, database[rows], 10, faiss.METRIC_INNER_PRODUCT)[1]]
     for factory in factories:
         faiss.omp_set_num_threads(1)
         index = Index.build(database, factory=factory)
         print(f"{factory} {index.meta['search_parameters']}")
-        for share, kept in masks.items():
+        if exact_rows is not None:
+            index.meta["settings"] = {"exact_rows": exact_rows}
+        for name, kept in masks.items():
             begin, found = time.process_time(), []
             for query in query_vectors:
-                found.append(index.search_rows(query, 10, allowed_rows=None if share == 1 else kept)[1][0])
+                found.append(index.search_rows(query, 10, allowed_rows=None if kept.all() else kept)[1][0])
             milliseconds = 1000 * (time.process_time() - begin) / queries
             recall = np.mean(
-                [len(set(a) & set(b)) / 10 for a, b in zip(np.array(found).tolist(), exact[share].tolist())]
+                [len(set(a) & set(b)) / 10 for a, b in zip(np.array(found).tolist(), exact[name].tolist())]
             )
-            print(f"  {share:7.1%} kept: recall@10 {recall:.3f}, {milliseconds:7.3f} ms", flush=True)
+            print(f"  {name[1]:7.1%} {name[0]}: recall@10 {recall:.3f}, {milliseconds:7.3f} ms", flush=True)
     return None
 
 
@@ -84,7 +92,8 @@ def measure_postgres(
     index = push_embeddings(embeddings, target, TABLE, metric="cosine", replace=True)[0]
     ours = default_settings("hnsw", len(database))
     relaxed = {**ours, "ef_search": 40}
-    tune(index, sample_queries(database, len(shares)), [f"share < {share}" for share in shares], 0.95)
+    drawn = np.random.default_rng(0).permutation(len(database))[:QUERIES]
+    tune(index, database[drawn], [f"share < {share}" for share in shares], 0.95)
     settings = {
         "pgvector's defaults (ef_search 40)": {**relaxed, "iterative_scan": "off"},
         "iterative_scan relaxed_order (ef_search 40)": relaxed,

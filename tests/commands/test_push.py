@@ -42,7 +42,7 @@ def engine(tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str], monkey
     run("push", emb, url_of(tmp_path / "data"), "--out", tmp_path / "engine")
     shown = capsys.readouterr().out
     assert "40 vectors of dimension 32 (cosine)" in shown
-    assert "collection 'emb'; 40 sent" in shown
+    assert "data 'emb'; 40 sent" in shown
     return tmp_path / "engine"
 
 
@@ -69,7 +69,7 @@ def test_mistakes_end_in_one_line(tmp_path: Path, emb: Path, engine: Path, capsy
     cases: list[tuple[tuple[Any, ...], str]] = [
         (("push", emb, tmp_path / "data"), "no URL of a Qdrant server"),
         (("push", emb, "http://local", "--out", tmp_path / "index"), "holds no collection"),
-        (("search", engine, "wing", "--where", "year>1"), "Qdrant filters by its own JSON"),
+        (("search", engine, "wing", "--where", "month>1"), "no column 'month'; there are year, lang"),
         (("search", tmp_path / "index", "wing", "--filter", "year>1"), "only an engine takes a filter"),
     ]
     for words, message in cases:

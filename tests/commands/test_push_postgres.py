@@ -79,9 +79,8 @@ def test_mistakes_end_in_one_line(
     pushed: tuple[Any, ...] = ("push", emb, postgres, "--table", "commands", "--out", engine)
     recall = ("--recall", 0.9, "--filters")
     cases: list[tuple[tuple[Any, ...], str]] = [
-        ((*pushed, "--collection", "a"), "name the table of PostgreSQL by --table"),
-        ((*pushed, *recall, tmp_path / "bad.jsonl"), "bad.jsonl:2: holds no filter"),
-        (("push", emb, "http://local", "--table", "a"), "are of PostgreSQL; leave them out"),
+        ((*pushed, *recall, tmp_path / "bad.jsonl"), "holds 1 not a JSON object (first: "),
+        (("push", emb, "http://local", "--index", "none"), "--index is of PostgreSQL; leave it out"),
         (("search", engine, "wing", "--filter", "year >"), "the filter is no SQL condition"),
         (("search", engine, "wing", "--nprobe", 3), "nprobe is 3, but the index is of kind hnsw"),
     ]

@@ -15,7 +15,7 @@ from dualenc.errors import DualencError
 from dualenc.search import Embeddings, Index, build, documents
 from dualenc.search.documents import fingerprint, open_documents
 from dualenc.search.embeddings import EmbeddingWriter
-from dualenc.search.qdrant import push_embeddings
+from dualenc.search.engines import push_embeddings
 from tests.local_qdrant import url_of, use_folders
 from tests.search.clusters import clustered
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from dualenc.cli import main
-from dualenc.errors import DualencError, UnknownId
-from dualenc.search import Embeddings, postgres_push
+from dualenc.errors import DualencError
+from dualenc.search import Embeddings
 from dualenc.search.documents import fingerprint, open_documents
-from dualenc.search.filter_recall import save_measurement, tune, wilson_interval
+from dualenc.search.engines import open_engine, push_embeddings
+from dualenc.search.filter_recall import tune_folder, wilson_interval
 from dualenc.search.postgres import PostgresIndex
-from dualenc.search.postgres_push import push_embeddings
 from dualenc.search.where import parse_conditions
 from tests.search.conditions import KINDS, conditions, met_by_pandas
 from tests.search.test_qdrant import DIM, NUM, embeddings, frame, vectors
@@ -143,7 +143,7 @@ def test_names_and_ids_are_quoted(postgres: str) -> None:
 
 def killed_push(target: str, table: str, function: str, call: int) -> None:
     """Push in batches of 12, and die at a call of a function."""
-    original = getattr(postgres_push, function)
+    original = getattr(PostgresIndex, function)
     calls = []
 
     def dying(*arguments: Any) -> Any:
@@ -152,14 +152,14 @@ def killed_push(target: str, table: str, function: str, call: int) -> None:
             os.kill(os.getpid(), 9)
         return original(*arguments)
 
-    setattr(postgres_push, function, dying)
-    postgres_push.BATCH_ROWS = 12
+    setattr(PostgresIndex, function, dying)
+    PostgresIndex.batch_rows = 12
     push_embeddings(embeddings(), target, table)
 
 
-POINTS = [("_create", 1, 0), ("_copy", 1, 0), ("_copy", 4, 36), ("_write_state", 4, 24), ("_build_index", 1, 120)]
+POINTS = [("create", 1, 0), ("add", 1, 0), ("add", 4, 36), ("_write_state", 4, 24), ("finish", 1, 120)]
 POINTS += [("_write_state", 12, 120)]
-LATER: list[Any] = [pytest.param("_copy", call, 12 * call - 12, marks=pytest.mark.nightly) for call in (2, 3, 5, 7, 9)]
+LATER: list[Any] = [pytest.param("add", call, 12 * call - 12, marks=pytest.mark.nightly) for call in (2, 3, 5, 7, 9)]
 
 
 @pytest.mark.parametrize(("function", "call", "stored"), POINTS + LATER)
@@ -177,7 +177,7 @@ def test_a_killed_push_resumes_without_loss_or_copies(postgres: str, function: s
 
 
 def push_in_small_batches(target: str, results: Any) -> None:
-    postgres_push.BATCH_ROWS = 5
+    PostgresIndex.batch_rows = 5
     results.put(push_embeddings(embeddings(), target, "shared")[1])
 
 
@@ -206,19 +206,19 @@ CREATE TRIGGER full_disk BEFORE INSERT ON full_disk FOR EACH ROW EXECUTE FUNCTIO
 def test_a_failing_server_is_one_line_and_loses_nothing(
     postgres: str, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
-    copy = postgres_push._copy
+    add = PostgresIndex.add
     calls = []
 
-    def failing(index: PostgresIndex, batch: Any) -> None:
+    def failing(index: PostgresIndex, *batch: Any) -> None:
         calls.append(1)
         if len(calls) == 3 and failure == "full_disk":
             index.connection.execute(FULL_DISK)
         elif len(calls) == 3:
             execute(postgres, "SELECT pg_terminate_backend(%s)", index.connection.info.backend_pid)
-        copy(index, batch)
+        add(index, *batch)
 
-    monkeypatch.setattr(postgres_push, "_copy", failing)
-    monkeypatch.setattr(postgres_push, "BATCH_ROWS", 12)
+    monkeypatch.setattr(PostgresIndex, "add", failing)
+    monkeypatch.setattr(PostgresIndex, "batch_rows", 12)
     with pytest.raises(DualencError, match="the same command again resumes") as error:
         push_embeddings(embeddings(), postgres, failure)
     assert "\n" not in str(error.value)
@@ -239,14 +239,12 @@ def test_tables_of_others_are_refused_and_own_ones_replaced_on_request(postgres:
     check_whole(postgres, "mine", embeddings())
     assert push_embeddings(embeddings(seed=1), postgres, "mine", replace=True)[1] == NUM
     check_whole(postgres, "mine", embeddings(seed=1))
-    index = push_embeddings(embeddings(seed=1), postgres, "mine", index="ivfflat")[0]
+    push_embeddings(embeddings(seed=1), postgres, "mine", index="ivfflat")
     kinds = execute(
         postgres, "SELECT indexdef FROM pg_indexes WHERE tablename = 'mine' AND indexdef LIKE '%embedding%'"
     )
     assert "ivfflat" in kinds[0][0]
     assert len(kinds) == 1
-    with pytest.raises(UnknownId, match="has no item 'nobody'"):
-        index.vectors(["nobody"])
     execute(postgres, "CREATE TABLE theirs (id text)")
     execute(postgres, "COMMENT ON TABLE theirs IS 'dualenc {}'")
     with pytest.raises(DualencError, match="holds no embeddings that dualenc pushed"):
@@ -275,7 +273,7 @@ def test_the_folder_holds_no_password_and_is_opened_as_documents(tmp_path: Path,
     text = (tmp_path / "engine" / "meta.json").read_text()
     assert "s3cret" not in text
     assert "application_name=mine" in text
-    assert len(PostgresIndex.open(tmp_path / "engine").search(vectors(1), 4)[0]) == 4
+    assert len(open_engine(tmp_path / "engine").search(vectors(1), 4)[0]) == 4
     documents = open_documents(tmp_path / "engine", tmp_path / "work")
     assert documents.ids == sorted(IDS)
     rows = [int(name.split()[1]) for name in documents.ids]
@@ -288,7 +286,7 @@ def test_the_folder_holds_no_password_and_is_opened_as_documents(tmp_path: Path,
     assert fingerprint(tmp_path / "engine") == before
     execute(postgres, "DROP TABLE kept")
     with pytest.raises(DualencError, match="is gone"):
-        PostgresIndex.open(tmp_path / "engine")
+        open_engine(tmp_path / "engine")
     for target in ("postgresql://me:s3cret@127.0.0.1:9/db", "postgresql://me:s3cret@[/db", "postgresql://a?s3cret"):
         with pytest.raises(DualencError) as error:
             push_embeddings(embeddings(), target, "docs")
@@ -307,7 +305,8 @@ def test_recall_under_filters_holds_and_a_regression_is_noticed(
     filters = ["", "share < 0.2", "share < 0.05"]
     queries = random.normal(size=(240, 32)).astype(np.float32)
     index.meta["settings"] = {"ef_search": 1, "iterative_scan": "off"}
-    measured = tune(index, queries, filters, 0.9)
+    index.save(tmp_path)
+    measured = tune_folder(tmp_path, index, queries, filters, 0.9)
     unit = np.float64(stored) / np.linalg.norm(np.float64(stored), axis=1, keepdims=True)
     recalls = []
     for number, filter in enumerate(filters):
@@ -317,9 +316,7 @@ def test_recall_under_filters_holds_and_a_regression_is_noticed(
             recalls.append(len(best & {hit.id for hit in index.search(query, 10, filter)[0]}) / 10)
     assert measured.recall == pytest.approx(np.mean(recalls), abs=0.003)
     assert measured.low >= 0.9
-    assert [result.rows for result in measured.filters] == [10, 10, 10]
-    index.save(tmp_path)
-    save_measurement(tmp_path, index, queries[1::2], measured, 0.9)
+    assert [result["rows"] for result in measured.filters] == [10, 10, 10]
     assert main(["evaluate", "engine", str(tmp_path)]) == 0
     assert main(["evaluate", "engine", str(tmp_path), "--recall", "0.999"]) == 1
     meta = json.loads((tmp_path / "meta.json").read_text())
