@@ -27,7 +27,8 @@ class LoaderWithIds:
         self.loader = DataLoader(StackDataset(data, *ids), loader.batch_size, **options)
 
     def __iter__(self):
-        for batch, *self.ids in self.loader:
+        for batch, *ids in self.loader:
+            self.ids = ids
             yield batch
 
 
