@@ -23,9 +23,8 @@ from dualenc.data.vectors import load_npy
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, save_array, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.build import as_queries
 from dualenc.search.engines import open_engine
-from dualenc.search.filtered import default_exact_rows, scan
+from dualenc.search.filtered import default_exact_rows
 from dualenc.search.index import Hit, Index
 from dualenc.search.pushed import Engine, is_pushed
 from dualenc.search.where import meets, parse_conditions
@@ -57,16 +56,13 @@ class ConditionSearch:
 
     def search(self, queries: np.ndarray, k: int, filter: str, *, exact: bool = False) -> list[list[Hit]]:
         """The nearest items that meet the filter, best first; with `exact` all of them are compared."""
-        allowed = None
+        allowed = np.ones(len(self.index), bool)
         if filter:
-            conditions = parse_conditions([filter], self.index.column_kinds)
-            allowed = meets(conditions, self.index.columns)
-        if not exact:
-            return self.index.search(queries, k, allowed_rows=allowed)
-        if allowed is None:
-            allowed = np.ones(len(self.index), bool)
-        ready = as_queries(queries, self.index.dim, self.meta["metric"], k)
-        return self.index.hits(*scan(self.index.faiss, ready, k, allowed))
+            allowed = meets(parse_conditions([filter], self.index.column_kinds), self.index.columns)
+        elif not exact:
+            return self.index.search(queries, k)
+        exact_rows = len(self.index) if exact else None
+        return self.index.search(queries, k, allowed_rows=allowed, exact_rows=exact_rows)
 
     def ladder(self) -> Iterator[dict[str, Any]]:
         """Numbers of rows up to which all that meet a filter are compared."""

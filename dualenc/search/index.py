@@ -256,10 +256,12 @@ class Index:
         allowed_rows: np.ndarray | None = None,
         nprobe: int | None = None,
         ef_search: int | None = None,
+        exact_rows: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Scores and row numbers (Q, k) of the nearest items of queries (Q, D); -1 where fewer than k are found.
 
-        `allowed_rows` (N,) bool restricts the search; `nprobe` (IVF) and `ef_search` (HNSW) hold from now on.
+        `allowed_rows` (N,) bool restricts the search, and up to `exact_rows` of them are all compared; by default as
+        many as the meta says. `nprobe` (IVF) and `ef_search` (HNSW) hold from now on.
         """
         ready = as_queries(queries, self.dim, self.meta["metric"], k)
         if nprobe is not None:
@@ -267,7 +269,8 @@ class Index:
         if ef_search is not None:
             set_parameter(self.faiss, "efSearch", ef_search)
         if allowed_rows is not None:
-            exact_rows = self.meta.get("settings", {}).get("exact_rows", default_exact_rows(self.dim))
+            if exact_rows is None:
+                exact_rows = self.meta.get("settings", {}).get("exact_rows", default_exact_rows(self.dim))
             return search_among(self.faiss, ready, k, allowed_rows, exact_rows)
         return self.faiss.search(ready, k)
 
