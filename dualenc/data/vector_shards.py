@@ -226,11 +226,11 @@ def read_shard(path: Path, dim: int, dtype: str) -> tuple[pa.RecordBatch, np.nda
 
 def vectors_of(batch: pa.RecordBatch, dim: int, dtype: str, path: Path) -> np.ndarray:
     """The vectors (n, D) of a record batch, a view of the file."""
-    expected = pa.list_(DTYPES[dtype], dim)
     kind = pa.null()
     if "vector" in batch.schema.names:
         kind = batch.schema.field("vector").type
-    if kind != expected:
+    is_vectors = pa.types.is_fixed_size_list(kind) and kind.list_size == dim
+    if not is_vectors or kind.value_type != DTYPES[dtype]:
         problem = f"it holds {kind} instead of {dtype} vectors of dimension {dim}"
         raise DualencError(f"{path}: corrupt ({problem}); {AGAIN}")
     try:
