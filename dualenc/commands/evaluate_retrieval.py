@@ -88,8 +88,7 @@ def evaluate_retrieval(
             continue
         runs = {short_name(model): dense} | _other_runs(dense, collection, options, ranking)
         for system, run in runs.items():
-            about = (collection.qrels, len(collection.corpus))
-            result = Result(system, name, run, *about, keep_self_matches=options.keep_self_matches)
+            result = Result(system, name, run, collection.qrels, len(collection.corpus))
             result.write(evaluation.folder / folder / FOLDERS.get(system, ""))
             results.append(result)
             if run is dense:
@@ -162,9 +161,7 @@ def _other_runs(
     """The runs of BM25, and of the model's run and BM25's fused."""
     if not options.bm25 and ranking.hybrid is None:
         return {}
-    queries = collection.queries
-    corpus = collection.corpus
-    words = bm25_run(queries.ids, _texts(queries), corpus.ids, _texts(corpus), DEPTH + 1)
+    words = bm25_run(collection, DEPTH + 1)
     words = first_documents(words, DEPTH, None if options.keep_self_matches else collection.qrels)
     if ranking.hybrid is None:
         return {BM25: words}
@@ -174,10 +171,6 @@ def _other_runs(
         weights = [ranking.weight, 1 - ranking.weight]
         fused[query] = dict(fuse(rankings, ranking.hybrid, weights=weights)[:DEPTH])
     return {BM25: words, HYBRID: fused}
-
-
-def _texts(corpus: Corpus) -> list[str]:
-    return [corpus[row] for row in range(len(corpus))]
 
 
 def _open_collections(

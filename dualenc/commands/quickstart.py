@@ -304,8 +304,5 @@ def _objective(pairs: BeirPairs) -> GlobalCache:
 def _bm25(collection: RetrievalSet) -> dict[str, float]:
     from dualenc.evaluation.retrieval import Result, bm25_run
 
-    queries = collection.queries
-    corpus = collection.corpus
-    texts = [[items[row] for row in range(len(items))] for items in (queries, corpus)]
-    run = bm25_run(queries.ids, texts[0], corpus.ids, texts[1], 100)
-    return dict(Result("BM25", "docstrings", run, collection.qrels, len(corpus)).means)
+    run = bm25_run(collection, 100)
+    return dict(Result("BM25", "docstrings", run, collection.qrels, len(collection.corpus)).means)

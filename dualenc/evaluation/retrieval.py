@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,24 +85,20 @@ def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: 
     )
 
 
-def bm25_run(
-    query_ids: Sequence[str],
-    queries: Sequence[str],
-    document_ids: Sequence[str],
-    documents: Sequence[str],
-    k: int,
-) -> dict[str, dict[str, float]]:
+def bm25_run(collection: RetrievalSet, k: int) -> dict[str, dict[str, float]]:
     """The k best documents of each query by BM25, as `dualenc.search.lexical` splits and scores texts.
 
     Documents that share no word with the query are not retrieved. Equal scores are ordered by descending id, as
     trec_eval does.
     """
+    corpus = collection.corpus
     # Equal scores are found by ascending row.
-    rows = sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True)
-    lexical = Lexical.build(documents[row] for row in rows)
+    rows = sorted(range(len(corpus)), key=corpus.ids.__getitem__, reverse=True)
+    lexical = Lexical.build(corpus[row] for row in rows)
     run = {}
-    for query, text in zip(query_ids, queries, strict=True):
-        run[query] = {document_ids[rows[place]]: score for place, score in lexical.search(text, k)}
+    for number, query in enumerate(collection.queries.ids):
+        hits = lexical.search(collection.queries[number], k)
+        run[query] = {corpus.ids[rows[place]]: score for place, score in hits}
     return run
 
 
@@ -109,29 +106,23 @@ HEADLINES = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
 """The metrics of the summary table."""
 
 
+@dataclass
 class Result:
     """Scores of one system, such as a model, on one collection of `num_documents`, by its run and the judgements.
 
-    Unless `keep_self_matches`, an unjudged document whose id is the query's is removed from the run, too, so that
-    trec_eval finds the same numbers in its file.
+    The run is scored as it is: `retrieve` and `first_documents` remove unjudged documents with the id of the query.
     """
 
-    def __init__(
-        self,
-        system: str,
-        dataset: str,
-        run: Run,
-        qrels: Qrels,
-        num_documents: int,
-        *,
-        keep_self_matches: bool = False,
-    ) -> None:
-        self.system = system
-        self.dataset = dataset
-        self.run = run if keep_self_matches else remove_self_matches(run, qrels)
-        self.qrels = qrels
-        self.num_documents = num_documents
-        self.per_query: dict[str, Scores] = score_queries(qrels, self.run, CUTOFFS, keep_self_matches=True)
+    system: str
+    dataset: str
+    run: Run
+    qrels: Qrels
+    num_documents: int
+
+    @cached_property
+    def per_query(self) -> dict[str, Scores]:
+        """Each metric of each judged query."""
+        return score_queries(self.qrels, self.run, CUTOFFS, keep_self_matches=True)
 
     @cached_property
     def means(self) -> Scores:
@@ -154,8 +145,8 @@ def split_by_training(result: Result, trained_ids: Iterable[str]) -> list[Result
     for name, qrels in (("documents seen in training", seen), ("documents not seen", unseen)):
         if qrels:
             run = {query: result.run[query] for query in qrels if query in result.run}
-            about = (f"{result.system}: {name}", result.dataset, run, qrels, result.num_documents)
-            parts.append(Result(*about, keep_self_matches=True))
+            system = f"{result.system}: {name}"
+            parts.append(Result(system, result.dataset, run, qrels, result.num_documents))
     return parts
 
 

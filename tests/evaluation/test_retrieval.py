@@ -12,6 +12,7 @@ import pytrec_eval
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualenc.data import Corpus, RetrievalSet
 from dualenc.evaluation.retrieval import (
     Result,
     bm25_run,
@@ -109,7 +110,7 @@ def slow_bm25(query: str, documents: list[str], k1: float = 1.5, b: float = 0.75
 @given(texts, st.lists(texts, min_size=1, max_size=8).filter(any), st.integers(1, 8))
 def test_equals_the_formula(query: str, documents: list[str], k: int) -> None:
     ids = [f"d{number}" for number in range(len(documents))]
-    run = bm25_run(["q"], [query], ids, documents, k)["q"]
+    run = bm25_run(RetrievalSet(Corpus(["q"], [query]), Corpus(ids, documents), {"q": {}}), k)["q"]
     expected = dict(zip(ids, slow_bm25(query, documents)))
     found = {document: score for document, score in expected.items() if score > 0}
     assert len(run) == min(k, len(found))
@@ -119,5 +120,6 @@ def test_equals_the_formula(query: str, documents: list[str], k: int) -> None:
 
 
 def test_ties_at_the_cut_go_to_the_higher_id() -> None:
-    run = bm25_run(["q"], ["wing"], ["a", "c", "b", "x"], ["wing flow", "wing flow", "wing flow", "heat"], 2)
+    corpus = Corpus(["a", "c", "b", "x"], ["wing flow", "wing flow", "wing flow", "heat"])
+    run = bm25_run(RetrievalSet(Corpus(["q"], ["wing"]), corpus, {"q": {}}), 2)
     assert list(run["q"]) == ["c", "b"]

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualenc.data import Corpus, RetrievalSet
 from dualenc.errors import DualencError
 from dualenc.evaluation.retrieval import bm25_run
 from dualenc.search.fusion import fuse
@@ -74,7 +75,8 @@ def test_saved_and_opened_it_finds_the_same(made: Path) -> None:
     searcher = Searcher.open(made / "index")
     assert searcher.lexical is not None
     for query in ("fox", "hen hen cat", "nowhere"):
-        expected = bm25_run(["q"], [query], [f"d{i}" for i in range(60)], texts, 60)["q"]
+        corpus = Corpus([f"d{i}" for i in range(60)], texts)
+        expected = bm25_run(RetrievalSet(Corpus(["q"], [query]), corpus, {"q": {}}), 60)["q"]
         assert {f"d{row}": score for row, score in searcher.lexical.search(query, 60)} == pytest.approx(expected)
 
 
