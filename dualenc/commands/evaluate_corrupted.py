@@ -82,9 +82,9 @@ def evaluate_corrupted(
         retrieval.append(_retrieval_row("among all images, not corrupted", metrics["plain"]))
     if images.train is not None:
         settings = {"batch_size": TRAIN_BATCH, "num_workers": images.num_workers}
-        fitted = labelled_features(evaluation, "train", tower, training, labels, **settings)
+        features, labels = labelled_features(evaluation, "train", tower, training, labels, **settings)
         # Processes may fit slightly different ones, and their results are put together.
-        classifier = distributed.from_main(lambda: linear_probe(fitted.features, fitted.labels).classifier)
+        classifier = distributed.from_main(lambda: linear_probe(features, labels).classifier)
         correct = _is_right(tower, source, images, classifier, training.class_names, "robustness")
         errors = 1 - correct.reshape(len(correct), len(names), len(SEVERITIES)).mean(axis=0)
         robustness: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,11 +41,10 @@ def evaluate_image_text(
             "name the columns with --left_column and --right_column"
         )
     encoder = evaluation.open("image-text")
-    settings: dict[str, Any] = {"batch_size": batch_size, "model": model}
     left = Corpus([str(number) for number in range(len(pairs.left_items))], pairs.left_items, "image")
     right = Corpus([str(number) for number in range(len(pairs.right_items))], pairs.right_items, "text")
-    images = evaluation.embed(f"embeddings/images-{split}", encoder.left, left, side="left", **settings)
-    texts = evaluation.embed(f"embeddings/texts-{split}", encoder.right, right, side="right", **settings)
+    images = evaluation.embed(f"embeddings/images-{split}", encoder, "left", left, batch_size)
+    texts = evaluation.embed(f"embeddings/texts-{split}", encoder, "right", right, batch_size)
 
     image_ids = [int(name) for name in images.ids]
     text_ids = [int(name) for name in texts.ids]

@@ -39,25 +39,29 @@ def evaluate_probe(
     test_labels = align_labels(test_labels, test.class_names, train.class_names, f"{data} ({split})")
     tower = open_image_tower(evaluation)
     settings: dict[str, Any] = {"batch_size": batch_size, "num_workers": images.num_workers}
-    fitted = labelled_features(evaluation, "train", tower, train, train_labels, **settings)
-    tested = labelled_features(evaluation, "test", tower, test, test_labels, **settings)
+    train_features, train_labels = labelled_features(
+        evaluation, "train", tower, train, train_labels, **settings
+    )
+    test_features, test_labels = labelled_features(
+        evaluation, "test", tower, test, test_labels, **settings
+    )
     if distributed.is_main():
-        vectors = (fitted.features, fitted.labels, tested.features)
-        k = min(NEIGHBOURS, len(fitted.labels))
-        linear = linear_probe(fitted.features, fitted.labels, seed=images.seed)
+        vectors = (train_features, train_labels, test_features)
+        k = min(NEIGHBOURS, len(train_labels))
+        linear = linear_probe(train_features, train_labels, seed=images.seed)
         predictions = {
             "1-NN": knn_predict(*vectors, k=1, device=evaluation.device),
             f"{k}-NN, weighted": knn_predict(*vectors, k=k, device=evaluation.device),
-            "linear, L-BFGS": linear.classifier.predict(tested.features),
+            "linear, L-BFGS": linear.classifier.predict(test_features),
         }
         rows: list[dict[str, object]] = []
         for name, predicted in predictions.items():
-            rows.append({"probe": name, "accuracy": accuracy(predicted, tested.labels)})
+            rows.append({"probe": name, "accuracy": accuracy(predicted, test_labels)})
         rows[-1]["note"] = f"l2={linear.l2:g}"
         accuracies = {str(row["probe"]): {"accuracy": row["accuracy"]} for row in rows}
         facts: dict[str, object] = {"model": model, "data": data, "split": split, "train": source}
         facts["train_split"] = images.train_split
-        facts |= {"train_images": len(fitted.labels), "test_images": len(tested.labels)}
+        facts |= {"train_images": len(train_labels), "test_images": len(test_labels)}
         evaluation.conclude(
             "Probes",
             data,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -133,14 +133,10 @@ def _rank_by_model(
 ) -> Run:
     """Embed a collection, below a folder of the output, and search it exactly."""
     place = Path(folder) / "embeddings"
-    settings: dict[str, Any] = {"batch_size": options.batch_size, "model": evaluation.model}
-    queries = evaluation.embed(
-        place / f"queries-{split}", encoder.left, collection.queries, side="left", **settings
-    )
+    batch_size = options.batch_size
+    queries = evaluation.embed(place / f"queries-{split}", encoder, "left", collection.queries, batch_size)
     if indexed is None:
-        documents = evaluation.embed(
-            place / "documents", encoder.right, collection.corpus, side="right", **settings
-        )
+        documents = evaluation.embed(place / "documents", encoder, "right", collection.corpus, batch_size)
     else:
         documents = indexed
         queries = queries.first(documents.dim)

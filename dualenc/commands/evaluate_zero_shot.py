@@ -15,6 +15,7 @@ from dualenc.data import Corpus
 from dualenc.data.detect import default_split
 from dualenc.data.items import rows_of
 from dualenc.errors import DualencError
+from dualenc.evaluation.metrics import best_positive_ranks
 from dualenc.evaluation.query_scores import rank_rows
 from dualenc.evaluation.report import Table
 from dualenc.evaluation.runs import read_lines, write_ranks
@@ -25,7 +26,6 @@ from dualenc.evaluation.zero_shot import (
     read_templates,
     readable_class,
     zero_shot_accuracy,
-    zero_shot_ranks,
 )
 
 if TYPE_CHECKING:
@@ -46,18 +46,13 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
     prompts = class_prompts(names, templates)
     corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
     encoder = evaluation.open("image-text")
-    settings: dict[str, Any] = {"batch_size": options.batch_size, "model": model}
-    embedded = evaluation.embed(
-        f"embeddings/images-{split}", encoder.left, images, side="left", **settings
-    )
+    embedded = evaluation.embed(f"embeddings/images-{split}", encoder, "left", images, options.batch_size)
     vectors = np.asarray(embedded.vectors, np.float32)
-    embedded_prompts = evaluation.embed(
-        "embeddings/prompts", encoder.right, corpus, side="right", **settings
-    )
+    embedded_prompts = evaluation.embed("embeddings/prompts", encoder, "right", corpus, options.batch_size)
     classes = class_embeddings(np.asarray(embedded_prompts.vectors, np.float32), len(names))
     # Of the images that could be read.
     labels = labels[rows_of(images.ids, embedded.ids)]
-    ranks = zero_shot_ranks(vectors, classes, labels)
+    ranks = best_positive_ranks(vectors, classes, labels[:, None].tolist())
     if distributed.is_main():
 
         def describe_image(number: int) -> str:

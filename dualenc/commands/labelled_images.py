@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from dualenc.commands.output import Evaluation
+from dualenc.commands.output import Evaluation, embed_into
 from dualenc.data import Corpus, open_corpus
 from dualenc.data.corpus import rows_with_label
 from dualenc.data.items import rows_of
@@ -49,20 +49,13 @@ def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> 
     return corpus.labels
 
 
-class Labelled(NamedTuple):
-    """Features (N, D) and labels (N,) of the images that could be read."""
-
-    features: np.ndarray
-    labels: np.ndarray
-
-
 def labelled_features(
     evaluation: Evaluation, part: str, tower: Tower, corpus: Corpus, labels: np.ndarray, **options: Any
-) -> Labelled:
-    """Features to fit probes on or test them with, stored below `features` of the output."""
-    embedded = evaluation.embed(f"features/{part}", tower, corpus, output="features", **options)
-    rows = rows_of(corpus.ids, embedded.ids)
-    return Labelled(np.asarray(embedded.vectors, np.float32), labels[rows])
+) -> tuple[np.ndarray, np.ndarray]:
+    """Features (N, D) and labels (N,) of the images that could be read, stored below `features` of the output."""
+    folder = evaluation.folder / "features" / part
+    embedded = embed_into(folder, tower, corpus, output="features", **options)
+    return np.asarray(embedded.vectors, np.float32), labels[rows_of(corpus.ids, embedded.ids)]
 
 
 def align_labels(

@@ -86,9 +86,12 @@ class Evaluation:
         self.check_weights(encoder.left, encoder.right)
         return encoder
 
-    def embed(self, folder: StrPath, tower: Tower, corpus: Corpus, **options: Any) -> Embeddings:
+    def embed(
+        self, folder: StrPath, encoder: DualEncoder, side: Side, corpus: Corpus, batch_size: int
+    ) -> Embeddings:
         """Embed into a folder below the output, or reuse what is there: `embed_into`."""
-        return embed_into(self.folder / folder, tower, corpus, **options)
+        settings: dict[str, Any] = {"side": side, "model": self.model, "batch_size": batch_size}
+        return embed_into(self.folder / folder, encoder.tower(side), corpus, **settings)
 
     def conclude(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.metrics import Scores, best_positive_ranks
+from dualenc.evaluation.metrics import Scores
 from dualenc.evaluation.probe import unit_rows
 from dualenc.evaluation.runs import read_lines
 from dualenc.types import Integers, StrPath, Vectors
@@ -57,21 +57,13 @@ def class_embeddings(prompts: Vectors, num_classes: int) -> Vectors:
     return unit_rows(rows.reshape(num_classes, -1, rows.shape[1]).mean(axis=1), "classes")
 
 
-def zero_shot_ranks(images: Vectors, classes: Vectors, labels: Sequence[int] | Integers) -> Integers:
-    """Rank, from 1, of each image's own class among all classes; ties count against the model.
-
-    `images` are (A, D), `classes` (C, D) embeddings, `labels` (A,) class numbers from 0.
-    """
-    return best_positive_ranks(images, classes, np.asarray(labels)[:, None].tolist())
-
-
 def zero_shot_accuracy(
     ranks: Integers, labels: Sequence[int] | Integers, num_classes: int, cutoffs: Sequence[int] = (1, 5)
 ) -> Scores:
     """Share of images whose class is among the first k ("top@k"), and the mean over classes of top-1.
 
     Args:
-        ranks, labels: (A,) of `zero_shot_ranks`, and class numbers.
+        ranks, labels: (A,) ranks, from 1, of each image's own class among all, and class numbers.
         num_classes: C; a cut-off of C or more is left out.
         cutoffs: the k.
     """
