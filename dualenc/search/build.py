@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
-from dualenc.search.kinds import training_rows_in
+from dualenc.search.kinds import machine_memory, training_rows_in
 from dualenc.search.refined import refined_by, split, write_codes
 from dualenc.types import Metric
 
@@ -315,14 +315,12 @@ def build_faiss(
 ) -> tuple[Any, dict[str, Any]]:
     """Train a new index on a sample and add the database in blocks; returns it with entries for its meta.json.
 
-    With `refine_file` the codes that refine an index are written there; with `memory`, in bytes, the sample is limited.
+    With `refine_file` the codes that refine an index are written there. The sample takes a quarter of memory at most.
     """
     num_vectors = len(database)
     dim = database.embeddings.dim
     filled = new_index(dim, factory, database.metric, num_vectors)
-    rows = training_rows(filled, num_vectors)
-    if memory is not None:
-        rows = min(rows, training_rows_in(memory, dim))
+    rows = min(training_rows(filled, num_vectors), training_rows_in(memory or machine_memory(), dim))
     started = time.perf_counter()
     if rows:
         _train(filled, database.rows(database.sample(rows, seed=0)), factory)

@@ -42,7 +42,7 @@ from dualenc.search.build import (
     tune,
 )
 from dualenc.search.filtered import default_exact_rows, search_among
-from dualenc.search.kinds import choose_factory
+from dualenc.search.kinds import choose_factory, machine_memory
 from dualenc.search.refined import REFINE, bytes_per_vector, can_be_file, link, open_index, split
 from dualenc.search.where import column_kinds
 from dualenc.types import Metric
@@ -147,26 +147,7 @@ class Index:
         """
         embeddings = _checked_embeddings(vectors, ids)
         database = Database(embeddings, metric)
-        budget = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        choices = [factory]
-        if factory == "auto":
-            # The first may exceed the machine's memory, where the user names none.
-            limits = (memory, budget)
-            choices = [choose_factory(len(database), embeddings.dim, x, target_recall) for x in limits]
-        for chosen in choices:
-            empty = new_index(embeddings.dim, chosen, metric, len(database))  # owns both parts
-            base, refine = split(empty)
-            needed = len(database) * bytes_per_vector(base)
-            refine_bytes = 0 if refine is None else len(database) * bytes_per_vector(refine)
-            is_apart = folder is not None and needed + refine_bytes > budget // 2 and can_be_file(refine)
-            if not is_apart:
-                needed += refine_bytes
-            if needed <= budget:
-                break
-        if memory is not None and needed > memory:
-            problem = f"takes {needed / 2**20:,.1f} MiB for {len(database):,} vectors, and memory is"
-            remedy = "give more, or auto with a folder to save to"
-            raise DualencError(f"factory {chosen!r} {problem} {memory / 2**20:,.1f} MiB; {remedy}")
+        chosen, is_apart = _fitting(database, factory, memory, target_recall, is_saved=folder is not None)
         with ExitStack() as stack:
             refine_file = None
             if folder is not None:
@@ -289,6 +270,33 @@ class Index:
                 f"an index of kind {self.meta.get('factory', '?')} gives no vectors back ({reason(error)})"
             )
             raise DualencError(f"{problem}; embed the documents, and name that folder") from None
+
+
+def _fitting(
+    database: Database, factory: str, memory: int | None, target_recall: float, *, is_saved: bool
+) -> tuple[str, bool]:
+    """The factory string, chosen for "auto", and whether the codes that refine are a file, to fit into memory."""
+    num_vectors = len(database)
+    dim = database.embeddings.dim
+    budget = memory or machine_memory()
+    choices = [factory]
+    if factory == "auto":
+        # The first may exceed the machine's memory, where the user names none.
+        choices = [choose_factory(num_vectors, dim, limit, target_recall) for limit in (memory, budget)]
+    for chosen in choices:
+        empty = new_index(dim, chosen, database.metric, num_vectors)  # owns both parts
+        base, refine = split(empty)
+        needed = num_vectors * bytes_per_vector(empty)
+        is_apart = is_saved and needed > budget // 2 and can_be_file(refine)
+        if is_apart:
+            needed = num_vectors * bytes_per_vector(base)
+        if needed <= budget:
+            break
+    if memory is not None and needed > memory:
+        problem = f"takes {needed / 2**20:,.1f} MiB for {num_vectors:,} vectors, and memory is"
+        remedy = "give more, or auto with a folder to save to"
+        raise DualencError(f"factory {chosen!r} {problem} {memory / 2**20:,.1f} MiB; {remedy}")
+    return chosen, is_apart
 
 
 def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | None) -> Embeddings:

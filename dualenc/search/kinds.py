@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -88,6 +89,11 @@ def choose_factory(
     if fitting:  # none reaches the target
         return max(fitting, key=lambda kind: kind.recall).factory(lists, dim)
     return min(KINDS, key=lambda kind: kind.resident(dim)).factory(lists, dim)
+
+
+def machine_memory() -> int:
+    """Bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def training_rows_in(memory: int, dim: int) -> int:
