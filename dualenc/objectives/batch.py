@@ -1,7 +1,6 @@
 """The batch of a step: checked, gathered over ranks, and arranged as anchors against candidates.
 
-Shapes: b pairs of this rank, P of all ranks, n mined negatives of all ranks, K positives, D dimension; X, A, C as in
-`anchors`.
+Shapes: b pairs of this rank, P of all ranks, n mined negatives of all ranks, K positives; X, A, C, D as in `anchors`.
 """
 
 from __future__ import annotations

@@ -82,10 +82,8 @@ class SampledCorpus(nn.Module):
                 fail(name, "holds negative or infinite counts, or NaN; they must be 0 or more")
         sums = [float(values.double().sum()) for values in counts.values()]
         if not math.isclose(sums[0], sums[-1], rel_tol=1e-6):
-            fail(
-                "left_counts and right_counts",
-                f"sum to {sums[0]:g} and {sums[-1]:g}; each pair counts on both sides",
-            )
+            problem = f"sum to {sums[0]:g} and {sums[-1]:g}; each pair counts on both sides"
+            fail("left_counts and right_counts", problem)
         self.num_pairs = round(sums[0])
         # In the order of per-item tables.
         by_row = torch.cat([values.float() for values in counts.values()]).to(device)

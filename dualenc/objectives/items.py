@@ -54,9 +54,9 @@ class OutsideEncoder:
     def _embed_views(self, items: Tensor) -> Tensor:
         is_left = items % 2 == 0
         ids = items // 2  # floor division keeps -1
-        left, right = self._embed(
-            [("left", ids.where(is_left, PADDING)), ("right", ids.where(~is_left, PADDING))]
-        )
+        left_ids = ids.where(is_left, PADDING)
+        right_ids = ids.where(~is_left, PADDING)
+        left, right = self._embed([("left", left_ids), ("right", right_ids)])
         return left + right
 
     def _embed(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,11 +42,7 @@ class Matryoshka(Objective):
     def __init__(self, objective: Objective, dims: Sequence[int]) -> None:
         nn.Module.__init__(self)
         lengths = sorted(dims)
-        if (
-            not lengths
-            or len(set(lengths)) != len(lengths)
-            or any(type(d) is not int or d < 1 for d in lengths)
-        ):
+        if not lengths or lengths[0] < 1 or len(set(lengths)) < len(lengths):
             fail("dims", f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]")
         self.dims = lengths
         objectives = [*(copy.deepcopy(objective) for _ in lengths[1:]), objective]
@@ -93,21 +90,19 @@ class Matryoshka(Objective):
         """The mean over lengths; arguments as of the wrapped objective."""
         vectors = {"left": left, "right": right, "negatives": negatives}
         vectors |= {"keys_left": keys_left, "keys_right": keys_right}
-        lengths = self.dims
-        if left.shape[-1] < lengths[-1]:
-            fail(
-                "dims",
-                f"are {lengths}, but the embeddings have {left.shape[-1]}; leave out what is beyond",
+        if left.shape[-1] < self.dims[-1]:
+            problem = (
+                f"are {self.dims}, but the embeddings have {left.shape[-1]}; leave out what is beyond"
             )
+            fail("dims", problem)
         if encode is not None and not self.encodes_in_backward:
             encode = EncodedOnce(encode)
         outputs = {}
-        for dim, objective in zip(lengths, self.objectives, strict=True):
+        for dim, objective in zip(self.dims, self.objectives, strict=True):
             prefixes = {name: prefix(value, dim) for name, value in vectors.items() if value is not None}
-            encode_prefix = None if encode is None else PrefixEncode(encode, dim)
-            outputs[dim] = objective(
-                **prefixes, left_id=left_id, right_id=right_id, encode=encode_prefix, **batch
-            )
+            encode_dim = None if encode is None else partial(encode_prefix, encode, dim)
+            ids = {"left_id": left_id, "right_id": right_id}
+            outputs[dim] = objective(**prefixes, **ids, encode=encode_dim, **batch)
         loss = torch.stack([output.loss for output in outputs.values()]).mean()
         per_anchor = torch.stack([output.per_anchor for output in outputs.values()]).mean(dim=0)
         return ObjectiveOutput(loss, per_anchor, lambda: metrics_by_dim(outputs))
@@ -121,15 +116,9 @@ def prefix(vectors: Tensor, dim: int) -> Tensor:
     return nn.functional.normalize(vectors[:, :dim].to(precision), dim=1)
 
 
-class PrefixEncode:
-    """`encode(side, ids)` that gives the first d components."""
-
-    def __init__(self, encode: Encode, dim: int) -> None:
-        self.encode = encode
-        self.dim = dim
-
-    def __call__(self, side: Side, ids: Tensor) -> Tensor:
-        return prefix(self.encode(side, ids), self.dim)
+def encode_prefix(encode: Encode, dim: int, side: Side, ids: Tensor) -> Tensor:
+    """(n, d) the first d components of items (n,) of a side."""
+    return prefix(encode(side, ids), dim)
 
 
 class EncodedOnce:

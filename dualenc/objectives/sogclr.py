@@ -149,9 +149,8 @@ class ISogCLR(SogCLR):
             log_means, mean_similarity = anchors.in_blocks(self._statistics, tau)
             log_u = self.update_averages(anchors, log_means)
             if self.temperature_rate and self.updates_state:
-                weighted_margin = torch.exp(log_means - log_u) * (
-                    mean_similarity - positive
-                )  # Σ_c w_c (s_c − s⁺)
+                # Σ_c w_c (s_c − s⁺)
+                weighted_margin = torch.exp(log_means - log_u) * (mean_similarity - positive)
                 slope = log_u - positive / tau + self.radius - weighted_margin / tau
                 self._move_temperatures(anchors, slope, log_means > -torch.inf)
             value = self.log_odds(log_u + self.corpus.log_num_negatives(anchors), positive / tau)
@@ -184,9 +183,8 @@ class ISogCLR(SogCLR):
         rows = anchors.gather(anchors.rows).flatten()
         usable = anchors.gather(usable).flatten()
         # Two captions of one image are two slopes of one temperature.
-        slope, written = mean_over_duplicates(
-            anchors.gather(slope).flatten(), usable, first_occurrence(rows)
-        )
+        slopes = anchors.gather(slope).flatten()
+        slope, written = mean_over_duplicates(slopes, usable, first_occurrence(rows))
         momentum = torch.lerp(self.tau_momentum[rows], slope.to(self.tau), 1 - self.temperature_momentum)
         tau = self.tau[rows] - self.temperature_rate * momentum
         write_rows(self.tau_momentum, rows, momentum, written)

@@ -53,9 +53,8 @@ def write_log_means(table: Tensor, rows: Tensor, log_values: Tensor, usable: Ten
     first = first_occurrence(rows)
     log_values = log_values.masked_fill(~usable, -torch.inf)
     # Scaled by the largest of an item's values, so that exp stays in range.
-    peak = torch.full_like(log_values, -torch.inf).scatter_reduce(0, first, log_values, reduce="amax")[
-        first
-    ]
+    peak = torch.full_like(log_values, -torch.inf)
+    peak = peak.scatter_reduce(0, first, log_values, reduce="amax")[first]
     mean, written = mean_over_duplicates(torch.exp(log_values - peak), usable, first)
     write_rows(table, rows, peak + mean.log(), written)
 

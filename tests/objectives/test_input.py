@@ -138,7 +138,7 @@ def test_what_an_objective_lacks_is_named() -> None:
         ISogCLR(num_left=5, learnable_temperature=True)
 
 
-@pytest.mark.parametrize("dims", [[], [2, 2], [0, 3], [2, 2.5], [True]], ids=str)
+@pytest.mark.parametrize("dims", [[], [2, 2], [0, 3]], ids=str)
 def test_lengths_are_checked(dims: Any) -> None:
     with pytest.raises(DualencError, match=r"^Matryoshka: dims "):
         Matryoshka(InfoNCE(), dims)
