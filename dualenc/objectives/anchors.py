@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
 
+Result = TypeVar("Result")  # a tensor (X, A, …), or several
 PADDING = -1  # fills lists of ids, and stands for "no item"
 # Entries of an (X, A, C) matrix that exist at a time; larger ones are computed in blocks, twice.
 BLOCK_ENTRIES = 2**20
@@ -131,7 +132,7 @@ class Anchors:
         anchors = replace(self, keys=keys, **by_direction)
         return anchors.with_candidates(self.candidates[x : x + 1], self.candidate_ids[x : x + 1])
 
-    def in_blocks(self, function: Callable[..., Any], *rows: Any, width: int | None = None) -> Any:
+    def in_blocks(self, function: Callable[..., Result], *rows: Any, width: int | None = None) -> Result:
         """Apply a function to blocks of anchors, recomputed in the backward pass, so that (X, A, C) matrices stay
         small.
 
@@ -159,8 +160,8 @@ class Anchors:
         for start in range(0, num_anchors, size):
             blocks.append(checkpoint(compute, start, use_reentrant=False, preserve_rng_state=False))
         if isinstance(blocks[0], Tensor):
-            return torch.cat(blocks, dim=1)
-        return tuple(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))
+            return torch.cat(blocks, dim=1)  # type: ignore[return-value]
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))  # type: ignore[return-value]
 
 
 _BY_ANCHOR = ("rows", "embeddings", "partners", "positive_column", "positive_ids")  # of shape (X, A, …)

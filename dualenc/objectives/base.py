@@ -141,8 +141,7 @@ class Objective(nn.Module):
             plan: what `plan` returned.
             outside: (X, n, D) embeddings of `plan.outside` with gradient, zeros where that is -1.
         """
-        losses: Tensor = anchors.in_blocks(self.block_losses)
-        return losses
+        return anchors.in_blocks(self.block_losses)
 
     def block_losses(self, block: Anchors) -> Tensor:
         """(X, a) losses of a block of anchors, of objectives of the batch alone."""

@@ -72,8 +72,7 @@ class EMC2(ChainObjective):
             start_scores = self._fresh_scores(proposed, plan.chain, outside_scores)
         walk = plan.walk or self._walk(proposed, start_scores)
         self._store(proposed, plan, walk, start_scores)
-        losses: Tensor = proposed.in_blocks(self._block_losses, plan.chain, walk, outside_scores)
-        return losses
+        return proposed.in_blocks(self._block_losses, plan.chain, walk, outside_scores)
 
     def _block_losses(
         self, block: Anchors, chain: ChainState, walk: Walk, outside_scores: Tensor

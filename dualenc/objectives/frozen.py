@@ -94,8 +94,7 @@ class FrozenCorpus(Objective):
         mean_score = (anchors.embeddings * mean).sum(dim=-1) / anchors.temperature
         scores = torch.stack([mean_score, positive], dim=-1)
         signs = torch.tensor([1.0, -1.0]).to(scores).expand_as(scores)
-        losses: Tensor = Estimate.apply(self.log_odds(log_partition, positive), scores, signs)
-        return losses
+        return Estimate.apply(self.log_odds(log_partition, positive), scores, signs)
 
     @torch.no_grad()
     def _softmax(self, anchors: Anchors) -> tuple[Tensor, Tensor]:

@@ -182,8 +182,7 @@ class GlobalCache(MemoryObjective):
 
         against_all = anchors.with_candidates(candidates, plan.items // self.num_views)
         width = 4 * candidates.shape[1]
-        losses: Tensor = against_all.in_blocks(weigh, plan.seen_mean, plan.log_partition, width=width)
-        return losses
+        return against_all.in_blocks(weigh, plan.seen_mean, plan.log_partition, width=width)
 
     def _look(
         self, anchors: Anchors, x: int, queries: Tensor, hidden: Tensor, pool: Pool | None

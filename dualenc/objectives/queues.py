@@ -51,7 +51,7 @@ class MomentumQueue(Objective):
         column = anchors.positive_column[..., None].expand(-1, -1, keys.shape[-1])
         own_keys = keys.gather(1, column)  # (X, A, D)
         positive = (anchors.embeddings * own_keys).sum(dim=-1) / anchors.temperature  # (X, A)
-        losses: Tensor = self._against_queue(anchors, keys).in_blocks(_info_nce, positive)
+        losses = self._against_queue(anchors, keys).in_blocks(_info_nce, positive)
         if self.updates_state:
             for x, direction in enumerate(anchors.directions):
                 self.queues[direction].write(anchors.candidate_ids[x, : anchors.num_batch], keys[x])

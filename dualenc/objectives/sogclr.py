@@ -64,8 +64,7 @@ class SogCLR(Objective):
         with torch.no_grad():
             log_u = self.update_averages(anchors, anchors.in_blocks(lambda block: log_mean(block.logits)))
             value = self.log_odds(log_u + self.corpus.log_num_negatives(anchors), anchors.positive_scores)
-        losses: Tensor = anchors.in_blocks(self._weigh, log_u, value)
-        return losses
+        return anchors.in_blocks(self._weigh, log_u, value)
 
     @staticmethod
     def _weigh(block: Anchors, log_u: Tensor, value: Tensor) -> Tensor:
@@ -155,8 +154,7 @@ class ISogCLR(SogCLR):
                 self._move_temperatures(anchors, slope, log_means > -torch.inf)
             value = self.log_odds(log_u + self.corpus.log_num_negatives(anchors), positive / tau)
         self.record(own_temperature=tau)
-        losses: Tensor = anchors.in_blocks(self._weigh_by_own, tau, log_u, value)
-        return losses
+        return anchors.in_blocks(self._weigh_by_own, tau, log_u, value)
 
     @staticmethod
     def _statistics(block: Anchors, tau: Tensor) -> tuple[Tensor, ...]:
