@@ -26,7 +26,6 @@ from dualenc.encoders import DualEncoder, IndexEncoder, TextEncoder
 from dualenc.objectives import FrozenCorpus, Objective, SogCLR
 from dualenc.search.embed import embed
 from dualenc.training import Trainer
-from dualenc.training.evaluators import embed_side
 
 
 def main(
@@ -85,7 +84,7 @@ def main(
                 again = embed(encoder.right, test.corpus, autocast="bfloat16", progress=False)
                 documents = again.vectors[again.rows_of(opened.document_ids)]
             embedding = time.process_time() - begun
-            tested = embed_side(encoder, "left", test.queries, 32)
+            tested = embed(encoder.left, test.queries, batch_size=32, progress=False)
             per_query = opened.quality_of(tested.ids, tested.vectors, documents, opened.test)
             measures = {"spent": round(spent, 1), "embedding": round(embedding, 1), "done": trained.steps}
             yield one, {**opened.grouped(per_query), **measures}

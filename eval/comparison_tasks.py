@@ -24,8 +24,8 @@ from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, VectorE
 from dualenc.evaluation.image_text import both_ways_ranks
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.retrieval import Result, retrieve
+from dualenc.search.embed import embed
 from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator
-from dualenc.training.evaluators import embed_side
 
 HELD_OUT = 1000
 """Training queries that are held out where a folder has no dev.tsv, or a fifth of them."""
@@ -71,8 +71,8 @@ class Retrieval(Quality):
         self.collection = collection
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        queries = embed_side(model, "left", self.collection.queries, 256)
-        documents = embed_side(model, "right", self.collection.corpus, 256)
+        queries = embed(model.left, self.collection.queries, batch_size=256, progress=False)
+        documents = embed(model.right, self.collection.corpus, batch_size=256, progress=False)
         qrels = self.collection.qrels
         run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, depth=10, qrels=qrels)
         scores = Result("model", "held-out", run, qrels, len(documents.ids)).per_query
@@ -88,8 +88,8 @@ class ImageOfCaption(Quality):
         self.evaluator = ImageTextEvaluator(pairs)
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        images = embed_side(model, "left", self.evaluator.images, 64)
-        texts = embed_side(model, "right", self.evaluator.texts, 64)
+        images = embed(model.left, self.evaluator.images, batch_size=64, progress=False)
+        texts = embed(model.right, self.evaluator.texts, batch_size=64, progress=False)
         ranks = both_ways_ranks(images.vectors, texts.vectors, self.evaluator.captions)["text_to_image"]
         return self.mean((ranks <= 10).astype(float).tolist())
 
@@ -105,7 +105,8 @@ class Neighbours(Quality):
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         train, test = (
-            embed_side(model, "left", corpus, 256, output="features").vectors for corpus in self.evaluator.corpora
+            embed(model.left, corpus, batch_size=256, output="features", progress=False).vectors
+            for corpus in self.evaluator.corpora
         )
         votes, labels = self.evaluator.labels
         found = self.mean((knn_predict(train, votes, test, k=20) == labels).astype(float).tolist())

@@ -23,8 +23,8 @@ from dualenc.evaluation.probe import unit_rows
 from dualenc.evaluation.report import Table, print_table
 from dualenc.evaluation.retrieval import retrieve
 from dualenc.objectives import GlobalCache, Matryoshka, Objective
+from dualenc.search.embed import embed
 from dualenc.training import Trainer
-from dualenc.training.evaluators import embed_side
 
 DIMS = [16, 32, 64, 128, 256]
 
@@ -33,7 +33,8 @@ def qualities(model: VectorEncoder, test: Retrieval, dims: list[int]) -> dict[in
     """nDCG@10 of each length."""
     collection = test.collection
     queries, documents = (
-        embed_side(model, *part, 256) for part in (("left", collection.queries), ("right", collection.corpus))
+        embed(tower, items, batch_size=256, progress=False)
+        for tower, items in ((model.left, collection.queries), (model.right, collection.corpus))
     )
     found = {}
     for dim in dims:

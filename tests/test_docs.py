@@ -108,5 +108,5 @@ def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
     shown = " ".join(html.unescape(re.sub(r"<[^>]+>", "", commands)).split())
     for part in ("dualenc evaluate zero-shot", "dualenc embed --out STR", "--batch-size INT"):
         assert part in shown
-    assert "items per forward pass (default: 32)" in shown
+    assert "items per forward pass. [default: 32]" in shown
     assert not (tmp_path / "site" / "hooks.py").exists()

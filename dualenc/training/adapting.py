@@ -24,7 +24,7 @@ from dualenc.evaluation.metrics import CUTOFFS, Qrels, Scores, mean_scores, pair
 from dualenc.evaluation.retrieval import HEADLINES, retrieve
 from dualenc.search.embed import embed
 from dualenc.search.searcher import check_encoder
-from dualenc.training.evaluators import Evaluator, RetrievalEvaluator, embed_side
+from dualenc.training.evaluators import Evaluator, RetrievalEvaluator
 
 Trained = Literal["perceptron", "linear", "lora", "all"]
 """What is trained: a map of query vectors, adapters of the text model, or all of it."""
@@ -151,7 +151,6 @@ class IndexEvaluator(Evaluator):
     """
 
     metric_names = RetrievalEvaluator.metric_names
-    shows_progress = True
 
     def __init__(
         self,
@@ -178,14 +177,13 @@ class IndexEvaluator(Evaluator):
             qrels[queries.ids[row]][documents.ids[document]] = 1
         return cls(queries, qrels, documents, **options)
 
-    def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
-        means = mean_scores(self.per_query(model, progress))
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        means = mean_scores(self.per_query(model))
         return {name: means[name] for name in (*HEADLINES, self.primary)}
 
-    def per_query(self, model: DualEncoder, progress: str = "") -> dict[str, Scores]:
+    def per_query(self, model: DualEncoder) -> dict[str, Scores]:
         """Every metric of each query."""
-        bar = f"{progress}: embed queries" if progress else ""
-        queries = embed_side(model, "left", self.queries, self.batch_size, progress=bar)
+        queries = self.embed(model, "left", self.queries, "queries")
         device = next(model.parameters()).device
         run = retrieve(
             queries.ids,

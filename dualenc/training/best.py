@@ -109,14 +109,12 @@ class BestModel:
         """The main process's metrics, on every rank."""
         if self.evaluator is None:
             return {}
-        arguments = {}
-        # Any callable may be an evaluator.
-        if self.progress and getattr(self.evaluator, "shows_progress", False):
-            arguments["progress"] = f"after step {step}" if step else "before training"
+        moment = f"after step {step}" if step else "before training"
+        self.evaluator.progress = moment if self.progress else ""
         self.model.eval()
         try:
             with preserve_random_state(), torch.no_grad():
-                metrics = self.evaluator(self.model, **arguments)
+                metrics = self.evaluator(self.model)
         finally:
             self.model.train()
         if self.primary not in metrics:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
 from dualenc.evaluation.metrics import CUTOFFS
 from dualenc.evaluation.retrieval import HEADLINES, Result, report_self_matches, retrieve
 from dualenc.search.embed import embed
-from dualenc.types import Modality, OnError, Output, Side
+from dualenc.types import Modality, Side
 
 
 class Evaluator(ABC):
@@ -36,18 +37,26 @@ class Evaluator(ABC):
         metric_names: names that `primary` may have; empty where they are known only after an evaluation.
         data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
-        shows_progress: whether a call takes `progress`, such as "before training", with which its bars begin.
+        progress: what progress bars begin with, such as "before training"; "" shows none.
     """
 
     primary: str
     metric_names: tuple[str, ...] = ()
     data: tuple[str, str | None] = ("held-out data", None)
     modalities: Mapping[Side, Modality] = MappingProxyType({})
-    shows_progress: bool = False
+    progress: str = ""
+    batch_size: int = 64
 
     @abstractmethod
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         """Metrics by name. All ranks call it together; the main process's result counts."""
+
+    def embed(
+        self, model: DualEncoder, side: Side, corpus: Corpus, what: str, **options: Any
+    ) -> Embeddings:
+        """Embed a corpus in memory, every rank a share; all get the whole. `what` describes a bar."""
+        progress = f"{self.progress}: embed {what}" if self.progress else False
+        return embed(model.tower(side), corpus, batch_size=self.batch_size, progress=progress, **options)
 
 
 class RetrievalEvaluator(Evaluator):
@@ -64,7 +73,6 @@ class RetrievalEvaluator(Evaluator):
     metric_names = tuple(
         f"{kind}@{k}" for k in CUTOFFS for kind in ("ndcg", "recall", "mrr", "map", "precision", "hit")
     )
-    shows_progress = True
 
     def __init__(
         self,
@@ -92,11 +100,10 @@ class RetrievalEvaluator(Evaluator):
         self.batch_size = batch_size
         self.primary = primary
 
-    def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
         collection = self.collection
-        bars = [_bar(progress, f"{what} of {self.name}") for what in ("queries", "documents")]
-        queries = embed_side(model, "left", collection.queries, self.batch_size, progress=bars[0])
-        documents = embed_side(model, "right", collection.corpus, self.batch_size, progress=bars[1])
+        queries = self.embed(model, "left", collection.queries, f"queries of {self.name}")
+        documents = self.embed(model, "right", collection.corpus, f"documents of {self.name}")
         device = next(model.parameters()).device
         # An unjudged document with the id of the query is a copy of it, and is left out.
         qrels = collection.qrels
@@ -125,7 +132,6 @@ class ImageTextEvaluator(Evaluator):
         "mean_recall",
     )
     data = ("held-out pairs", None)
-    shows_progress = True
 
     def __init__(self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall") -> None:
         self.images, left_rows = used_items(pairs, "left")
@@ -137,12 +143,9 @@ class ImageTextEvaluator(Evaluator):
         self.primary = primary
         self.modalities = {"left": self.images.modality, "right": self.texts.modality}
 
-    def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
-        bars = [_bar(progress, what) for what in ("held-out images", "their captions")]
-        images = embed_side(
-            model, "left", self.images, self.batch_size, on_error="raise", progress=bars[0]
-        )
-        texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise", progress=bars[1])
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        images = self.embed(model, "left", self.images, "held-out images", on_error="raise")
+        texts = self.embed(model, "right", self.texts, "their captions", on_error="raise")
         ranks = both_ways_ranks(images.vectors, texts.vectors, self.captions)
         return both_ways_recall(ranks)
 
@@ -161,7 +164,6 @@ class KNNEvaluator(Evaluator):
     primary = "knn_accuracy"
     metric_names = ("knn_accuracy",)
     data = ("held-out images", None)
-    shows_progress = True
     modalities = MappingProxyType({"left": "image"})
 
     def __init__(
@@ -189,37 +191,15 @@ class KNNEvaluator(Evaluator):
         self.temperature = temperature
         self.batch_size = batch_size
 
-    def __call__(self, model: DualEncoder, progress: str = "") -> dict[str, float]:
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
         from dualenc.evaluation.probe import accuracy, knn_predict
 
         features = []
         for corpus, what in zip(self.corpora, ("images that vote", "held-out images"), strict=True):
-            bar = _bar(progress, what)
-            embedded = embed_side(
-                model, "left", corpus, self.batch_size, "features", on_error="raise", progress=bar
-            )
+            embedded = self.embed(model, "left", corpus, what, output="features", on_error="raise")
             features.append(embedded.vectors)
         device = next(model.parameters()).device
         predicted = knn_predict(
             features[0], self.labels[0], features[1], k=self.k, temperature=self.temperature, device=device
         )
         return {"knn_accuracy": accuracy(predicted, self.labels[1])}
-
-
-def _bar(progress: str, items: str) -> str:
-    return f"{progress}: embed {items}" if progress else ""
-
-
-def embed_side(
-    model: DualEncoder,
-    side: Side,
-    corpus: Corpus,
-    batch_size: int,
-    output: Output = "embedding",
-    on_error: OnError = "skip",
-    progress: str = "",
-) -> Embeddings:
-    """Embed a corpus in memory, every rank a share; all get the whole. `progress` describes a bar; "" shows none."""
-    tower = model.tower(side)
-    shown = progress or False
-    return embed(tower, corpus, batch_size=batch_size, output=output, on_error=on_error, progress=shown)
