@@ -21,7 +21,6 @@ from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
-from dualenc.hard_negatives import Rule
 from dualenc.objectives.base import Objective
 from dualenc.recipe_yaml import dump_recipe
 from dualenc.seeds import seed_everything
@@ -76,7 +75,11 @@ class Loop:
         self.train_step = TrainStep(
             settings, accelerator, model, objective, self.pairs, self.total_steps, self.device
         )
-        self.miner = self._new_miner()
+        self.miner = None
+        if settings.mine_every is not None:
+            self.miner = NegativeMiner(
+                model, self.pairs, settings, accelerator.mixed_precision, self.device
+            )
         self.best = BestModel(
             model,
             objective,
@@ -126,21 +129,6 @@ class Loop:
             num_workers=self.settings.num_workers,
             on_error=self.settings.on_error,
             pin_memory=self.device.type == "cuda",
-        )
-
-    def _new_miner(self) -> NegativeMiner | None:
-        settings = self.settings
-        if settings.mine_every is None:
-            return None
-        return NegativeMiner(
-            self.model,
-            self.pairs,
-            Rule(settings.mine_negatives, relative=settings.mine_relative, seed=settings.seed),
-            settings.mine_every,
-            self.device,
-            mixed_precision=self.accelerator.mixed_precision,
-            num_workers=settings.num_workers,
-            progress=settings.progress,
         )
 
     def _described(self) -> dict[str, Any]:
@@ -248,10 +236,9 @@ class Loop:
                 part.write_text(dump_recipe(self.recipe), encoding="utf-8")
 
     def _run_epoch(self) -> None:
-        """Select batches and mine negatives where an epoch begins, and step through what is left of it."""
+        """Step through what is left of an epoch."""
         if self.batch == 0:
-            self._select_batches()
-            self._mine_negatives()
+            self._begin_epoch()
         batches = self.plan.batches(self.epoch)
         clock = time.perf_counter()
         group: list[Batch] = []
@@ -281,28 +268,19 @@ class Loop:
             if self.is_finished:
                 return
 
-    def _select_batches(self) -> None:
-        """Select the batches of an epoch, if its selector uses embeddings."""
-        report = self.plan.start_epoch(self.epoch, self.steps)
-        if not report:
-            return
-        self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})
-        self.log.info(
-            f"epoch {self.epoch + 1}: batches selected in {report['seconds']:.1f} s from embeddings "
-            f"{report['staleness']:.0f} steps old; loss {report['loss']:.3f}, random {report['random_loss']:.3f}"
-        )
+    def _begin_epoch(self) -> None:
+        """Select the batches of an epoch and mine its negatives, where the settings ask for that."""
+        self._report("selection", self.plan.start_epoch(self.epoch), self.steps)
+        if self.miner is not None and self.miner.is_due(self.epoch):
+            # At the first step that they serve: a run resumed before it mines them again, and logs them once.
+            self._report("mined", self.miner.mine(), self.steps + 1)
 
-    def _mine_negatives(self) -> None:
-        """Mine the negatives of an epoch, if that is due."""
-        if self.miner is None or not self.miner.is_due(self.epoch):
-            return
-        report = self.miner.mine(self.epoch)
-        # At the first step that they serve: a run resumed before it mines them again, and logs them once.
-        self.log.write(self.steps + 1, {f"mined/{name}": value for name, value in report.items()})
-        self.log.info(
-            f"epoch {self.epoch + 1}: negatives mined in {report['seconds']:.1f} s; mean rank "
-            f"{report['mean_rank']:.1f}, {report['without_negatives']:.1%} of the left items have none"
-        )
+    def _report(self, work: str, report: Mapping[str, float], step: int) -> None:
+        """Log what was done for an epoch."""
+        if report:
+            self.log.write(step, {f"{work}/{name}": value for name, value in report.items()})
+            values = ", ".join(f"{name} {value:.3g}" for name, value in report.items())
+            self.log.info(f"epoch {self.epoch + 1}, {work}: {values}")
 
     def _note_bad(self, batch: Batch) -> None:
         for index, reason in batch.bad:

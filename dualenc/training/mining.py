@@ -7,7 +7,6 @@ negatives are chosen by the rule of `dualenc mine`. Ranks share the work, and al
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +24,8 @@ from dualenc.objectives.base import Objective
 from dualenc.search.embed import embed
 from dualenc.search.exact import MAX_QUERY_BLOCKS, QUERY_BLOCK, exact_search
 from dualenc.search.mining import Exclusions, paired_scores
-from dualenc.seeds import derive_seed, preserve_random_state
+from dualenc.seeds import preserve_random_state
+from dualenc.training.settings import TrainerSettings
 from dualenc.types import Side
 
 BATCH_SIZE = 64
@@ -50,7 +50,7 @@ def check_minable(pairs: PairDataset, objective: Objective) -> None:
 
 
 class NegativeMiner:
-    """Mines the negatives of training pairs with the model that is trained on them, every `interval` epochs.
+    """Mines the negatives of training pairs with the model that is trained on them, every `mine_every` epochs.
 
     Each rank holds the vectors of all items, float32 in main memory. `mine` sets the `negatives` of `pairs`.
     """
@@ -59,32 +59,25 @@ class NegativeMiner:
         self,
         model: DualEncoder,
         pairs: PairDataset,
-        rule: Rule,
-        interval: int,
-        device: torch.device | None = None,
-        *,
-        mixed_precision: str = "no",
-        num_workers: int = 0,
-        progress: bool = False,
+        settings: TrainerSettings,
+        mixed_precision: str,
+        device: torch.device,
     ) -> None:
         self.model = model
         self.pairs = pairs
-        self.rule = rule
-        self.interval = interval
-        self.device = device or torch.device("cpu")
+        self.settings = settings
         self.autocast = _PRECISIONS.get(mixed_precision)
-        self.num_workers = num_workers
-        self.progress = progress
+        self.device = device
         self.left, self.right = corpora(pairs)
         self.is_mined = False
         self._exclusions: Exclusions | None = None
 
     def is_due(self, epoch: int) -> bool:
         """Whether an epoch begins with mining; the first one, 0, does not: the model has learned nothing yet."""
-        return epoch > 0 and epoch % self.interval == 0
+        return epoch > 0 and epoch % (self.settings.mine_every or 1) == 0
 
-    def mine(self, epoch: int) -> dict[str, float]:
-        """Replace the pairs' negatives; all ranks call it together. `epoch` begins; random samples depend on it.
+    def mine(self) -> dict[str, float]:
+        """Replace the pairs' negatives; all ranks call it together.
 
         Returns:
             seconds; mean_rank of the negatives; without_negatives, the share of left items that have none.
@@ -95,8 +88,7 @@ class NegativeMiner:
         with preserve_random_state():
             queries = self._embed("left", self.left.take(left_ids))
             documents = self._embed("right", self.right)
-        rule = replace(self.rule, seed=derive_seed("mined", self.rule.seed, epoch, bits=32))
-        own = self._choose(queries, documents, rule)
+        own = self._choose(queries, documents)
         mined: dict[int, Negatives] = {}
         for part in distributed.gather_objects(own):
             mined |= part
@@ -133,11 +125,11 @@ class NegativeMiner:
             corpus,
             batch_size=BATCH_SIZE,
             autocast=self.autocast,
-            num_workers=self.num_workers,
-            progress=f"mine: embed {side} items" if self.progress else False,
+            num_workers=self.settings.num_workers,
+            progress=f"mine: embed {side} items" if self.settings.progress else False,
         )
 
-    def _choose(self, queries: Embeddings, documents: Embeddings, rule: Rule) -> dict[int, Negatives]:
+    def _choose(self, queries: Embeddings, documents: Embeddings) -> dict[int, Negatives]:
         """The negatives of this rank's share of the left items; items that cannot be read have no vector."""
         left_row = queries.rows_of(self.left.ids)
         right_row = documents.rows_of(self.right.ids)
@@ -159,6 +151,7 @@ class NegativeMiner:
             )
             self._exclusions = distributed.broadcast_object(own_exclusions)
         exclusions = self._exclusions
+        rule = Rule(self.settings.mine_negatives, relative=self.settings.mine_relative)
         with_positives = np.flatnonzero(positives.lengths)
         # The blocks of the search, so that products of matrices round alike for any number of ranks.
         blocks = [

@@ -17,12 +17,11 @@ from dualenc.errors import DualencError
 from dualenc.seeds import derive_seed
 from dualenc.types import Side
 
-_MAX_STEPS_ON_DEVICE = 64
 _MAX_COMPARED_BATCHES = 1024
 
 
 class EmbeddingTable:
-    """(M, D) float16 embeddings of both sides and the step at which each pair was last seen.
+    """(M, D) float16 embeddings of both sides, as of the step at which each pair was last seen.
 
     Each rank buffers what it encoded; `flush` brings all of it to the main process, which alone holds the table.
     Pairs that were in no batch yet have random unit vectors, a function of `seed`.
@@ -33,17 +32,12 @@ class EmbeddingTable:
         self.seed = seed
         self.left: np.ndarray | None = None
         self.right: np.ndarray | None = None
-        self.seen_at = np.full(num_pairs, -1, dtype=np.int64)
         self._buffer: list[tuple[Tensor, Tensor, Tensor, int]] = []
 
     def add(self, indices: Tensor, left: Tensor, right: Tensor, step: int) -> None:
         """Add one batch of this rank, (b,), (b, D) and (b, D), as of an optimizer step."""
         # Half precision: selecting batches needs no more, and the table has a row for every pair.
-        self._buffer.append((indices, left.detach().half(), right.detach().half(), step))
-        # Moved to the CPU many at a time: each transfer waits for the GPU.
-        if left.device.type != "cpu" and len(self._buffer) % _MAX_STEPS_ON_DEVICE == 0:
-            first = len(self._buffer) - _MAX_STEPS_ON_DEVICE
-            self._buffer[first:] = [(i.cpu(), a.cpu(), b.cpu(), s) for i, a, b, s in self._buffer[first:]]
+        self._buffer.append((indices.cpu(), left.detach().half().cpu(), right.detach().half().cpu(), step))
 
     def flush(self, device: torch.device) -> None:
         """Bring every rank's rows into the main process's table, by way of a device; all ranks call it together."""
@@ -58,13 +52,12 @@ class EmbeddingTable:
         lefts = [torch.zeros(0, dim).half()]
         rights = [torch.zeros(0, dim).half()]
         for indices, left, right, step in batches:
-            rows.append(indices.cpu())
-            steps.append(torch.full_like(indices, step, device="cpu"))
-            lefts.append(left.cpu())
-            rights.append(right.cpu())
+            rows.append(indices)
+            steps.append(torch.full_like(indices, step))
+            lefts.append(left)
+            rights.append(right)
         parts = [torch.cat(part) for part in (rows, steps, lefts, rights)]
-        if distributed.is_initialized():
-            parts = [distributed.gather(part.to(device)).cpu() for part in parts]
+        parts = [distributed.gather(part.to(device)).cpu() for part in parts]
         if distributed.is_main():
             self._write(*(part.numpy() for part in parts))
 
@@ -76,7 +69,6 @@ class EmbeddingTable:
         order = np.argsort(steps, kind="stable")
         self.left[rows[order]] = left[order]
         self.right[rows[order]] = right[order]
-        self.seen_at[rows[order]] = steps[order]
 
     def _random_vectors(self, side: Side, dim: int) -> np.ndarray:
         generator = np.random.default_rng(derive_seed("table", self.seed, side))
@@ -88,7 +80,7 @@ class EmbeddingTable:
         """The table, for a checkpoint; call `flush` before."""
         if self.left is None:
             return {}
-        return {name: torch.from_numpy(getattr(self, name).copy()) for name in (*SIDES, "seen_at")}
+        return {side: torch.from_numpy(getattr(self, side).copy()) for side in SIDES}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""
@@ -110,18 +102,18 @@ class BatchPlan:
         self.table = EmbeddingTable(num_pairs, seed)
         self.selected: np.ndarray | None = None
 
-    def start_epoch(self, epoch: int, step: int) -> dict[str, float]:
-        """Select the batches of an epoch after `step` optimizer steps; all ranks call it together.
+    def start_epoch(self, epoch: int) -> dict[str, float]:
+        """Select the batches of an epoch; all ranks call it together.
 
-        Returns a report on the selection: loss, random_loss, seconds, staleness in steps; {} without a selection.
+        Returns a report on the selection: loss, random_loss and seconds; {} without a selection.
         """
         if not self.selector.needs_embeddings:
             return {}
         self.table.flush(self.device)
-        self.selected, report = distributed.from_main(partial(self._select, epoch, step))
+        self.selected, report = distributed.from_main(partial(self._select, epoch))
         return report
 
-    def _select(self, epoch: int, step: int) -> tuple[np.ndarray | None, dict[str, float]]:
+    def _select(self, epoch: int) -> tuple[np.ndarray | None, dict[str, float]]:
         """The batches and a report; None and {} before any embedding."""
         if self.table.left is None or self.table.right is None:
             return None, {}
@@ -132,10 +124,7 @@ class BatchPlan:
             batches = np.asarray(self.selector.select(epoch, left, right), dtype=np.int64)
         except DualencError as error:
             raise DualencError(f"selecting batches for epoch {epoch} failed: {error}") from error
-        report = {
-            "seconds": time.perf_counter() - start,
-            "staleness": step - float(self.table.seen_at.mean()),
-        }
+        report = {"seconds": time.perf_counter() - start}
         generator = np.random.default_rng(derive_seed("compare", self.seed, epoch))
         random = np.resize(generator.permutation(len(left)), batches.shape)
         temperature = float(getattr(self.selector, "temperature", 0.1))

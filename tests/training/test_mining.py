@@ -15,6 +15,7 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.hard_negatives import Rule
 from dualenc.training.log import read_metrics
 from dualenc.training.mining import NegativeMiner
+from dualenc.training.settings import TrainerSettings
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, vector_encoder, vector_pairs
 from tests.training.runs import train
 
@@ -90,11 +91,13 @@ def rows(pairs: PairDataset) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["text", "vectors", "mixture"])
-@pytest.mark.parametrize("rule", [WIDE, Rule(num_negatives=2, last_rank=4, relative=0.9)], ids=["wide", "limited"])
+@pytest.mark.parametrize("rule", [WIDE, Rule(num_negatives=2, relative=0.9)], ids=["wide", "limited"])
 def test_negatives_are_those_of_a_search_by_hand(tmp_path: Path, name: str, rule: Rule) -> None:
     model, pairs = parts(name, tmp_path)
     model.train()
-    report = NegativeMiner(model, pairs, rule, interval=1).mine(1)
+    mining = {"mine_every": 1, "mine_negatives": rule.num_negatives, "mine_relative": rule.relative}
+    settings = TrainerSettings(output="run", epochs=2, **mining)
+    report = NegativeMiner(model, pairs, settings, "no", torch.device("cpu")).mine()
     expected = by_hand(model, pairs, rule)
     assert [sorted(row) for row in rows(pairs)] == [sorted(row) for row in expected]
     assert model.training
