@@ -70,7 +70,7 @@ PAYLOADS: dict[str, tuple[str, Any]] = {
     "os.system": ("model.init_args.augment", call("os.system", command=SHELL)),
     "numpy.load as a path": ("data.init_args.path", call("numpy.load", file="evil.npy", allow_pickle=True)),
     "a class": ("objective.class_path", f"{EVIL}.X"),
-    "in a list": ("trainer.betas", [0.5, call(f"{EVIL}.X")]),
+    "in a list": ("trainer.freeze", ["left.*", call(f"{EVIL}.X")]),
     "deep in a dict": ("model.init_args.backbone_args", {"a": {"b": [{"c": call("os.system", command=SHELL)}]}}),
     "as the name of a function": ("model.init_args.augment", f"{EVIL}.run"),
     "as a file to include": ("model.init_args.augment", "inner.yaml"),
@@ -231,12 +231,12 @@ def test_plain_recipes_pass(canary: Canary) -> None:
         "backbone_args": {"drop_rate": 0.1, "nested": {"a.b": [1, "on", None, True]}},
         "projector_dim": None,
     }
-    settings["trainer"]["betas"] = [0.5, 0.9]
+    settings["trainer"]["freeze"] = ["left.*", "*.bias"]
     settings["evaluator"] = call("KNNEvaluator", train=call("TableViews", path="x"), test=call("TableViews", path="y"))
     resolved = make_recipe(settings).settings
     arguments = resolved["model"]["init_args"]
     assert arguments["augment"]["class_path"] == "dualenc.data.views.SimCLR"
-    assert resolved["trainer"]["betas"] == [0.5, 0.9]
+    assert resolved["trainer"]["freeze"] == ["left.*", "*.bias"]
     assert arguments["backbone_args"] == settings["model"]["init_args"]["backbone_args"]
     assert make_recipe(resolved).settings == resolved
     (canary.folder / "recipe.yaml").write_text(yaml.safe_dump(settings))

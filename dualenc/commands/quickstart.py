@@ -25,6 +25,7 @@ from dualenc.commands.checks import MAX_SEED, check_options
 from dualenc.commands.embed import embed
 from dualenc.commands.index import index
 from dualenc.commands.options import EmbedOptions
+from dualenc.commands.search import search
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, check_folder_target, is_folder_of, locked, remove, write_json
 
@@ -36,26 +37,11 @@ if TYPE_CHECKING:
 
 # Read after the standard library, if they are installed.
 PACKAGES = (
-    "numpy",
-    "scipy",
-    "sklearn",
-    "pandas",
-    "matplotlib",
-    "networkx",
-    "sympy",
-    "PIL",
-    "torch",
-    "datasets",
+    *("numpy", "scipy", "sklearn", "pandas", "matplotlib"),
+    *("networkx", "sympy", "PIL", "torch", "datasets"),
 )
 SKIPPED_FOLDERS = {
-    "test",
-    "tests",
-    "testing",
-    "idlelib",
-    "lib2to3",
-    "site-packages",
-    "dist-packages",
-    "_vendor",
+    *("test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "_vendor"),
 }
 MIN_LENGTH = 80  # characters that must follow the summary line
 FORMAT = "dualenc quickstart"
@@ -66,14 +52,11 @@ TRAINING_SECONDS = 130  # with everything else about four minutes
 BATCH_SIZE = 128
 MAX_TOKENS = 64
 VOCABULARY = 8000
-CONFIG: dict[str, Any] = {
-    "model_type": "bert",
-    "hidden_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
+CONFIG = {
+    **{"model_type": "bert", "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"intermediate_size": 512, "max_position_embeddings": MAX_TOKENS},
+    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
-CONFIG |= {"intermediate_size": 512, "max_position_embeddings": MAX_TOKENS}
-CONFIG |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SEARCHES = ("sort a list of numbers", "solve a system of linear equations", "read a file line by line")
 NEXT = """\
 What to type next:
@@ -113,64 +96,41 @@ def quickstart(
     import torch
 
     from dualenc.data import BeirPairs, read_beir
+    from dualenc.evaluation.report import Table, print_table
     from dualenc.training.checkpoint import mark_run
+    from dualenc.training.evaluators import RetrievalEvaluator
 
     with locked(folder, wait=False):
         docstrings = read_docstrings(max_docs)
         write_collection(folder / "data", docstrings, test_docs, seed)
         mark_run(folder)
-        print(
-            f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out → {folder}/data"
-        )
+        count = f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out"
+        print(f"{count} → {folder}/data")
         pairs = BeirPairs(folder / "data", "train")
         torch.manual_seed(seed)
         untrained = new_model(pairs.corpus.items)
-        _train_and_evaluate(folder, untrained, pairs, read_beir(folder / "data", "test"), steps, seed)
-    print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=folder)}")
-
-
-def _train_and_evaluate(
-    folder: Path,
-    untrained: TextEncoder,
-    pairs: BeirPairs,
-    collection: RetrievalSet,
-    steps: int | None,
-    seed: int,
-) -> None:
-    """Train, embed, index and search; print the metrics beside those before training and of BM25."""
-    from dualenc.encoders import load_model
-    from dualenc.evaluation.report import Table, print_table
-    from dualenc.search import Index
-    from dualenc.training.evaluators import RetrievalEvaluator
-
-    bm25 = _bm25(collection)
-    if steps is None:
-        steps = affordable_steps(untrained, pairs, seed)
-    print(
-        "The loss is log(Z/e⁺) over all documents: below 0 where a positive outweighs all negatives together"
-    )
-    evaluator = RetrievalEvaluator(folder / "data")
-    trained = _trainer(folder, steps, seed).fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
-    model = str(trained.model_folder)
-    remove(folder / "embeddings")
-    embed(model, str(folder / "data"), out=str(folder / "embeddings"), options=EmbedOptions())
-    index(str(folder / "embeddings"), out=str(folder / "index"))
-    rows = []
-    for system, metrics in {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics}.items():
-        rows.append({"system": system, "nDCG@10": metrics["ndcg@10"], "recall@10": metrics["recall@10"]})
-    title = f"{len(collection.queries):,} held-out functions, searched among {len(collection.corpus):,} documents"
-    print_table(Table(title, rows))
-    results = Index.open(folder / "index").search(load_model(model).encode_query(list(SEARCHES)), 3)
-    for query, hits in zip(SEARCHES, results, strict=True):
-        rows = [
-            {"score": hit.score, "id": hit.id, "text": hit.snippet.removeprefix(hit.id)[:80]}
-            for hit in hits
-        ]
-        print_table(Table(f"Search: {query}", rows))
+        collection = read_beir(folder / "data", "test")
+        bm25 = _bm25(collection)
+        steps = steps or affordable_steps(untrained, pairs, seed)
+        print("The loss is log(Z/e⁺) over all documents: below 0 where a positive outweighs all negatives")
+        evaluator = RetrievalEvaluator(folder / "data")
+        trainer = _trainer(folder, steps, seed)
+        trained = trainer.fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
+        model = str(trained.model_folder)
+        remove(folder / "embeddings")
+        embed(model, str(folder / "data"), out=str(folder / "embeddings"), options=EmbedOptions())
+        index(str(folder / "embeddings"), out=str(folder / "index"))
+        systems = {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics}
+        rows = []
+        for name, metrics in systems.items():
+            rows.append({"system": name, "nDCG@10": metrics["ndcg@10"], "recall@10": metrics["recall@10"]})
+        title = f"{test_docs:,} held-out functions, searched among {len(docstrings):,} documents"
+        print_table(Table(title, rows))
+    for query in SEARCHES:
+        search(str(folder / "index"), query, k=3)
     if steps < FEW_STEPS:
-        print(
-            f"{steps} steps are too few to learn much; for more, however long it takes: dualenc quickstart --steps 300"
-        )
+        print(f"{steps} steps are too few to learn much; for more: dualenc quickstart --steps 300")
+    print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=folder)}")
 
 
 class Docstring(NamedTuple):
@@ -246,18 +206,18 @@ def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: in
     order = np.random.default_rng(seed).permutation(len(docstrings))
     documents = [{"_id": each.name, "title": each.name, "text": each.rest} for each in docstrings]
     queries = [{"_id": f"query-{each.name}", "text": each.summary} for each in docstrings]
+    contents = {}
+    for file, records in (("corpus.jsonl", documents), ("queries.jsonl", queries)):
+        contents[file] = [json.dumps(record, ensure_ascii=False) for record in records]
+    for split, rows in (("test", order[:num_test]), ("train", order[num_test:])):
+        names = [docstrings[row].name for row in sorted(rows)]
+        judgements = [f"query-{name}\t{name}\t1" for name in names]
+        contents[f"qrels/{split}.tsv"] = ["query-id\tcorpus-id\tscore", *judgements]
     with atomic_folder(folder, lambda path: is_folder_of(path, FORMAT), "quickstart") as part:
         (part / "qrels").mkdir(parents=True)
         write_json(part / "meta.json", {"format": FORMAT})
-        for file, records in (("corpus.jsonl", documents), ("queries.jsonl", queries)):
-            lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            (part / file).write_text(lines, encoding="utf-8")
-        for split, rows in (("test", order[:num_test]), ("train", order[num_test:])):
-            names = [docstrings[row].name for row in sorted(rows)]
-            lines = "query-id\tcorpus-id\tscore\n" + "".join(
-                f"query-{name}\t{name}\t1\n" for name in names
-            )
-            (part / "qrels" / f"{split}.tsv").write_text(lines, encoding="utf-8")
+        for file, lines in contents.items():
+            (part / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def new_model(texts: Any) -> TextEncoder:
@@ -286,13 +246,16 @@ def affordable_steps(model: TextEncoder, pairs: BeirPairs, seed: int) -> int:
 def _trainer(output: Path, steps: int, seed: int, progress: bool = True) -> Trainer:
     from dualenc.training.trainer import Trainer
 
-    settings: dict[str, Any] = {
-        "batch_size": BATCH_SIZE,
-        "learning_rate": 4e-3,
-        "save_every": None,
-        "overwrite": True,
-    }
-    return Trainer(output=output, max_steps=steps, seed=seed, progress=progress, **settings)
+    return Trainer(
+        output=output,
+        max_steps=steps,
+        batch_size=BATCH_SIZE,
+        learning_rate=4e-3,
+        seed=seed,
+        save_every=None,
+        overwrite=True,
+        progress=progress,
+    )
 
 
 def _objective(pairs: BeirPairs) -> GlobalCache:

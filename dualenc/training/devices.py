@@ -44,28 +44,16 @@ def start_accelerator(settings: TrainerSettings, folder: Path) -> Accelerator:
     # The process group of an earlier run stays; only the precision changes.
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
         AcceleratorState._reset_state()
-    try:
-        with distributed.explain_lost_process():
-            accelerator = Accelerator(
-                mixed_precision=mixed_precision,
-                cpu=not torch.accelerator.is_available(),
-                log_with=trackers or None,
-                project_config=ProjectConfiguration(
-                    project_dir=str(folder), logging_dir=str(folder / "trackers")
-                ),
-                kwargs_handlers=[
-                    InitProcessGroupKwargs(timeout=timedelta(minutes=settings.timeout_minutes))
-                ],
-            )
-    except DualencError:
-        raise
-    except (ValueError, RuntimeError) as error:
-        raise DualencError(f"mixed_precision={mixed_precision}: {error}") from error
-    if mixed_precision == "fp16" and accelerator.scaler is None:
-        raise DualencError(
-            f"mixed_precision=fp16 does not work on {accelerator.device.type}; use bf16 or no"
+    with distributed.explain_lost_process():
+        return Accelerator(
+            mixed_precision=mixed_precision,
+            cpu=not torch.accelerator.is_available(),
+            log_with=trackers or None,
+            project_config=ProjectConfiguration(
+                project_dir=str(folder), logging_dir=str(folder / "trackers")
+            ),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=settings.timeout_minutes))],
         )
-    return accelerator
 
 
 def has_fast_bf16() -> bool:

@@ -31,8 +31,6 @@ from dualenc.types import Side
 BATCH_SIZE = 64
 """Items encoded at once."""
 
-_PRECISIONS: dict[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "fp16": "float16"}
-
 
 def check_minable(pairs: PairDataset, objective: Objective) -> None:
     """Refuse data that has nothing to mine, and objectives that mined negatives are no use to."""
@@ -66,7 +64,7 @@ class NegativeMiner:
         self.model = model
         self.pairs = pairs
         self.settings = settings
-        self.autocast = _PRECISIONS.get(mixed_precision)
+        self.autocast: Literal["bfloat16"] | None = "bfloat16" if mixed_precision == "bf16" else None
         self.device = device
         self.left, self.right = corpora(pairs)
         self.is_mined = False

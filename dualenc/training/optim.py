@@ -30,7 +30,6 @@ def build_optimizer(
     learning_rate: float = 1e-4,
     weight_decay: float = 0.01,
     momentum: float = 0.9,
-    betas: tuple[float, float] = (0.9, 0.999),
 ) -> Optimizer:
     """One of timm's optimizers over all trainable parameters of modules; arguments as of `TrainerSettings`.
 
@@ -38,17 +37,14 @@ def build_optimizer(
     (You et al. 2017, arXiv:1708.03888) no layer-wise rate. "sgd" has Nesterov momentum. "adamw" is a `LazyAdamW` where
     a table has sparse gradients.
     """
-    from timm.optim import create_optimizer_v2, get_optimizer_info
+    from timm.optim import create_optimizer_v2
 
     modules = list(modules)
     groups = parameter_groups(modules, weight_decay)
     if name == "adamw" and sparse_tables(modules):
-        return LazyAdamW(groups, lr=learning_rate, betas=betas)
-    info = get_optimizer_info(name)
+        return LazyAdamW(groups, lr=learning_rate)
     arguments: dict[str, Any] = {}
-    if info.has_betas and info.num_betas == 2:
-        arguments["betas"] = betas
-    if info.opt_class in (torch.optim.SGD, torch.optim.AdamW):
+    if name in ("adamw", "sgd"):
         parameters = trainable_parameters(modules)
         arguments["fused"] = all(
             p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters

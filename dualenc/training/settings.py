@@ -6,7 +6,7 @@ import os
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import Field
@@ -15,7 +15,7 @@ from dualenc.errors import DualencError
 from dualenc.training.optim import OptimizerName, ScheduleName
 from dualenc.types import OnError
 
-MixedPrecision = Literal["no", "bf16", "fp16", "auto"]
+MixedPrecision = Literal["no", "bf16", "auto"]
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -41,13 +41,12 @@ class TrainerSettings:
         optimizer: "adamw", "sgd", "lars", "lion", "muon" or others of timm.
         weight_decay: of weights with two or more dimensions.
         momentum: of "sgd", "lars", "muon" and others that have one.
-        betas: of "adamw", "lion" and others that have two.
         freeze: names of weights that are not trained, with * and [0-5] as in file names: "left.*", "*embeddings*".
         weight_average: decay of a moving average of the weights, such as 0.999: evaluated and saved. null: off.
         warmup: steps of linear warm-up, or their share of all steps when it is a fraction below 1.
         schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the warm-up.
         max_gradient_norm: gradients are scaled down to this norm; null leaves them.
-        mixed_precision: "no", "bf16" or "fp16"; "auto" takes bf16 where the device multiplies it faster than float32.
+        mixed_precision: "no" or "bf16"; "auto" takes bf16 where the device multiplies it faster than float32.
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
         chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
         compile: `torch.compile` both towers: faster after a minute or more of compiling.
@@ -82,7 +81,6 @@ class TrainerSettings:
     optimizer: OptimizerName = "adamw"
     weight_decay: NotNegative = 0.01
     momentum: Share = 0.9
-    betas: tuple[Share, Share] = (0.9, 0.999)
     freeze: Sequence[str] = ()
     weight_average: Annotated[float, Field(gt=0, lt=1)] | None = None
     warmup: Annotated[int, Field(ge=0)] | Share = 0.1
@@ -116,7 +114,6 @@ class TrainerSettings:
         if not os.fspath(self.output):
             raise DualencError("output is empty; name a folder")
         self.freeze = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
-        self.betas = typing.cast(Any, tuple(self.betas))
         for name, hint in typing.get_type_hints(TrainerSettings, include_extras=True).items():
             value = getattr(self, name)
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -36,7 +35,6 @@ class TrainStep:
         device: torch.device,
     ) -> None:
         self.settings = settings
-        self.scaler = accelerator.scaler
         self.model = model
         self.objective = objective
         self.device = device
@@ -48,7 +46,6 @@ class TrainStep:
             settings.learning_rate,
             settings.weight_decay,
             settings.momentum,
-            settings.betas,
         )
         self.schedule = build_schedule(self.optimizer, settings.schedule, total_steps, settings.warmup)
         # The average that is evaluated and saved, and the momentum encoder, by their names in a checkpoint.
@@ -109,7 +106,7 @@ class TrainStep:
         )
         # Each batch has a share of the mean; the loss that is logged is not divided.
         loss = output.loss / group_size
-        encoding.backward(loss if self.scaler is None else self.scaler.scale(loss))
+        encoding.backward(loss)
         return output, left, right
 
     def _encode_keys(self, batch: Batch) -> dict[str, Tensor]:
@@ -124,36 +121,20 @@ class TrainStep:
 
     def update(self) -> Tensor | None:
         """Average, clip and apply the gradients; returns their norm if they are clipped."""
-        scaler = self.scaler
         norm = None
-        # Averaged before unscaling: an overflow on one rank is then an overflow on all, and all skip the step.
         distributed.average_gradients(self.parameters)
-        if scaler is not None:
-            scaler.unscale_(self.optimizer)
         if self.settings.max_gradient_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_gradient_norm)
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-            scaler.update()
-        # A step that the scaler skips, for an overflow, still advances the schedule, so that it ends on time.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
-            self.schedule.step()
+        self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         for average in self.averages.values():
             average.update()
         return norm
 
     def _stateful(self) -> dict[str, Any]:
-        parts = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            **self.averages,
-        }
-        return parts if self.scaler is None else {**parts, "scaler": self.scaler}
+        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        return {**parts, **self.averages}
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer, schedule and averages; all ranks call it together."""

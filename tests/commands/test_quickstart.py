@@ -28,7 +28,7 @@ def test_trains_indexes_searches_and_says_what_to_type_next(tmp_path: Path) -> N
         words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    for shown in ("untrained", "BM25", "trained", "Search: sort a list", "dualenc search quickstart-run/index"):
+    for shown in ("untrained", "BM25", "trained", "sort a list of numbers", "dualenc search quickstart-run/index"):
         assert shown in done.stdout
     assert (tmp_path / "quickstart-run" / "model" / "model.safetensors").exists()
     assert json.loads((tmp_path / "quickstart-run" / "index" / "meta.json").read_text())["count"] == 400
