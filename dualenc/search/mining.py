@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -114,7 +115,10 @@ def mine_negatives(
         if is_main:
             write_json(path, fingerprint)
         distributed.barrier()
-        miner = _Miner(queries, documents, pairs, left, right, rule, form, folder, device)
+        search = NegativeSearch(
+            queries, documents, pairs, left, right, rule, Exclusions(pairs, left, right), device
+        )
+        miner = _Miner(search, form, folder)
         num_blocks = miner.write_blocks(progress and is_main)
         distributed.barrier()
     report = miner.report(num_blocks)
@@ -232,27 +236,31 @@ def _block_path(folder: Path, number: int) -> Path:
 
 
 @dataclass(eq=False)
-class _Miner:
+class NegativeSearch:
+    """The negatives of queries: an exact search among the documents, and the rule.
+
+    Attributes:
+        query_ids: (Q,) left ids, ascending, of queries that have a vector and a positive with one.
+    """
+
     queries: Embeddings
     documents: Embeddings
     pairs: PairDataset
     left: Corpus
     right: Corpus
     rule: Rule
-    form: Form
-    folder: Path
+    exclusions: Exclusions
     device: str | torch.device
 
     def __post_init__(self) -> None:
         pairs = self.pairs
-        self.left_row = self.queries.rows_of(self.left.ids)
+        self._left_row = self.queries.rows_of(self.left.ids)
         right_row = self.documents.rows_of(self.right.ids)
         # (N,) right id of each document
-        self.right_id = np.empty(len(self.documents), np.int64)
+        self._right_id = np.empty(len(self.documents), np.int64)
         with_vector = np.flatnonzero(right_row >= 0)
-        self.right_id[right_row[with_vector]] = with_vector
-        self.exclusions = Exclusions(pairs, self.left, self.right)
-        is_scored = (self.left_row[pairs.left_id] >= 0) & (right_row[pairs.right_id] >= 0)
+        self._right_id[right_row[with_vector]] = with_vector
+        is_scored = (self._left_row[pairs.left_id] >= 0) & (right_row[pairs.right_id] >= 0)
         if not is_scored.any():
             raise DualencError(
                 "no query and its positive both have a vector; embed the sides of these pairs"
@@ -261,17 +269,52 @@ class _Miner:
         self.pair_scores = np.full(len(pairs), np.nan, np.float32)
         self.pair_scores[is_scored] = paired_scores(
             self.queries.vectors,
-            self.left_row[pairs.left_id[is_scored]],
+            self._left_row[pairs.left_id[is_scored]],
             self.documents.vectors,
             right_row[pairs.right_id[is_scored]],
         )
         self.query_ids = np.unique(pairs.left_id[is_scored])
         self._pairs_of = Ragged.from_pairs(pairs.left_id, np.arange(len(pairs)), len(self.left))
 
+    def blocks(self) -> list[list[int]]:
+        """The query ids in blocks that are searched at once, the same for any number of processes."""
+        starts = range(0, len(self.query_ids), QUERIES_PER_BLOCK)
+        return [self.query_ids[start : start + QUERIES_PER_BLOCK].tolist() for start in starts]
+
+    def choose(self, queries: list[int]) -> Iterator[tuple[int, Negatives]]:
+        """The negatives of each query of a block."""
+        depth = min(search_depth(queries, self.exclusions, self.rule), len(self.documents))
+        vectors = np.asarray(self.queries.vectors[self._left_row[queries]], np.float32)
+        with distributed.single_process():
+            columns = exact_search(vectors, self.documents.vectors, depth, device=self.device)[1]
+        for query, vector, nearest in zip(queries, vectors, columns):
+            # Scored one query at a time: the result does not depend on the blocks.
+            scores = np.asarray(self.documents.vectors[nearest], np.float32) @ vector
+            order = np.argsort(-scores, kind="stable")
+            ids = self._right_id[nearest[order]]
+            positives = self.pair_scores[self.scored_pairs(query)]
+            yield (
+                query,
+                choose_negatives(query, ids, scores[order], positives, self.exclusions, self.rule),
+            )
+
+    def scored_pairs(self, query: int) -> np.ndarray:
+        """The pairs of a left item with a score, each positive once with the first of its pairs."""
+        pairs = self._pairs_of.row(query)
+        first = np.unique(self.pairs.right_id[pairs], return_index=True)[1]
+        pairs = pairs[np.sort(first)]
+        return pairs[np.isfinite(self.pair_scores[pairs])]
+
+
+@dataclass(eq=False)
+class _Miner:
+    search: NegativeSearch
+    form: Form
+    folder: Path
+
     def write_blocks(self, progress: bool) -> int:
         """Write the unfinished blocks of queries of this process; returns the number of blocks of all processes."""
-        starts = range(0, len(self.query_ids), QUERIES_PER_BLOCK)
-        blocks = [self.query_ids[start : start + QUERIES_PER_BLOCK].tolist() for start in starts]
+        blocks = self.search.blocks()
         own = range(distributed.rank(), len(blocks), distributed.world_size())
         total = sum(len(blocks[number]) for number in own)
         with tqdm(total=total, desc="mine", unit=" queries", disable=not progress) as bar:
@@ -288,8 +331,8 @@ class _Miner:
 
     def report(self, num_blocks: int) -> Report:
         """The counts of all blocks, once they are finished."""
-        report = Report(queries=len(np.unique(self.pairs.left_id)))
-        report.without_vectors = report.queries - len(self.query_ids)
+        report = Report(queries=len(np.unique(self.search.pairs.left_id)))
+        report.without_vectors = report.queries - len(self.search.query_ids)
         for number in range(num_blocks):
             with open(_block_path(self.folder, number), encoding="utf-8") as stream:
                 for name, count in json.loads(stream.readline()).items():
@@ -298,53 +341,34 @@ class _Miner:
 
     def _rows(self, queries: list[int], report: Report) -> list[dict[str, Any]]:
         """The lines of a block of left ids, counted in `report`."""
-        depth = min(search_depth(queries, self.exclusions, self.rule), len(self.documents))
-        vectors = np.asarray(self.queries.vectors[self.left_row[queries]], np.float32)
         # Columns of a table hold a value in every row.
-        fewest = self.rule.num_negatives if self.form == "sentence-transformers" else 1
+        num_negatives = self.search.rule.num_negatives
+        fewest = num_negatives if self.form == "sentence-transformers" else 1
         rows = []
-        with distributed.single_process():
-            columns = exact_search(vectors, self.documents.vectors, depth, device=self.device)[1]
-        for query, vector, nearest in zip(queries, vectors, columns):
-            pairs = self._scored_pairs(query)
-            # Scored one query at a time: the result does not depend on the blocks.
-            scores = np.asarray(self.documents.vectors[nearest], np.float32) @ vector
-            order = np.argsort(-scores, kind="stable")
-            negatives = choose_negatives(
-                query,
-                self.right_id[nearest[order]],
-                scores[order],
-                self.pair_scores[pairs],
-                self.exclusions,
-                self.rule,
-            )
+        for query, negatives in self.search.choose(queries):
             report.candidates += negatives.num_candidates
             report.known_positives += negatives.num_excluded
             report.false_negatives += negatives.num_too_high
             report.repeated += negatives.num_repeated
             report.without_negatives += len(negatives.ids) == 0
-            report.fewer_negatives += 0 < len(negatives.ids) < self.rule.num_negatives
+            report.fewer_negatives += 0 < len(negatives.ids) < num_negatives
             if len(negatives.ids) >= fewest:
-                lines = self._lines(query, pairs, negatives)
+                lines = self._lines(query, negatives)
                 report.written += len(lines)
                 report.negatives += len(lines) * len(negatives.ids)
                 rows += lines
         return rows
 
-    def _scored_pairs(self, query: int) -> np.ndarray:
-        """The pairs of a left item with a score, each positive once with the first of its pairs."""
-        pairs = self._pairs_of.row(query)
-        first = np.unique(self.pairs.right_id[pairs], return_index=True)[1]
-        pairs = pairs[np.sort(first)]
-        return pairs[np.isfinite(self.pair_scores[pairs])]
-
-    def _lines(self, query: int, pairs: np.ndarray, negatives: Negatives) -> list[dict[str, Any]]:
+    def _lines(self, query: int, negatives: Negatives) -> list[dict[str, Any]]:
         """The JSON objects of a query: a row for each positive for sentence-transformers, else one."""
-        text = _text_or_id(self.left, query)
-        positive_ids = self.pairs.right_id[pairs].tolist()
+        left = self.search.left
+        right = self.search.right
+        pairs = self.search.scored_pairs(query)
+        text = _text_or_id(left, query)
+        positive_ids = self.search.pairs.right_id[pairs].tolist()
         negative_ids = negatives.ids.tolist()
-        pos = [_text_or_id(self.right, row) for row in positive_ids]
-        neg = [_text_or_id(self.right, row) for row in negative_ids]
+        pos = [_text_or_id(right, row) for row in positive_ids]
+        neg = [_text_or_id(right, row) for row in negative_ids]
         if self.form == "sentence-transformers":
             columns = {f"negative_{rank}": negative for rank, negative in enumerate(neg, start=1)}
             return [{"anchor": text, "positive": positive, **columns} for positive in pos]
@@ -352,11 +376,11 @@ class _Miner:
             "query": text,
             "pos": pos,
             "neg": neg,
-            "pos_scores": _rounded(self.pair_scores[pairs]),
+            "pos_scores": _rounded(self.search.pair_scores[pairs]),
             "neg_scores": _rounded(negatives.scores),
-            "query_id": self.left.ids[query],
-            "pos_id": [self.right.ids[row] for row in positive_ids],
-            "neg_id": [self.right.ids[row] for row in negative_ids],
+            "query_id": left.ids[query],
+            "pos_id": [right.ids[row] for row in positive_ids],
+            "neg_id": [right.ids[row] for row in negative_ids],
         }
         return [line]
 

@@ -7,6 +7,7 @@ negatives are chosen by the rule of `dualenc mine`. Ranks share the work, and al
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,11 +20,10 @@ from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.hard_negatives import Negatives, Rule, choose_negatives, search_depth
+from dualenc.hard_negatives import Negatives, Rule
 from dualenc.objectives.base import Objective
 from dualenc.search.embed import embed
-from dualenc.search.exact import MAX_QUERY_BLOCKS, QUERY_BLOCK, exact_search
-from dualenc.search.mining import Exclusions, paired_scores
+from dualenc.search.mining import Exclusions, NegativeSearch
 from dualenc.seeds import preserve_random_state
 from dualenc.training.settings import TrainerSettings
 from dualenc.types import Side
@@ -129,46 +129,16 @@ class NegativeMiner:
 
     def _choose(self, queries: Embeddings, documents: Embeddings) -> dict[int, Negatives]:
         """The negatives of this rank's share of the left items; items that cannot be read have no vector."""
-        left_row = queries.rows_of(self.left.ids)
-        right_row = documents.rows_of(self.right.ids)
-        right_ids = np.flatnonzero(right_row >= 0)
-        left_id = self.pairs.left_id
-        right_id = self.pairs.right_id
-        has_vectors = (left_row[left_id] >= 0) & (right_row[right_id] >= 0)
-        positives = Ragged.from_pairs(left_id[has_vectors], right_id[has_vectors], len(self.left))
-        positive_scores = paired_scores(
-            queries.vectors,
-            np.repeat(left_row, positives.lengths),
-            documents.vectors,
-            right_row[positives.values],
-        )
         if self._exclusions is None:
             # All contents are read, which takes minutes on large data: once, not on every rank.
-            own_exclusions = (
-                Exclusions(self.pairs, self.left, self.right) if distributed.is_main() else None
+            self._exclusions = distributed.from_main(
+                partial(Exclusions, self.pairs, self.left, self.right)
             )
-            self._exclusions = distributed.broadcast_object(own_exclusions)
-        exclusions = self._exclusions
         rule = Rule(self.settings.mine_negatives, relative=self.settings.mine_relative)
-        with_positives = np.flatnonzero(positives.lengths)
-        # The blocks of the search, so that products of matrices round alike for any number of ranks.
-        blocks = [
-            with_positives[start : start + QUERY_BLOCK]
-            for start in range(0, len(with_positives), QUERY_BLOCK)
-        ]
-        own = blocks[distributed.rank() :: distributed.world_size()]
+        search = NegativeSearch(
+            queries, documents, self.pairs, self.left, self.right, rule, self._exclusions, self.device
+        )
         chosen: dict[int, Negatives] = {}
-        for first in range(0, len(own), MAX_QUERY_BLOCKS):
-            rows = np.concatenate(own[first : first + MAX_QUERY_BLOCKS])
-            ids = rows.tolist()
-            depth = search_depth(ids, exclusions, rule)
-            with distributed.single_process():
-                scores, columns = exact_search(
-                    queries.vectors[left_row[rows]], documents.vectors, depth, device=self.device
-                )
-            for query, nearest, own_scores in zip(ids, columns, scores):
-                own_positives = positive_scores[positives.offsets[query] : positives.offsets[query + 1]]
-                chosen[query] = choose_negatives(
-                    query, right_ids[nearest], own_scores, own_positives, exclusions, rule
-                )
+        for block in search.blocks()[distributed.rank() :: distributed.world_size()]:
+            chosen.update(search.choose(block))
         return chosen

@@ -12,35 +12,42 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.batching.selector import BatchSelector, batch_losses
-from dualenc.encoders.dual import SIDES
 from dualenc.errors import DualencError
 from dualenc.seeds import derive_seed
 from dualenc.types import Side
 
 _MAX_COMPARED_BATCHES = 1024
+_STATE = ("left", "right", "selected")
 
 
-class EmbeddingTable:
-    """(M, D) float16 embeddings of both sides, as of the step at which each pair was last seen.
+class BatchPlan:
+    """The batches of each epoch; the same on every rank, and restored exactly from a checkpoint.
 
-    Each rank buffers what it encoded; `flush` brings all of it to the main process, which alone holds the table.
-    Pairs that were in no batch yet have random unit vectors, a function of `seed`.
+    For selectors that need embeddings the main process holds (M, D) float16 tables of both sides, each row as of the
+    step at which its pair was last seen; pairs that were in no batch yet have random unit vectors, by `seed`.
     """
 
-    def __init__(self, num_pairs: int, seed: int = 0) -> None:
+    def __init__(
+        self, selector: BatchSelector, num_pairs: int, seed: int = 0, device: torch.device | None = None
+    ) -> None:
+        self.selector = selector
         self.num_pairs = num_pairs
         self.seed = seed
+        self.device = device or torch.device("cpu")
         self.left: np.ndarray | None = None
         self.right: np.ndarray | None = None
+        self.selected: np.ndarray | None = None
         self._buffer: list[tuple[Tensor, Tensor, Tensor, int]] = []
 
-    def add(self, indices: Tensor, left: Tensor, right: Tensor, step: int) -> None:
-        """Add one batch of this rank, (b,), (b, D) and (b, D), as of an optimizer step."""
-        # Half precision: selecting batches needs no more, and the table has a row for every pair.
-        self._buffer.append((indices.cpu(), left.detach().half().cpu(), right.detach().half().cpu(), step))
+    def observe(self, indices: Tensor, left: Tensor, right: Tensor, step: int) -> None:
+        """Add the embeddings of a batch of this rank, (b,), (b, D) and (b, D), if selections are made of them."""
+        if self.selector.needs_embeddings:
+            # Half precision: selecting batches needs no more, and the tables have a row for every pair.
+            rows = (left.detach().half().cpu(), right.detach().half().cpu())
+            self._buffer.append((indices.cpu(), *rows, step))
 
-    def flush(self, device: torch.device) -> None:
-        """Bring every rank's rows into the main process's table, by way of a device; all ranks call it together."""
+    def _flush(self) -> None:
+        """Bring every rank's rows into the main process's tables; all ranks call it together."""
         batches = self._buffer
         self._buffer = []
         dim = max(distributed.gather_objects(batches[0][1].shape[1] if batches else 0))
@@ -56,10 +63,10 @@ class EmbeddingTable:
             steps.append(torch.full_like(indices, step))
             lefts.append(left)
             rights.append(right)
-        parts = [torch.cat(part) for part in (rows, steps, lefts, rights)]
-        parts = [distributed.gather(part.to(device)).cpu() for part in parts]
+        parts = [torch.cat(part).to(self.device) for part in (rows, steps, lefts, rights)]
+        gathered = [distributed.gather(part).cpu().numpy() for part in parts]
         if distributed.is_main():
-            self._write(*(part.numpy() for part in parts))
+            self._write(*gathered)
 
     def _write(self, rows: np.ndarray, steps: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
         if self.left is None or self.right is None:
@@ -76,32 +83,6 @@ class EmbeddingTable:
         unit: np.ndarray = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit.astype(np.float16)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The table, for a checkpoint; call `flush` before."""
-        if self.left is None:
-            return {}
-        return {side: torch.from_numpy(getattr(self, side).copy()) for side in SIDES}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`."""
-        self._buffer = []
-        if distributed.is_main():
-            for name, tensor in state.items():
-                setattr(self, name, tensor.numpy().copy())
-
-
-class BatchPlan:
-    """The batches of each epoch; the same on every rank, and restored exactly from a checkpoint."""
-
-    def __init__(
-        self, selector: BatchSelector, num_pairs: int, seed: int = 0, device: torch.device | None = None
-    ) -> None:
-        self.selector = selector
-        self.seed = seed
-        self.device = device or torch.device("cpu")
-        self.table = EmbeddingTable(num_pairs, seed)
-        self.selected: np.ndarray | None = None
-
     def start_epoch(self, epoch: int) -> dict[str, float]:
         """Select the batches of an epoch; all ranks call it together.
 
@@ -109,16 +90,16 @@ class BatchPlan:
         """
         if not self.selector.needs_embeddings:
             return {}
-        self.table.flush(self.device)
+        self._flush()
         self.selected, report = distributed.from_main(partial(self._select, epoch))
         return report
 
     def _select(self, epoch: int) -> tuple[np.ndarray | None, dict[str, float]]:
         """The batches and a report; None and {} before any embedding."""
-        if self.table.left is None or self.table.right is None:
+        if self.left is None or self.right is None:
             return None, {}
-        left = self.table.left.astype(np.float32)
-        right = self.table.right.astype(np.float32)
+        left = self.left.astype(np.float32)
+        right = self.right.astype(np.float32)
         start = time.perf_counter()
         try:
             batches = np.asarray(self.selector.select(epoch, left, right), dtype=np.int64)
@@ -148,21 +129,19 @@ class BatchPlan:
         # Rounded up: the last group of batches may be smaller.
         return -(-first // gradient_accumulation) + (epochs - 1) * -(-later // gradient_accumulation)
 
-    def observe(self, indices: Tensor, left: Tensor, right: Tensor, step: int) -> None:
-        """Add the embeddings of a batch of this rank, (b,), (b, D) and (b, D), if selections are made of them."""
-        if self.selector.needs_embeddings:
-            self.table.add(indices, left, right, step)
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that later batches depend on; all ranks call it together."""
         if not self.selector.needs_embeddings:
             return {}
-        self.table.flush(self.device)
-        selected = None if self.selected is None else torch.from_numpy(self.selected.copy())
-        return {"table": self.table.state_dict(), "selected": selected}
+        self._flush()
+        arrays = {name: getattr(self, name) for name in _STATE}
+        return {
+            name: None if each is None else torch.from_numpy(each.copy()) for name, each in arrays.items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""
-        if self.selector.needs_embeddings:
-            self.table.load_state_dict(state["table"])
-            self.selected = None if state["selected"] is None else state["selected"].numpy().copy()
+        for name, tensor in state.items():
+            # The main process alone holds the tables.
+            if tensor is not None and (name == "selected" or distributed.is_main()):
+                setattr(self, name, tensor.numpy().copy())

@@ -11,7 +11,7 @@ import torch
 from dualenc.batching import RandomBatches
 from dualenc.data import Mixture
 from dualenc.objectives import EMC2, InfoNCE, MomentumQueue, SogCLR
-from dualenc.training import mining
+from dualenc.search import mining
 from dualenc.training.log import read_metrics
 from tests.training.fakes import (
     TinyEncoder,
@@ -53,7 +53,7 @@ def mixture(**options: Any) -> dict[str, Any]:
 
 def mined(block: int) -> dict[str, Any]:
     """Blocks of five left items, so that each of two ranks has some; or one block for both."""
-    mining.QUERY_BLOCK = block
+    mining.QUERIES_PER_BLOCK = block
     return {"mine_every": 1, "mine_negatives": 2, "batch_size": 5, "pairs": tiny_pairs(right_id=RIGHT_ID, bad=(8,))}
 
 
@@ -129,7 +129,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     vector_pairs(folder)  # written before two processes want it
     ranks = launch(two, on_ranks, two, folder, ranks=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mining, "QUERY_BLOCK", mining.QUERY_BLOCK)
+        patch.setattr(mining, "QUERIES_PER_BLOCK", mining.QUERIES_PER_BLOCK)
         all_cases(one, folder)
     ended = [process.end(300) for process in ranks]
     assert [code for code, _ in ended] == [0, 0], ended

@@ -6,7 +6,7 @@ import torch
 
 from dualenc.batching import OSGDBatches, RandomBatches, SpectralBatches, batch_losses
 from dualenc.errors import DualencError
-from dualenc.training.plan import BatchPlan, EmbeddingTable
+from dualenc.training.plan import BatchPlan
 
 
 def embeddings(num_pairs=24, seed=0):
@@ -52,14 +52,14 @@ def test_the_number_of_batches_is_known_beforehand():
 
 
 def test_the_table_holds_the_latest_row_of_each_pair():
-    table = EmbeddingTable(5, seed=1)
+    plan = BatchPlan(SpectralBatches(5, 2), 5, seed=1)
     for step, rows in ((1, [0, 1, 2]), (2, [2, 3])):
         values = torch.full((len(rows), 3), float(step))
-        table.add(torch.tensor(rows), values, -values, step)
-    table.flush(torch.device("cpu"))
-    assert table.left[:4, 0].tolist() == [1, 1, 2, 2]
-    assert table.right[:4, 0].tolist() == [-1, -1, -2, -2]
-    assert np.linalg.norm(table.left[4].astype(np.float32)) == pytest.approx(1, abs=1e-3)
+        plan.observe(torch.tensor(rows), values, -values, step)
+    plan.state_dict()
+    assert plan.left[:4, 0].tolist() == [1, 1, 2, 2]
+    assert plan.right[:4, 0].tolist() == [-1, -1, -2, -2]
+    assert np.linalg.norm(plan.left[4].astype(np.float32)) == pytest.approx(1, abs=1e-3)
 
 
 def test_a_failing_selection_names_its_epoch():
