@@ -13,6 +13,7 @@ A recipe is untrusted input; `dualenc.recipe_check` says what it may name. Value
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pkgutil
@@ -24,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dualenc.errors import DualencError, nearest
-from dualenc.recipe_check import CLASS_KEYS, Refusal, build, check_class
+from dualenc.errors import DualencError
+from dualenc.recipe_check import CLASS_KEYS, Refusal, build, check_values
 from dualenc.recipe_yaml import RecipeLoader
 
 if TYPE_CHECKING:
@@ -116,21 +117,20 @@ def make_recipe(
     settings: Mapping[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()
 ) -> Recipe:
     """A recipe from nested values, as a YAML file holds them, called `source` in errors; else as `read_recipe`."""
-    for name in (*settings, *SECTIONS):
-        if name not in SECTIONS:
-            raise DualencError(f"{source}: {name} is no section of a recipe{nearest(str(name), SECTIONS)}")
-        if settings.get(name) is None and name not in OPTIONAL:
-            raise DualencError(f"{source}: {name} is missing; add it")
-    # The base classes import torch, which takes seconds: the mistakes above are reported before.
-    sections: dict[str, Any] = dict.fromkeys(SECTIONS)
-    values = {**settings, "trainer": {"class_path": "Trainer", "init_args": settings["trainer"]}}
+    values = dict(settings)
+    if "trainer" in values:
+        values["trainer"] = {"class_path": "Trainer", "init_args": values["trainer"]}
+    known = {}
     for name, path in SECTIONS.items():
-        try:
-            if values.get(name) is not None:
-                sections[name] = check_class(values[name], pkgutil.resolve_name(path), allow_modules)
-        except Refusal as error:
-            raise DualencError(f"{source}: {Refusal(error.problem, name, *error.place)}") from error
-    return Recipe(sections, source)
+        base = pkgutil.resolve_name(path)
+        section = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=base)
+        if name in OPTIONAL:
+            section = section.replace(default=None, annotation=base | None)
+        known[name] = section
+    try:
+        return Recipe(check_values("a recipe", known, values, allow_modules), source)
+    except Refusal as error:
+        raise DualencError(f"{source}: {error}") from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def check_class(value: Any, base: Any, allowed: Sequence[str]) -> dict[str, Any]
     values = {} if value.get("init_args") is None else value["init_args"]
     if not isinstance(values, Mapping):
         raise Refusal(f"is {values!r}; it must hold the arguments of {path}", "init_args")
-    arguments = check_arguments(kind, values, allowed, FILLED.get(kind_name, ()))
+    arguments = check_values(kind.__name__, parameters(kind), values, allowed, FILLED.get(kind_name, ()))
     return {"class_path": full_path, "init_args": arguments}
 
 
@@ -131,17 +131,21 @@ def _is_within(module: str, packages: Sequence[str]) -> bool:
     return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
-def check_arguments(
-    kind: type, values: Any, allowed: Sequence[str], filled: Sequence[str] = ()
+def check_values(
+    owner: str,
+    known: Mapping[str, inspect.Parameter],
+    values: Any,
+    allowed: Sequence[str],
+    filled: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Check the arguments of a class strictly by its signature, and add the defaults of the others."""
-    known = {name: each for name, each in parameters(kind).items() if name not in filled}
+    """Check values strictly by the parameters of `owner` that take them, and add the defaults of the others."""
+    known = {name: parameter for name, parameter in known.items() if name not in filled}
     fields: dict[str, Any] = {}
     for name, parameter in known.items():
         presence: Any = Required if parameter.default is parameter.empty else NotRequired
         fields[name] = presence[_checked_type(parameter.annotation)]
     make_type: Any = TypedDict  # mypy reads names and fields of the literal kind only
-    model = make_type(kind.__name__, fields)
+    model = make_type(owner, fields)
     model.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)
     try:
         checked = pydantic.TypeAdapter(model).validate_python(dict(values), context=allowed)
@@ -151,17 +155,17 @@ def check_arguments(
         details = sorted(error.errors(), key=lambda each: each["type"] not in first)
         if details[0]["type"] == "extra_forbidden" and details[0]["loc"][0] in filled:
             raise Refusal("is filled in by the training; leave it out", *details[0]["loc"]) from None
-        raise _refusal(details, values, kind.__name__, known) from None
+        raise _refusal(details, values, owner, known) from None
     return {name: checked.get(name, parameter.default) for name, parameter in known.items()}
 
 
-def _refusal(details: Sequence[Any], value: Any, kind_name: str, known: Mapping[str, Any]) -> Refusal:
+def _refusal(details: Sequence[Any], value: Any, owner: str, known: Mapping[str, Any]) -> Refusal:
     """The first of pydantic's errors in our words."""
     keys = details[0]["loc"]
     if details[0]["type"] == "extra_forbidden":
-        return Refusal(f"is no key of {kind_name}{nearest(str(keys[-1]), known)}", *keys)
+        return Refusal(f"is no key of {owner}{nearest(str(keys[-1]), known)}", *keys)
     if details[0]["type"] == "missing":
-        return Refusal(f"is missing; {kind_name} needs it", *keys)
+        return Refusal(f"is missing; {owner} needs it", *keys)
     place = []
     for key in keys:
         try:
