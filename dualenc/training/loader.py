@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from dualenc import distributed
 from dualenc.data.pairs import Pair, PairDataset
@@ -101,23 +102,28 @@ class BatchLoader:
             epoch: enters the seeds of the augmentation.
             start: number of batches to leave out at the beginning, as done already.
         """
-        rows = distributed.rank_slice(plan.shape[1])
+        columns = distributed.rank_slice(plan.shape[1])
         loader: DataLoader[Batch] = DataLoader(
-            _PlannedBatches(self, plan[:, rows], epoch),
+            plan[start:, columns],  # type: ignore[arg-type]  # rows by number, and their number, are enough
             batch_size=None,
-            sampler=range(start, len(plan)),  # type: ignore[arg-type]  # an iterable with a length is enough
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            collate_fn=_unchanged,
+            collate_fn=partial(self._build_or_error, epoch),
             worker_init_fn=forgive_one_sigterm,
             # A generator of its own: an iterator otherwise draws from, and so shifts, the global one.
             generator=torch.Generator().manual_seed(0),
         )
         for batch in loader:
-            # See `_PlannedBatches`.
             if isinstance(batch, DualencError):
                 raise batch
             yield batch
+
+    def _build_or_error(self, epoch: int, indices: np.ndarray) -> Batch | DualencError:
+        try:
+            return self.build(indices, epoch)
+        except DualencError as error:
+            # As a value: a DataLoader wraps what workers raise into many lines of traceback.
+            return error
 
     def build(self, indices: np.ndarray, epoch: int) -> Batch:
         """Read and prepare the pairs of (b,) indices; what a worker does. The epoch enters the augmentation's seeds."""
@@ -181,29 +187,6 @@ class BatchLoader:
         if listed.shape[1] <= 1:
             return None
         return torch.from_numpy(np.ascontiguousarray(listed))
-
-
-class _PlannedBatches(Dataset[Any]):
-    """Map-style over batch numbers; one item is one finished batch of this rank."""
-
-    def __init__(self, loader: BatchLoader, plan: np.ndarray, epoch: int) -> None:
-        self.loader = loader
-        self.plan = plan
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __getitem__(self, number: int) -> Batch | DualencError:
-        try:
-            return self.loader.build(self.plan[number], self.epoch)
-        except DualencError as error:
-            # As a value: a DataLoader wraps what workers raise into many lines of traceback.
-            return error
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 class ItemEncoder:
