@@ -17,9 +17,6 @@ from dualenc.terminal import printable
 if TYPE_CHECKING:
     from dualenc.search.filter_recall import Searched
 
-IDENTITY = ("fingerprint", "index", "target", "collection")
-"""Entries of meta.json; where they are the same, measured settings stay valid."""
-
 
 @dataclass(frozen=True)
 class RecallOptions:
@@ -88,9 +85,10 @@ def push(
         )
         engine.meta["embeddings"] = str(source)
         earlier = read_pushed(folder) if is_pushed(folder) else {}
-        if all(earlier.get(name) == engine.meta.get(name) for name in IDENTITY):
+        identity = ("fingerprint", "index", "target", "collection")
+        if all(earlier.get(entry) == engine.meta.get(entry) for entry in identity):
             # A second push keeps the settings that were measured.
-            engine.meta["settings"] = earlier["settings"]
+            engine.meta["settings"] = earlier.get("settings", {})
         else:
             remove(folder / RESULT)
         engine.save(folder)

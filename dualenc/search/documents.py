@@ -158,7 +158,7 @@ def _index_documents(index: Index, source: Path) -> Embeddings:
 
 def _engine_documents(engine: Engine) -> Embeddings:
     """The items of an engine in the order of their ids."""
-    texts = engine.texts_by_id()
+    texts = dict(sorted(engine.texts_by_id().items()))
     ids = list(texts)
     if len(ids) != len(engine):
         problem = f"holds {len(ids)} of {len(engine)} vectors"

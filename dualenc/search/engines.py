@@ -103,7 +103,6 @@ def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:
         "metric": metric,
         "columns": column_kinds(embeddings.columns),
         "has_snippets": embeddings.snippets is not None,
-        "settings": {},
     }
 
 

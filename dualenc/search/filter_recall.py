@@ -39,7 +39,6 @@ TIE = 1e-6
 """A score that is less than this below the k-th exact one is a tie with it."""
 RESULT = "recall.json"
 VECTORS = "queries.npy"
-FIELDS = {"target": float, "filters": list}
 Z = 1.959964
 """Quantile of the normal distribution for an interval of 95 %."""
 
@@ -154,15 +153,13 @@ def tune(index: Searched, queries: np.ndarray, filters: Sequence[str], target: f
     """
     to_choose = Workload(index, queries[::2], filters)
     to_check = Workload(index, queries[1::2], filters)
-    checked = None
     for settings in index.ladder():
         index.meta["settings"] = settings
-        checked = None
         if to_choose.measure().low >= target:
-            checked = to_check.measure()
-            if checked.low >= target:
-                break
-    return checked or to_check.measure()
+            measured = to_check.measure()
+            if measured.low >= target:
+                return measured
+    return to_check.measure()
 
 
 def read_filters(path: str | Path) -> list[str]:
@@ -215,6 +212,6 @@ def measure_again(folder: Path, index: Searched) -> tuple[Measurement, float]:
     if not (folder / RESULT).is_file():
         remedy = "measure it on your filters by --filters workload.jsonl"
         raise DualencError(f"{folder}: no recall was measured; {remedy}")
-    recorded = read_json_object(folder / RESULT, FIELDS)
+    recorded = read_json_object(folder / RESULT, {"target": float, "filters": list})
     filters = [entry["filter"] for entry in recorded["filters"]]
     return Workload(index, load_npy(folder / VECTORS), filters).measure(), recorded["target"]

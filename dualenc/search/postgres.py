@@ -8,12 +8,13 @@ transaction that stores the rows, so that a push resumes behind the last row tha
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
@@ -31,10 +32,9 @@ from psycopg.pq import Conninfo, Format
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, first_line
 from dualenc.reading import check_fields
-from dualenc.search.pushed import AGAIN, Engine, IndexKind, Rows, read_pushed
+from dualenc.search.pushed import AGAIN, Engine, IndexKind, Rows, Settings, read_pushed
 from dualenc.search.where import Condition
 
-SEARCH_TIMEOUT = "60s"
 MAX_NAME_BYTES = 63
 """PostgreSQL cuts longer names off."""
 MAX_DIM = {"vector": 2000, "halfvec": 4000}
@@ -44,8 +44,6 @@ VALUE_TYPES: dict[str, Any] = {"halfvec": np.dtype(">f2"), "vector": np.dtype(">
 OPERATORS = {"cosine": "<=>", "ip": "<#>"}
 COMMENT = "dualenc "
 """Beginning of the comment of a pushed table."""
-FILTER_EXAMPLE = "\"year >= 2020 AND lang = 'en'\""
-ENTRIES = {"type": str, "index": str, "settings": dict}
 COLUMN_TYPES: dict[str, tuple[Any, str, pa.DataType]] = {
     "text": ("text", "text", pa.large_string()),
     "integer": ("bigint", "int8", pa.int64()),
@@ -74,6 +72,7 @@ class PostgresIndex(Engine):
             remedy = f"give a name of 1 to {MAX_NAME_BYTES} bytes without %"
             raise DualencError(f"table is {self.name[:80]!r}; {remedy}")
         self.table = sql.Identifier(self.name)
+        self.stored_kinds = {**({"text": "text"} if self.has_snippets else {}), **self.column_kinds}
         # Vectors too long for an index are indexed, and compared, in half precision.
         is_cast = self.dim > MAX_DIM["vector"] and meta["index"] != "none"
         self.compared = "halfvec" if is_cast else meta["type"]
@@ -100,7 +99,7 @@ class PostgresIndex(Engine):
     def open(cls, folder: str | os.PathLike[str]) -> Self:
         meta = read_pushed(folder)
         path = Path(folder) / "meta.json"
-        check_fields(meta, ENTRIES, path)
+        check_fields(meta, {"type": str, "index": str, "settings": dict}, path)
         expected = default_settings(meta["index"], meta["count"])
         if meta["type"] not in VALUE_TYPES or not set(meta["settings"]) <= set(expected):
             raise DualencError(f"{path}: type, index or settings are unknown; {AGAIN}")
@@ -124,32 +123,25 @@ class PostgresIndex(Engine):
         query = "SELECT to_regclass(%s), obj_description(to_regclass(%s), 'pg_class')"
         with self.one_line_errors():
             quoted = self.table.as_string(self.connection)
-            row = self.connection.execute(query, [quoted, quoted]).fetchone()
-        assert row is not None
-        if row[0] is None:
+            name, comment = self.connection.execute(query, [quoted, quoted]).fetchone() or (None, None)
+        if name is None:
             return None
-        comment = row[1] or ""
         try:
-            state = json.loads(comment.removeprefix(COMMENT)) if comment.startswith(COMMENT) else {}
-            return {name: state[name] for name in ("fingerprint", "rows", "index")}
-        except (ValueError, KeyError, TypeError):
+            state = json.loads(comment.removeprefix(COMMENT))
+            return {entry: state[entry] for entry in ("fingerprint", "rows", "index")}
+        except (AttributeError, ValueError, KeyError, TypeError):
             problem = "holds no embeddings that dualenc pushed"
             raise DualencError(f"{self.location}: {problem}; name another --table") from None
 
-    def nearest(
-        self, vectors: np.ndarray, k: int, condition: Any, settings: dict[str, Any] | None
-    ) -> Rows:
+    def nearest(self, vectors: np.ndarray, k: int, condition: Any, settings: Settings | None) -> Rows:
         clause, values = condition
-        distance = sql.SQL(OPERATORS[self.meta["metric"]])
-        names = ["id", *(["text"] if self.has_snippets else []), *self.column_kinds]
+        operator = sql.SQL(OPERATORS[self.meta["metric"]])
+        distance = sql.SQL("{} {} %(query)s::{}").format(self.vector, operator, self.vector_type)
+        names = ["id", *self.stored_kinds]
+        columns = sql.SQL(", ").join(map(sql.Identifier, names))
         statement = sql.SQL(
-            "SELECT {vector} {distance} %(query)s::{type}, {columns} FROM {table} WHERE {condition} "
-            "ORDER BY {vector} {distance} %(query)s::{type} LIMIT %(k)s"
-        ).format(
-            **{"vector": self.vector, "type": self.vector_type, "distance": distance},
-            columns=sql.SQL(", ").join(map(sql.Identifier, names)),
-            **{"table": self.table, "condition": clause},
-        )
+            "SELECT {distance}, {columns} FROM {table} WHERE {condition} ORDER BY {distance} LIMIT %(k)s"
+        ).format(distance=distance, columns=columns, table=self.table, condition=clause)
         parameters = [{**values, "query": str(vector.tolist()), "k": k} for vector in vectors]
         if settings is not None and "ef_search" in settings:
             settings["ef_search"] = min(max(settings["ef_search"], k), MAX_EF_SEARCH)
@@ -168,9 +160,9 @@ class PostgresIndex(Engine):
         options = {"hnsw": {"ef_search": "ef_search"}, "ivfflat": {"nprobe": "probes"}}
         return options.get(self.meta["index"], {})
 
-    def _session(self, settings: Mapping[str, Any] | None) -> sql.Composed:
+    def _session(self, settings: Settings | None) -> sql.Composed:
         """Statements that begin a transaction which only reads; without settings it uses no index of vectors."""
-        timeout = SEARCH_TIMEOUT if settings is not None else "0"
+        timeout = "60s" if settings is not None else "0"
         values = [(sql.Identifier("statement_timeout"), timeout)]
         if settings is None:
             values.append((sql.Identifier("enable_indexscan"), "off"))
@@ -193,10 +185,8 @@ class PostgresIndex(Engine):
                     with self.connection.transaction():
                         self.connection.execute(session)
                         # Results in binary take the protocol that refuses a second statement.
-                        return [
-                            self.connection.execute(statement, values, binary=True).fetchall()
-                            for values in parameters
-                        ]
+                        execute = functools.partial(self.connection.execute, statement, binary=True)
+                        return [execute(values).fetchall() for values in parameters]
                 except psycopg.OperationalError:
                     if is_last or not self.connection.closed:
                         raise
@@ -236,7 +226,7 @@ class PostgresIndex(Engine):
                 if not isinstance(error.__cause__, (psycopg.ProgrammingError, psycopg.DataError)):
                     raise
                 reason = f"the filter is no SQL condition ({first_line(error.__cause__)})"
-                raise DualencError(f"{reason}, such as {FILTER_EXAMPLE}") from None
+                raise DualencError(f"{reason}, such as \"year >= 2020 AND lang = 'en'\"") from None
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
         statement = sql.SQL("SELECT id, embedding FROM {} WHERE id = ANY(%s)").format(self.table)
@@ -247,7 +237,7 @@ class PostgresIndex(Engine):
 
     def texts_by_id(self) -> dict[str, str]:
         text = sql.SQL("text" if self.has_snippets else "NULL")
-        statement = sql.SQL("SELECT id, {} FROM {} ORDER BY id").format(text, self.table)
+        statement = sql.SQL("SELECT id, {} FROM {}").format(text, self.table)
         with self.one_line_errors(), self.connection.transaction():
             self.connection.execute(self._session(None))
             # A cursor of the server: the rows arrive in parts.
@@ -255,7 +245,7 @@ class PostgresIndex(Engine):
                 cursor.itersize = self.batch_rows
                 return {name: text or "" for name, text in cursor.execute(statement)}
 
-    def ladder(self) -> Iterator[dict[str, Any]]:
+    def ladder(self) -> Iterator[Settings]:
         kind = self.meta["index"]
         if kind == "none":
             yield {}
@@ -287,16 +277,12 @@ class PostgresIndex(Engine):
         kind = sql.Identifier(self.meta["type"])
         vector = sql.SQL("embedding {}({}) NOT NULL").format(kind, sql.Literal(self.dim))
         columns = [sql.SQL('id text COLLATE "C" PRIMARY KEY'), vector]
-        for name, column_kind in self._stored_columns().items():
+        for name, column_kind in self.stored_kinds.items():
             column = sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(COLUMN_TYPES[column_kind][0]))
             columns.append(column)
         statement = sql.SQL("CREATE TABLE {} ({})").format(self.table, sql.SQL(", ").join(columns))
         self.connection.execute(statement)
         self._write_state({"rows": 0, "index": None})
-
-    def _stored_columns(self) -> dict[str, str]:
-        """The kinds of all columns beside id and vector."""
-        return {**({"text": "text"} if self.has_snippets else {}), **self.column_kinds}
 
     def _write_state(self, state: dict[str, Any]) -> None:
         comment = COMMENT + json.dumps({"fingerprint": self.items_checksum, **state})
@@ -312,7 +298,7 @@ class PostgresIndex(Engine):
         fields: dict[str, Sequence[Any]] = {"id": batch.column("id").to_pylist()}
         fields["embedding"] = [head + row.tobytes() for row in values.astype(VALUE_TYPES[kind])]
         types: list[int | str] = ["text", oid]
-        for name, column_kind in self._stored_columns().items():
+        for name, column_kind in self.stored_kinds.items():
             column = batch.column(name).cast(COLUMN_TYPES[column_kind][2])
             if column_kind == "text":
                 # PostgreSQL has no texts with NUL.
@@ -359,19 +345,15 @@ class PostgresIndex(Engine):
 
 def without_secrets(target: str) -> str:
     """The URL of a database without passwords, which libpq marks in its list of parameters."""
-    plain = {option.keyword.decode() for option in Conninfo.get_defaults() if not option.dispchar}
-    parts = {name: str(value) for name, value in _parse(target).items() if name in plain}
-    return f"postgresql://?{urlencode(parts, quote_via=quote)}"
-
-
-def _parse(target: str) -> dict[str, Any]:
-    """The connection parameters in a URL."""
     try:
-        return dict(conninfo_to_dict(target))
+        parameters = conninfo_to_dict(target)
     except psycopg.Error:
         # libpq's message may hold the password.
         example = "postgresql://user@host:5432/database"
         raise DualencError(f"TARGET is no URL of a PostgreSQL database; write {example}") from None
+    plain = {option.keyword.decode() for option in Conninfo.get_defaults() if not option.dispchar}
+    parts = {name: str(value) for name, value in parameters.items() if name in plain}
+    return f"postgresql://?{urlencode(parts, quote_via=quote)}"
 
 
 class VectorDumper(Dumper):
@@ -388,7 +370,7 @@ def _lists(count: int) -> int:
     return max(count // 1000, 1) if count <= 1_000_000 else int(count**0.5)
 
 
-def default_settings(kind: IndexKind, count: int) -> dict[str, Any]:
+def default_settings(kind: IndexKind, count: int) -> Settings:
     """Default search settings of an index over N rows: the scan continues until k rows meet the filter."""
     if kind == "hnsw":
         scan = {"iterative_scan": "relaxed_order", "max_scan_tuples": 20_000, "scan_mem_multiplier": 1}

@@ -24,6 +24,8 @@ IndexKind = Literal["hnsw", "ivfflat", "none"]
 """The kind of pgvector's index."""
 Rows = Iterator[list[tuple[float, dict[str, Any]]]]
 """For each query scores, and columns with id and text."""
+Settings = dict[str, Any]
+"""Search settings by the engine's own names."""
 FORMAT = "dualenc engine"
 FORMAT_VERSION = 3
 AGAIN = "run `dualenc push` again"
@@ -46,7 +48,7 @@ class Engine(ABC):
     batch_rows: int
 
     def __init__(self, meta: dict[str, Any]) -> None:
-        self.meta = dict(meta)
+        self.meta = {"settings": {}, **meta}
         self.location = f"{meta['target']} {meta['collection']!r}"
         self.dim: int = meta["dim"]
         self.column_kinds: dict[str, Kind] = meta["columns"]
@@ -111,9 +113,7 @@ class Engine(ABC):
         return results
 
     @abstractmethod
-    def nearest(
-        self, vectors: np.ndarray, k: int, condition: Any, settings: dict[str, Any] | None
-    ) -> Rows:
+    def nearest(self, vectors: np.ndarray, k: int, condition: Any, settings: Settings | None) -> Rows:
         """The rows that meet a condition, best first, for each vector; without settings by exact search."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Engine(ABC):
         """The setting of each option of `search` that applies to the index."""
 
     @abstractmethod
-    def ladder(self) -> Iterator[dict[str, Any]]:
+    def ladder(self) -> Iterator[Settings]:
         """Search settings that compare more and more rows."""
 
     @abstractmethod
@@ -138,7 +138,7 @@ class Engine(ABC):
 
     @abstractmethod
     def texts_by_id(self) -> dict[str, str]:
-        """The snippet of each stored item, or "", in the order of the ids."""
+        """The snippet of each stored item, or ""."""
 
     @abstractmethod
     def stored_state(self) -> dict[str, Any] | None:
@@ -188,4 +188,4 @@ def read_pushed(folder: str | os.PathLike[str]) -> dict[str, Any]:
     read_head(path.parent, FORMAT, FORMAT_VERSION, other)
     meta = read_json_object(path, ENTRIES)
     check_recorded(path, meta, AGAIN)
-    return {"settings": {}, **meta}
+    return meta

@@ -19,7 +19,7 @@ from qdrant_client import models
 
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
-from dualenc.search.pushed import Engine, Rows
+from dualenc.search.pushed import Engine, Rows, Settings
 from dualenc.search.where import Condition
 
 API_KEY = "QDRANT_API_KEY"
@@ -42,7 +42,15 @@ class QdrantIndex(Engine):
             raise DualencError(f"collection is {name!r}; give a name of letters, digits, - and _")
         super().__init__(meta)
         self.collection: str = meta["collection"]
-        _check_url(meta["target"])
+        # The client would unpickle what a folder holds, which can run code.
+        if not meta["target"].startswith(("http://", "https://")):
+            raise DualencError(
+                f"{meta['target']}: no URL of a Qdrant server, such as http://localhost:6333"
+            )
+        parts = urlsplit(meta["target"])
+        if parts.username or parts.password or parts.query:
+            problem = f"the URL of {parts.hostname} carries a key or query"
+            raise DualencError(f"{problem}; set {API_KEY} instead")
         key = os.environ.get(API_KEY) or None
         with self.one_line_errors():
             self.client: Any = qdrant_client.QdrantClient(
@@ -63,12 +71,9 @@ class QdrantIndex(Engine):
             raise DualencError(f"{self.location}: {problem}")
         return {"fingerprint": str(metadata["dualenc"]), "rows": rows}
 
-    def nearest(
-        self, vectors: np.ndarray, k: int, condition: Any, settings: dict[str, Any] | None
-    ) -> Rows:
-        parameters = (
-            models.SearchParams(exact=True) if settings is None else models.SearchParams(**settings)
-        )
+    def nearest(self, vectors: np.ndarray, k: int, condition: Any, settings: Settings | None) -> Rows:
+        chosen: Any = {"exact": True} if settings is None else settings
+        parameters = models.SearchParams(**chosen)
         options = {"limit": k, "search_params": parameters, "query_filter": condition}
         payload = ["id", "text", *self.column_kinds]
         for vector in vectors.tolist():
@@ -116,18 +121,16 @@ class QdrantIndex(Engine):
         return np.array([vector_of[name] for name in ids], dtype=np.float32)
 
     def texts_by_id(self) -> dict[str, str]:
-        payloads: list[dict[str, Any]] = []
+        texts: dict[str, str] = {}
+        options = {"limit": self.batch_rows, "with_payload": ["id", "text"]}
         offset = None
-        while not payloads or offset is not None:
+        while not texts or offset is not None:
             with self.one_line_errors():
-                options = {"limit": self.batch_rows, "with_payload": ["id", "text"]}
                 points, offset = self.client.scroll(self.collection, offset=offset, **options)
-            payloads += [point.payload for point in points]
-        # Qdrant orders by its own names of the points.
-        payloads.sort(key=lambda payload: str(payload["id"]))
-        return {payload["id"]: payload.get("text", "") for payload in payloads}
+            texts |= {point.payload["id"]: point.payload.get("text", "") for point in points}
+        return texts
 
-    def ladder(self) -> Iterator[dict[str, Any]]:
+    def ladder(self) -> Iterator[Settings]:
         for hnsw_ef in (64, 128, 256, 512, 1024):
             yield {"hnsw_ef": hnsw_ef}
         yield {"exact": True}
@@ -177,15 +180,6 @@ class QdrantIndex(Engine):
             if getattr(error, "status_code", None) in (401, 403):
                 reason = f"Qdrant refuses the key; set {API_KEY} to one that may do it"
             raise DualencError(f"{self.location}: {reason}; the same command again resumes") from error
-
-
-def _check_url(target: str) -> None:
-    # The client would unpickle what a folder holds, which can run code.
-    if not target.startswith(("http://", "https://")):
-        raise DualencError(f"{target}: no URL of a Qdrant server, such as http://localhost:6333")
-    parts = urlsplit(target)
-    if parts.username or parts.password or parts.query:
-        raise DualencError(f"the URL of {parts.hostname} carries a key or query; set {API_KEY} instead")
 
 
 def _line(error: object) -> str:

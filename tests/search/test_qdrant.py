@@ -24,6 +24,7 @@ from dualenc.search import Embeddings
 from dualenc.search.engines import push_embeddings
 from dualenc.search.qdrant import QdrantIndex
 from dualenc.search.where import parse_conditions
+from tests.edge_qdrant import EdgeClient
 from tests.local_qdrant import CLIENT, url_of, use_folders
 from tests.search.conditions import KINDS, LANGUAGES, conditions, met_by_pandas
 
@@ -190,6 +191,24 @@ def test_other_embeddings_are_refused_and_replaced_on_request(tmp_path: Path) ->
     assert sent == NUM
     assert [hits[0].id for hits in index.search(vectors(seed=1), k=1)] == embeddings().ids
     index.close()
+
+
+def test_a_push_notices_that_another_one_has_replaced_its_collection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EdgeClient(tmp_path)
+    monkeypatch.setattr(qdrant_client, "QdrantClient", lambda **_: server)
+    monkeypatch.setattr(QdrantIndex, "batch_rows", 50)
+    add = QdrantIndex.add
+
+    def replaced(index: QdrantIndex, *batch: Any) -> None:
+        add(index, *batch)
+        server.metadata = {"dualenc": "of other embeddings"}
+
+    monkeypatch.setattr(QdrantIndex, "add", replaced)
+    with pytest.raises(DualencError, match="another process has removed or replaced it"):
+        push_embeddings(embeddings(), "http://edge", "items")
+    assert server.count("items", exact=True).count == 50
 
 
 def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:
