@@ -359,13 +359,14 @@ def _read_vectors(table: DataTable, name: str) -> ItemColumn:
     if len(sizes) > 1:
         reason = f"column {name!r} holds vectors of sizes {sizes[0]} and {sizes[1]}"
         raise DualencError(f"{table.source}: {reason}; embed all with one model")
-    dim = sizes[0] if sizes else 1
-    shards = [np.zeros((0, dim), np.float32)]
+    dim = max(sizes, default=1)
+    shards = []
     for chunk in array.chunks:
         # A missing number becomes NaN, which is a fault below.
         numbers = pc.list_flatten(chunk).to_numpy(zero_copy_only=False)
-        shards.append(numbers.reshape(-1, dim))
-    matrix = ShardedVectors([shard for shard in shards if len(shard)] or shards[:1])
+        if len(numbers):
+            shards.append(numbers.reshape(-1, dim))
+    matrix = ShardedVectors(shards or [np.zeros((0, dim), np.float32)])
     faults: Faults = {f"no vector in column {name!r}": (is_empty, "fill it in or remove the row")}
     for reason, (bad, fix) in matrix_faults(matrix).items():
         mask = np.zeros(len(lengths), dtype=bool)

@@ -66,9 +66,7 @@ class Texts(Sequence[str]):
             yield from self[start : start + BATCH_ROWS]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or isinstance(other, str):
-            return NotImplemented
-        return len(self) == len(other) and all(ours == theirs for ours, theirs in zip(self, other))
+        return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -135,9 +135,7 @@ class PairDataset:
         left = self.item("left", left_id)
         right = left if self.views else self.item("right", right_id)
         weight = 1.0 if self.weights is None else float(self.weights[index])
-        if self.negatives is None:
-            return Pair(index, left_id, right_id, left, right, weight=weight)
-        negative_ids = tuple(self.negatives.row(index).tolist())
+        negative_ids = () if self.negatives is None else tuple(self.negatives.row(index).tolist())
         negatives = tuple(self.item("right", item_id) for item_id in negative_ids)
         return Pair(index, left_id, right_id, left, right, negatives, negative_ids, weight)
 

@@ -215,46 +215,36 @@ def table_of_lines(
     """Columns of line-based files of one format, and the file number and line of each row; see `TableSource.open`."""
     fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
     schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
+    required = {name for name in columns if name not in optional}
+
+    def rows(own: BadRows) -> Iterator[Record]:
+        """Each record's columns. A required column may be missing in some records, but not in all."""
+        absent = set(required)
+        seen: dict[str, None] = {}
+        for number, file in enumerate(files):
+            for line, record in read_records(file, own, quotes):
+                try:
+                    if reshape is not None:
+                        record = reshape(record)
+                    if absent:
+                        seen.update(dict.fromkeys(record))
+                        absent -= record.keys()
+                    row = {name: _CONVERTERS[kind](record.get(name)) for name, kind in columns.items()}
+                except (TypeError, UnicodeEncodeError) as error:
+                    own.add("value of a wrong type", f"{file}:{line}", f"{error}; fix the line")
+                    continue
+                yield {**row, FILE: number, LINE: line}
+        if seen:
+            check_columns(str(files[0]), seen, absent)
 
     def batches(own: BadRows) -> Iterator[pa.RecordBatch]:
-        rows = _rows(files, columns, optional, own, quotes, reshape)
-        while block := list(islice(rows, BATCH_ROWS)):
+        remaining = rows(own)
+        while block := list(islice(remaining, BATCH_ROWS)):
             yield pa.RecordBatch.from_pylist(block, schema=schema)
 
     reshaped = None if reshape is None else reshape.__qualname__
     key = [list(columns.items()), quotes, bad_rows.on_error, reshaped]
     return dataset_of_batches(batches, schema, files, key, bad_rows)
-
-
-def _rows(
-    files: Sequence[Path],
-    columns: Mapping[str, ColumnKind],
-    optional: Collection[str],
-    bad_rows: BadRows,
-    quotes: bool | None,
-    reshape: Reshape | None,
-) -> Iterator[Record]:
-    """Each record's columns. A required column may be missing in some records, but not in all."""
-    converters = {name: _CONVERTERS[kind] for name, kind in columns.items()}
-    absent = {name for name in columns if name not in optional}
-    seen: dict[str, None] = {}
-    for number, file in enumerate(files):
-        for line, record in read_records(file, bad_rows, quotes):
-            try:
-                if reshape is not None:
-                    record = reshape(record)
-                if absent:
-                    seen.update(dict.fromkeys(record))
-                    absent -= record.keys()
-                row = {name: convert(record.get(name)) for name, convert in converters.items()}
-            except (TypeError, UnicodeEncodeError) as error:
-                bad_rows.add("value of a wrong type", f"{file}:{line}", f"{error}; fix the line")
-                continue
-            row[FILE] = number
-            row[LINE] = line
-            yield row
-    if seen:
-        check_columns(str(files[0]), seen, absent)
 
 
 def _text(value: Any) -> str | None:
