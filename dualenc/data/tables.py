@@ -86,6 +86,7 @@ class TableSource:
         path: this, `split`, `subset`, `quotes` and `allow_outside` are as for `dualenc.data.TablePairs`.
         bad_rows: counts malformed lines.
         dataset: rows that are loaded already; `path` is their name.
+        kinds: of columns, where they are known; by default what most values look like, for which a file is read.
         root: where relative image paths start; by default the table's folder.
     """
 
@@ -95,6 +96,7 @@ class TableSource:
         bad_rows: BadRows,
         *,
         dataset: Dataset | None = None,
+        kinds: dict[str, ColumnKind] | None = None,
         split: str = ONLY_SPLIT,
         subset: str | None = None,
         quotes: bool | None = None,
@@ -112,6 +114,8 @@ class TableSource:
         # The name of a data set of the hub is no folder here, so that no path of its rows leads to an image.
         self.root = root or (self.files[0].parent if self.files else Path(self.path))
         self.allow_outside = allow_outside
+        if kinds is not None:
+            self.kinds = kinds
 
     @cached_property
     def kinds(self) -> dict[str, ColumnKind]:
