@@ -24,7 +24,7 @@ from dualenc.evaluation.metrics import CUTOFFS, Qrels, Scores, mean_scores, pair
 from dualenc.evaluation.retrieval import HEADLINES, retrieve
 from dualenc.search.embed import embed
 from dualenc.search.searcher import check_encoder
-from dualenc.training.evaluators import Evaluator, RetrievalEvaluator
+from dualenc.training.evaluators import Evaluator
 
 Trained = Literal["perceptron", "linear", "lora", "all"]
 """What is trained: a map of query vectors, adapters of the text model, or all of it."""
@@ -149,8 +149,6 @@ class IndexEvaluator(Evaluator):
         batch_size: queries encoded at once.
         primary: as of `RetrievalEvaluator`.
     """
-
-    metric_names = RetrievalEvaluator.metric_names
 
     def __init__(
         self,

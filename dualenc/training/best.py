@@ -10,7 +10,7 @@ import torch
 
 from dualenc import distributed
 from dualenc.encoders.dual import DualEncoder
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, nearest
 from dualenc.objectives.base import Objective
 from dualenc.seeds import preserve_random_state
 from dualenc.training.evaluators import Evaluator
@@ -119,7 +119,8 @@ class BestModel:
             self.model.train()
         if self.primary not in metrics:
             raise DualencError(
-                f"evaluator.primary is {self.primary!r}; choose one of {', '.join(metrics)}"
+                f"evaluator.primary is {self.primary!r}{nearest(self.primary, metrics)}; choose one of "
+                f"{', '.join(metrics)}"
             )
         own = {name: float(value) for name, value in metrics.items()}
         # All ranks must take the same decisions by it, bit for bit.

@@ -23,7 +23,6 @@ from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
-from dualenc.evaluation.metrics import CUTOFFS
 from dualenc.evaluation.retrieval import HEADLINES, Result, report_self_matches, retrieve
 from dualenc.search.embed import embed
 from dualenc.types import Modality, Side
@@ -34,14 +33,12 @@ class Evaluator(ABC):
 
     Attributes:
         primary: name of the metric, higher is better, by which the best weights are chosen.
-        metric_names: names that `primary` may have; empty where they are known only after an evaluation.
         data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
         progress: what progress bars begin with, such as "before training"; "" shows none.
     """
 
     primary: str
-    metric_names: tuple[str, ...] = ()
     data: tuple[str, str | None] = ("held-out data", None)
     modalities: Mapping[Side, Modality] = MappingProxyType({})
     progress: str = ""
@@ -69,10 +66,6 @@ class RetrievalEvaluator(Evaluator):
         batch_size: items encoded at once.
         primary: the metric to keep the best weights by: ndcg, recall, mrr, map, precision or hit at 1, 3, 5, 10 or 100.
     """
-
-    metric_names = tuple(
-        f"{kind}@{k}" for k in CUTOFFS for kind in ("ndcg", "recall", "mrr", "map", "precision", "hit")
-    )
 
     def __init__(
         self,
@@ -123,14 +116,6 @@ class ImageTextEvaluator(Evaluator):
         primary: the metric to keep the best weights by.
     """
 
-    metric_names = (
-        *(
-            f"{direction}_recall@{k}"
-            for direction in ("image_to_text", "text_to_image")
-            for k in (1, 5, 10)
-        ),
-        "mean_recall",
-    )
     data = ("held-out pairs", None)
 
     def __init__(self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall") -> None:
@@ -162,7 +147,6 @@ class KNNEvaluator(Evaluator):
     """
 
     primary = "knn_accuracy"
-    metric_names = ("knn_accuracy",)
     data = ("held-out images", None)
     modalities = MappingProxyType({"left": "image"})
 

@@ -16,7 +16,7 @@ from dualenc.data.pairs import PairDataset
 from dualenc.encoders.batchnorm import waits_for_others
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.encoders.text import TextEncoder
-from dualenc.errors import DualencError, nearest
+from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective
 from dualenc.training.checkpoint import locked_run
 from dualenc.training.devices import deterministic_algorithms, place_model, start_accelerator
@@ -200,13 +200,6 @@ class Trainer(TrainerSettings):
         if self.patience is not None and evaluator is None:
             raise DualencError(
                 "patience counts evaluations, and there is no evaluator; give one, or leave it out"
-            )
-        # Any callable with a `primary` may be an evaluator.
-        names = getattr(evaluator, "metric_names", ())
-        if evaluator is not None and names and evaluator.primary not in names:
-            raise DualencError(
-                f"evaluator.primary is {evaluator.primary!r}{nearest(evaluator.primary, names)}; choose one of "
-                f"{', '.join(names)}"
             )
         if (batching.batch_size, batching.num_pairs) != (self.batch_size, len(pairs)):
             raise DualencError(

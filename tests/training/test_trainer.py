@@ -211,17 +211,12 @@ def test_a_setting_out_of_range_is_named_in_one_line(changes):
 
 
 class Declared(FixedEvaluator):
-    """Says what it measures, and must not be asked to."""
+    """Says that it measures images on the left, and must not be asked to."""
 
-    metric_names = ("score", "other")
-    modalities: ClassVar[dict[str, str]] = {"left": "text"}
-
-    def __init__(self, primary: str = "score", modality: str = "text") -> None:
-        super().__init__()
-        self.primary, self.modalities = primary, {"left": modality}
+    modalities: ClassVar[dict[str, str]] = {"left": "image"}
 
     def __call__(self, model):
-        raise AssertionError("an evaluation before the names were checked")
+        raise AssertionError("an evaluation before the modalities were checked")
 
 
 def views() -> Any:
@@ -247,8 +242,8 @@ SIZES = {"num_left": 38, "num_right": 38}
         ({"freeze": ["left.*", "right.nothing*"]}, r"'right\.nothing\*' matches no weight"),
         ({"freeze": ["*"], "objective": InfoNCE(num_left=24)}, "nothing to train"),
         ({"patience": 2, "evaluate_every": 1}, "there is no evaluator"),
-        ({"evaluator": Declared(primary="othr")}, r"evaluator.primary is 'othr' \(did you mean other\?\)"),
-        ({"evaluator": Declared(modality="image")}, "the left side of the evaluator is image"),
+        ({"evaluator": FixedEvaluator(primary="scor")}, r"evaluator.primary is 'scor' \(did you mean score\?\)"),
+        ({"evaluator": Declared()}, "the left side of the evaluator is image"),
         ({"pairs": tiny_pairs(right_modality="image")}, "the right side of the pairs is image"),
         ({"objective": EMC2(num_left=24), "batching": OSGDBatches(24, 6)}, r"OSGDBatches chooses .*proposals=64"),
         ({"pairs": WEIGHED, "objective": ISIR(**SIZES)}, "MixtureBatches chooses the batches, but ISIR .*proposals=64"),
