@@ -119,9 +119,8 @@ class TrainerSettings:
             try:
                 pydantic.TypeAdapter(hint).validate_python(value, strict=True)
             except pydantic.ValidationError as error:
-                reasons = " or ".join(dict.fromkeys(detail["msg"] for detail in error.errors()))
-                reasons = reasons.replace("Input should be", "it must be")
-                raise DualencError(f"{name} is {value!r}; {reasons}") from None
+                reasons = [each["msg"].removeprefix("Input should be ") for each in error.errors()]
+                raise DualencError(f"{name} is {value!r}; it must be {' or '.join(reasons)}") from None
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
             raise DualencError("patience counts evaluations; set evaluate_every, and leave keep_best true")
         epochs = self.epochs or 1
