@@ -134,8 +134,7 @@ def _measure(folder: Path, searched: Searched, options: RecallOptions, filters: 
         measured = tune_folder(folder, searched, queries, filters, target)
     print_table(Table("recall@10 under filters", measured.filters))
     interval = f"{measured.recall:.3f} (95 %: {measured.low:.3f} to {measured.high:.3f})"
-    settings = searched.meta.get("settings", {})
-    named = ", ".join(f"{name} {value}" for name, value in settings.items())
+    named = ", ".join(f"{name} {value}" for name, value in searched.meta.get("settings", {}).items())
     print(printable(f"recall@10 {interval} in {measured.searches:,} searches; {named or 'exact'}"))
     if measured.low < target:
         remedy = "index the columns of the filters, or search exactly (--index none, --factory Flat)"

@@ -102,8 +102,7 @@ class Workload:
             exact = index.search(filter_queries, DEPTH, filter, exact=True)
             milliseconds = 1000 * (time.perf_counter() - begin) / len(filter_queries)
             if not exact[0]:
-                problem = f"filter {filter[:200]!r}: no row meets it"
-                raise DualencError(f"{problem}; leave it out of the workload")
+                raise DualencError(f"filter {filter[:200]!r}: no row meets it; leave it out")
             self.cases.append((filter, filter_queries, exact, milliseconds))
 
     def measure(self) -> Measurement:
@@ -116,11 +115,15 @@ class Workload:
             milliseconds = 1000 * (time.perf_counter() - begin) / len(queries)
             filter_recalls = [_recall(*pair) for pair in zip(hits, exact)]
             recalls += filter_recalls
-            result = {"filter": filter, "recall": float(np.mean(filter_recalls))}
-            result |= {"rows": float(np.mean([len(each) for each in hits]))}
-            result |= {"exact_rows": float(np.mean([len(each) for each in exact]))}
-            times = {"milliseconds": milliseconds, "exact_milliseconds": exact_milliseconds}
-            results.append(result | times)
+            result = {
+                "filter": filter,
+                "recall": float(np.mean(filter_recalls)),
+                "rows": float(np.mean([len(each) for each in hits])),
+                "exact_rows": float(np.mean([len(each) for each in exact])),
+                "milliseconds": milliseconds,
+                "exact_milliseconds": exact_milliseconds,
+            }
+            results.append(result)
         mean = float(np.mean(recalls))
         low, high = wilson_interval(mean, len(recalls))
         return Measurement(mean, low, high, len(recalls), results)
