@@ -79,6 +79,10 @@ def folder_kind(folder: Path) -> Kind:
     config = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     if "architecture" in config:
         return "image"
+    if "vision_config" in config:
+        raise DualencError(
+            f"{folder}: an image-text model of transformers; give the same model by its open_clip name, ViT-B-32/openai"
+        )
     if "model_type" in config:
         return "query-document"
     raise DualencError(

@@ -21,15 +21,7 @@ WITH_WEIGHTS = ("StaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling")
 MODULES = ("Transformer", "Pooling", "Normalize", "Dropout", *WITH_WEIGHTS, *ROUTERS)
 ACTIVATION = re.compile(r"torch\.nn\.(modules\.(activation\.|linear\.)?)?[A-Z]\w*")
 """Names of activations that a folder may give: classes of torch, whose making runs nothing else."""
-ARGUMENT_KEYS = (
-    "model_args",
-    "model_kwargs",
-    "tokenizer_args",
-    "processor_kwargs",
-    "config_args",
-    "config_kwargs",
-    "tokenizer_name_or_path",
-)
+ARGUMENTS = re.compile("(model|config|tokenizer|processor)_(args|kwargs)|tokenizer_name_or_path")
 
 
 def check_sentence_folder(folder: Path) -> None:
@@ -59,7 +51,7 @@ def check_settings(settings: Any, where: str) -> None:
             raise DualencError(
                 f"{where}: {key} {str(value)[:80]!r} is no activation of torch.nn, and is not run"
             )
-        if key in ARGUMENT_KEYS and value:
+        if ARGUMENTS.fullmatch(key) and value:
             raise DualencError(
                 f"{where}: {key} are arguments for transformers, which are not passed on; leave them out"
             )

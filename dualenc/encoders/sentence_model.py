@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -37,9 +36,10 @@ MAX_LENGTH = 512
 """Longest input in tokens where neither the model nor the tokenizer nor the user sets a limit."""
 NO_LIMIT = 1_000_000
 """Lengths from here on stand for none."""
+PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 
 
-def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> SentenceTransformer:
+def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
     """Load a folder of sentence-transformers or transformers; code in it is never run, and pickles are not read."""
     check_sentence_folder(folder)
     problem = explain(
@@ -56,116 +56,107 @@ def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> SentenceTran
 
 
 def new_model(
-    config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype = torch.float32
+    config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> SentenceTransformer:
     """A transformer with random weights by a configuration's fields; vocabulary and padding follow the tokenizer."""
-    fields = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        **copy.deepcopy(config),
-    }
-    if fields["vocab_size"] < len(tokenizer):
+    size = len(tokenizer)
+    fields = {"vocab_size": size, "pad_token_id": tokenizer.pad_token_id, **copy.deepcopy(config)}
+    if fields["vocab_size"] < size:
         raise DualencError(
-            f"config has vocab_size {fields['vocab_size']}, the tokenizer {len(tokenizer)} tokens: leave it out"
+            f"config has vocab_size {fields['vocab_size']}, the tokenizer {size} tokens: leave it out"
         )
     check_settings(fields, "config")
     problem = explain("config of the text tower does not fit", "correct its fields")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+    with tempfile.TemporaryDirectory() as folder:
         with quiet_transformers(), problem:
-            own = AutoConfig.for_model(**fields)
+            full_config = AutoConfig.for_model(**fields)
             # An architecture's default special tokens may lie beyond a small vocabulary.
             for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
-                default = getattr(own, name, None)
-                if isinstance(default, int) and default >= len(tokenizer):
-                    setattr(own, name, getattr(tokenizer, name))
-            AutoModel.from_config(own, trust_remote_code=False).save_pretrained(folder)
-            save_tokenizer(tokenizer, folder, tokenizer.model_max_length)
-        return open_model(folder, dtype)
+                default = getattr(full_config, name, None)
+                if isinstance(default, int) and default >= size:
+                    setattr(full_config, name, getattr(tokenizer, name))
+            AutoModel.from_config(full_config, trust_remote_code=False).save_pretrained(folder)
+        save_tokenizer(tokenizer, Path(folder), tokenizer.model_max_length)
+        return open_model(Path(folder), dtype)
 
 
-def transformers_of(model: SentenceTransformer) -> list[Transformer]:
-    """The Transformer modules, those inside a Router included."""
-    return [module for module in model.modules() if isinstance(module, Transformer)]
+def input_modules(model: SentenceTransformer) -> list[Any]:
+    """The modules that read texts, those inside a Router included."""
+    return [module for module in model.modules() if isinstance(module, Transformer | StaticEmbedding)]
 
 
-def side_modules(model: SentenceTransformer, task: str) -> list[Any]:
-    """The modules that encode a side in their order: of a Router, those of its route for "query" or "document"."""
+def has_router(model: SentenceTransformer) -> bool:
+    """Whether the sides have modules of their own."""
+    return any(isinstance(module, Router) for module in model)
+
+
+def side_modules(model: SentenceTransformer, role: str) -> list[Any]:
+    """The modules that encode a side in their order, but a last Normalize; of a Router, those of the side's route."""
     modules: list[Any] = []
     for module in model:
         if isinstance(module, Router):
-            with explain(f"the Router has no route for {task}", "choose another model"):
-                route: Any = module.sub_modules[str(module._resolve_route(task, "text"))]
-                modules += list(route)
+            with explain(f"the Router has no route for {role}", "choose another model"):
+                modules += module.sub_modules[module._resolve_route(role, "text")]  # type: ignore
         else:
             modules.append(module)
     return modules
 
 
-def side_prompt(model: SentenceTransformer, *names: str) -> str:
-    """The first prompt of these names that is not empty, or the default one, unless that is a side's own."""
+def side_prompt(model: SentenceTransformer, role: str) -> str:
+    """A side's prompt that is not empty, by its names, or the default prompt, unless that belongs to a side."""
+    names = [*PROMPT_NAMES[role]]
     default = model.default_prompt_name
-    is_shared = default is not None and default not in ("query", "document", "passage", "corpus")
-    candidates = [*names, default] if is_shared else names
-    return next((prompt for name in candidates if (prompt := model.prompts.get(str(name)))), "")
-
-
-def without_weights(module: Any) -> Any:
-    """A picklable copy of an input module that shares its tokenizer, and can do nothing but `preprocess`."""
-    light = _with_model(module, SimpleNamespace(config=getattr(module, "config", None)))
-    light._modules = {}
-    light.can_flatten_inputs = False
-    return light
-
-
-def _with_model(transformer: Any, model: Any) -> Any:
-    """A copy of a Transformer module with another model inside."""
-    other = copy.copy(transformer)
-    other._modules = dict(transformer._modules)
-    if isinstance(model, nn.Module):
-        other._modules["model"] = model
-    else:
-        other.__dict__["model"] = model
-    return other
+    if default and default not in (*PROMPT_NAMES["query"], *PROMPT_NAMES["document"]):
+        names.append(default)
+    return next((prompt for name in names if (prompt := model.prompts.get(name))), "")
 
 
 def set_pooling(model: SentenceTransformer, modes: str | Sequence[str]) -> None:
-    """Have every Pooling module combine token vectors in another way."""
+    """Have Pooling modules combine token vectors in another way; "last" is sentence-transformers' "lasttoken"."""
     names = [modes] if isinstance(modes, str) else modes
-    own_names = ["lasttoken" if name == "last" else name for name in names]
-    pooled = False
-    for module in model.modules():
-        if isinstance(module, Pooling):
-            with explain(f"pooling {modes}", "correct it"):
-                module.__init__(module.embedding_dimension, own_names, module.include_prompt)
-            pooled = True
-    if not pooled:
+    poolings = [module for module in model.modules() if isinstance(module, Pooling)]
+    if not poolings:
         raise DualencError(f"pooling is {modes!r}, but the model has no Pooling module; leave it out")
+    library_names = ["lasttoken" if name == "last" else name for name in names]
+    for pooling in poolings:
+        with explain(f"pooling {modes}", "correct it"):
+            pooling.__init__(pooling.embedding_dimension, library_names, pooling.include_prompt)  # type: ignore
 
 
-def limit_length(model: SentenceTransformer, max_length: int | None) -> None:
-    """Truncate to `max_length` tokens, or to the longest input that the model and its folder allow."""
+def input_length(module: Any) -> int:
+    """Longest input of a module in tokens."""
+    if isinstance(module, StaticEmbedding):
+        return int((module.tokenizer.truncation or {}).get("max_length", MAX_LENGTH))
+    return int(module.max_seq_length)
+
+
+def prepare_input(module: Any, max_length: int | None) -> None:
+    """Set the length of inputs and the side of padding, and freeze BERT's own pooler, which no output depends on.
+
+    Texts are cut to `max_length` tokens, or to the longest that the model and its folder allow. Padding comes behind
+    them, where it moves no positions.
+    """
     if max_length is not None and max_length < MIN_LENGTH:
         raise DualencError(
             f"max_length is {max_length}: give at least {MIN_LENGTH}, special tokens take two"
         )
-    for module in model.modules():
-        if isinstance(module, StaticEmbedding) and max_length is not None:
-            module.tokenizer.enable_truncation(max_length)
-        if isinstance(module, Transformer) and module.tokenizer is not None:
-            positions = max_positions(module.model)
-            wanted = max_length or module.max_seq_length or sys.maxsize
-            if positions is not None and positions < wanted < NO_LIMIT:
-                warnings.warn(f"texts are cut to {positions} tokens, the model's positions", stacklevel=3)
-            limits = [limit for limit in (wanted, positions) if limit and limit < NO_LIMIT]
-            module.max_seq_length = min(limits, default=MAX_LENGTH)
-
-
-def input_length(module: Any) -> int:
-    """Longest input of an input module in tokens."""
     if isinstance(module, StaticEmbedding):
-        return int((module.tokenizer.truncation or {}).get("max_length", MAX_LENGTH))
-    return int(module.max_seq_length or MAX_LENGTH)
+        if max_length is not None:
+            module.tokenizer.enable_truncation(max_length)
+        return
+    positions = max_positions(module.model)
+    wanted = max_length or module.max_seq_length or NO_LIMIT
+    if positions is not None and positions < wanted < NO_LIMIT:
+        warnings.warn(f"texts are cut to {positions} tokens, the model's positions", stacklevel=3)
+    limits = [limit for limit in (wanted, positions) if limit and limit < NO_LIMIT]
+    module.max_seq_length = min(limits, default=MAX_LENGTH)
+    tokenizer = module.tokenizer
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    for name, parameter in module.model.named_parameters():
+        if name.startswith("pooler."):
+            parameter.requires_grad_(False)
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
@@ -179,71 +170,39 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return limit if limit and limit > 0 else None
 
 
-def add_lora(model: SentenceTransformer, rank: int, targets: str | list[str]) -> None:
-    """Freeze the transformers and add trainable adapters W + 2·BA to their linear layers, in place."""
+def add_lora(module: Any, rank: int, targets: str | list[str]) -> None:
+    """Freeze a transformer and add trainable adapters W + 2·BA to its linear layers, in place."""
+    if not isinstance(module, Transformer):
+        raise DualencError("LoRA needs a transformer, and the model is a table; leave lora_rank out")
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise DualencError("LoRA needs the package peft: pip install 'dualenc[lora]'") from None
-    transformers = transformers_of(model)
-    if not transformers:
-        raise DualencError("LoRA: the model has no transformer; leave lora_rank out")
-    for transformer in transformers:
-        has_pooler = getattr(transformer.model, "pooler", None) is not None
-        with explain(f"LoRA of rank {rank}, targets {targets}", "correct them"):
-            config = LoraConfig(
-                r=rank,
-                lora_alpha=ALPHA_PER_RANK * rank,
-                target_modules=targets,
-                # Named where there is none, peft warns.
-                exclude_modules=r"(.*\.)?pooler\.dense" if has_pooler else None,
-            )
-            transformer.model = get_peft_model(transformer.model, config)  # type: ignore[assignment]
+    has_pooler = getattr(module.model, "pooler", None) is not None
+    with explain(f"LoRA of rank {rank}, targets {targets}", "correct them"):
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=ALPHA_PER_RANK * rank,
+            target_modules=targets,
+            # Named where there is none, peft warns.
+            exclude_modules=r"(.*\.)?pooler\.dense" if has_pooler else None,
+        )
+        module.model = get_peft_model(module.model, config)
 
 
-def enable_checkpointing(model: SentenceTransformer) -> None:
-    """Have the transformers recompute activations in the backward pass."""
-    for transformer in transformers_of(model):
-        inner: Any = transformer.model
-        # Renamed in transformers 5.
-        enable = getattr(inner, "activation_checkpointing_enable", inner.gradient_checkpointing_enable)
-        problem = f"{type(inner).__name__} has no gradient checkpointing"
-        with explain(problem, "leave gradient_checkpointing out"):
-            enable({"use_reentrant": False})
+def with_model(module: Any, model: Any) -> Any:
+    """A copy of an input module without weights of its own, with another model inside."""
+    other = copy.copy(module)
+    other._modules = {}
+    other.__dict__["model"] = model
+    return other
 
 
-def freeze_poolers(model: SentenceTransformer) -> None:
-    """Freeze BERT's own pooler, which no output here depends on."""
-    for transformer in transformers_of(model):
-        for name, parameter in transformer.model.named_parameters():
-            if name.startswith("pooler."):
-                parameter.requires_grad_(False)
-
-
-def pad_behind(model: SentenceTransformer) -> None:
-    """Have texts padded behind, which moves no positions, and by the token of the end where there is none for it."""
-    for transformer in transformers_of(model):
-        tokenizer = transformer.tokenizer
-        if tokenizer is not None:
-            tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
-            if tokenizer.pad_token is None:
-                tokenizer.pad_token = tokenizer.eos_token
-
-
-def has_router(model: SentenceTransformer) -> bool:
-    """Whether the sides may have different modules."""
-    return any(isinstance(module, Router) for module in model)
-
-
-def replace_tokenizer(model: SentenceTransformer, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have the transformers read another tokenizer's ids."""
-    for transformer in transformers_of(model):
-        size = getattr(transformer.config, "vocab_size", len(tokenizer))
-        if len(tokenizer) > size:
-            raise DualencError(
-                f"tokenizer has {len(tokenizer)} tokens, the model only {size}: use the model's own"
-            )
-        transformer.processor = tokenizer
+def text_input(module: Any) -> Any:
+    """A picklable copy of an input module that can do nothing but `preprocess` texts."""
+    other = with_model(module, SimpleNamespace(config=getattr(module, "config", None)))
+    other.can_flatten_inputs = False
+    return other
 
 
 def save_model(sides: dict[str, list[Any]], folder: Path, **settings: Any) -> None:
@@ -254,40 +213,33 @@ def save_model(sides: dict[str, list[Any]], folder: Path, **settings: Any) -> No
         folder: an empty one.
         settings: prompts, default_prompt_name and truncate_dim of the model.
     """
-    merged: dict[int, Any] = {}
-    for modules in sides.values():
-        for module in modules:
-            merged.setdefault(id(module), _merged(module) if isinstance(module, Transformer) else module)
-    complete = {task: [merged[id(m)] for m in modules] for task, modules in sides.items()}
-    for modules in complete.values():
-        if not isinstance(modules[-1], Normalize):
-            modules.append(Normalize())
-    if len(complete) == 2:
-        modules = [Router.for_query_document(complete["query"], complete["document"])]
-    else:
-        (modules,) = complete.values()
-    device = next(modules[0].parameters()).device
+    all_modules = [module for modules in sides.values() for module in modules]
+    device = next(nn.ModuleList(all_modules).parameters()).device
     with quiet_transformers():
+        # By identity: a Router stores what both sides share once.
+        saved = {id(module): _merged(module) for module in all_modules}
+        routes = {role: [saved[id(m)] for m in modules] + [Normalize()] for role, modules in sides.items()}
+        first = next(iter(routes.values()))
+        modules = [Router(routes, default_route="document")] if len(routes) == 2 else first
         model = SentenceTransformer(
-            modules=modules[:1], device=str(device), similarity_fn_name="cosine", **settings
+            modules=modules, device=str(device), similarity_fn_name="cosine", **settings
         )
-        # Given above, they would be cast to the type of the transformer's weights.
-        for module in modules[1:]:
-            model.append(module)
         model.save(str(folder), create_model_card=False)
 
 
-def _merged(transformer: Transformer) -> Transformer:
-    """A Transformer module to save: adapters merged in float32, and no trace of the tokenizer's last call."""
-    tokenizer = transformer.tokenizer
-    if tokenizer is not None and tokenizer.is_fast:
-        tokenizer.backend_tokenizer.no_padding()
-        tokenizer.backend_tokenizer.no_truncation()
-    model: Any = transformer.model
-    if not hasattr(model, "merge_and_unload"):
-        return transformer
-    dtype = next(p.dtype for p in model.parameters() if not p.requires_grad)
-    return _with_model(transformer, copy.deepcopy(model).float().merge_and_unload().to(dtype))
+def _merged(module: Any) -> Any:
+    """A module to save: adapters merged in float32, and no trace of the tokenizer's last call."""
+    if not isinstance(module, Transformer):
+        return module
+    model: Any = module.model
+    if hasattr(model, "merge_and_unload"):
+        dtype = next(p.dtype for p in model.parameters() if not p.requires_grad)
+        model = copy.deepcopy(model).float().merge_and_unload().to(dtype)
+    backend = getattr(module.tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_padding()
+        backend.no_truncation()
+    return with_model(module, model)
 
 
 @contextmanager

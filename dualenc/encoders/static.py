@@ -72,13 +72,13 @@ class StaticEncoder(TextEncoder):
 
 def _read_words(name: str) -> tuple[PreTrainedTokenizerBase, Tensor]:
     """The tokenizer of a transformer, and its word embeddings (V, D)."""
-    from dualenc.encoders.sentence_model import open_model, transformers_of
+    from dualenc.encoders.sentence_model import input_modules, open_model
 
-    transformers = transformers_of(open_model(model_folder(name)))
-    if not transformers:
+    module = input_modules(open_model(model_folder(name), torch.float32))[0]
+    if not hasattr(module, "model"):
         raise DualencError(f"words is {name}, which has no transformer; open it as a TextEncoder")
-    embeddings: Any = transformers[0].model.get_input_embeddings()
-    tokenizer = load_tokenizer(cast(Any, transformers[0].tokenizer))
+    embeddings: Any = module.model.get_input_embeddings()
+    tokenizer = load_tokenizer(module.tokenizer)
     if len(tokenizer) > len(embeddings.weight):
         raise DualencError(f"{name}: has {len(tokenizer)} tokens, but {len(embeddings.weight)} vectors")
     return tokenizer, embeddings.weight.detach().float()

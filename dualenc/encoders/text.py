@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,7 @@ class TextEncoder(DualEncoder):
         name: base model: a sentence-transformers or transformers folder, a hub name, or the model itself. None: from
             scratch.
         config: from scratch only: a transformers configuration as a dict with `model_type`.
-        tokenizer: folder, hub name or tokenizer object; the base model's own if None.
+        tokenizer: from scratch only: folder, hub name or object.
         pooling: "mean", "cls", "last" or another mode of sentence-transformers, or several; None: the base model's,
             otherwise "last" for language models and "mean" for others.
         query_prompt: put before every query; None: the base model's, otherwise nothing.
@@ -83,37 +82,27 @@ class TextEncoder(DualEncoder):
         for model in models:
             if pooling is not None:
                 sentence_model.set_pooling(model, pooling)
-            sentence_model.limit_length(model, max_length)
-            sentence_model.pad_behind(model)
-            sentence_model.freeze_poolers(model)
-            if lora_rank:
-                sentence_model.add_lora(model, lora_rank, lora_targets)
+            for module in sentence_model.input_modules(model):
+                sentence_model.prepare_input(module, max_length)
+                if lora_rank:
+                    sentence_model.add_lora(module, lora_rank, lora_targets)
             if gradient_checkpointing:
-                sentence_model.enable_checkpointing(model)
-        left = self._tower(models[0], "query", query_prompt, truncate_dim)
-        right = self._tower(models[-1], "document", document_prompt, truncate_dim)
-        super().__init__(left, right, kind="query-document")
-        if self.shares_weights and left.parts != right.parts:
+                with explain("no gradient checkpointing", "leave gradient_checkpointing out"):
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+        towers = []
+        for role, model, prompt in zip(ROLES, (models[0], models[-1]), (query_prompt, document_prompt)):
+            own_prompt = sentence_model.side_prompt(model, role) if prompt is None else prompt
+            parts = sentence_model.side_modules(model, role)
+            dim = model.truncate_dim if truncate_dim is None else truncate_dim
+            towers.append(TextTower(parts, TextPrepare(parts, own_prompt, role), dim))
+        super().__init__(towers[0], towers[1], kind="query-document")
+        if self.shares_weights and self.left.parts != self.right.parts:
             raise DualencError(
                 "the sides of the Router share weights, but not modules; leave the Router out"
             )
         self.prompts: dict[str, str] = {name: prompt or "" for name, prompt in models[0].prompts.items()}
         if isinstance(name, str):
             self.base = base_metadata(name, model_folder(name))
-
-    @staticmethod
-    def _tower(
-        model: SentenceTransformer, role: str, prompt: str | None, truncate_dim: int | None
-    ) -> TextTower:
-        """The tower of one side; None stands for the model's setting."""
-        from dualenc.encoders.sentence_model import side_modules, side_prompt
-
-        parts = side_modules(model, role)
-        names = ("query",) if role == "query" else ("document", "passage", "corpus")
-        own_prompt = side_prompt(model, *names) if prompt is None else prompt
-        pools_prompt = all(getattr(part, "include_prompt", True) for part in parts)
-        prepare = TextPrepare(parts[0], own_prompt, role, pools_prompt)
-        return TextTower(parts, prepare, model.truncate_dim if truncate_dim is None else truncate_dim)
 
     def name_prompts(self, prompts: Mapping[str, tuple[str, str]]) -> None:
         """Have saved folders know `NAME_query` and `NAME_document`, the prompts of a source behind the model's own."""
@@ -142,10 +131,9 @@ class TextPrepare(Prepare):
     """Add the side's prompt, tokenize, truncate to `max_length` tokens, pad behind to the longest of the batch.
 
     Args:
-        module: the input module of sentence-transformers, whose `preprocess` makes the tokens.
+        parts: the modules of a tower, of which the first makes the tokens.
         prompt: put before every text.
-        task: "query" or "document", on which a module may depend.
-        pools_prompt: whether the vectors of the prompt's tokens are pooled with those of the text.
+        role: "query" or "document", on which a module may depend.
 
     Attributes:
         prompt_length: number of first tokens that are not pooled; None: all are.
@@ -153,24 +141,22 @@ class TextPrepare(Prepare):
 
     modality = "text"
 
-    def __init__(
-        self, module: Any, prompt: str = "", task: str = "query", pools_prompt: bool = True
-    ) -> None:
-        from dualenc.encoders.sentence_model import input_length, without_weights
+    def __init__(self, parts: Sequence[Any], prompt: str, role: str) -> None:
+        from dualenc.encoders.sentence_model import input_length, text_input
 
+        module = parts[0]
         self.prompt = prompt
         self.max_length = input_length(module)
         self.token_cache: TokenCache | None = None
-        tokenizer = module.tokenizer
+        self._padding = {"input_ids": getattr(module.tokenizer, "pad_token_id", None) or 0}
         accepted = getattr(module, "model_forward_params", None)
-        padding = {"input_ids": getattr(tokenizer, "pad_token_id", None)}
         if accepted is None or "token_type_ids" in accepted:
-            padding["token_type_ids"] = getattr(tokenizer, "pad_token_type_id", None)
-        self._padding = {name: value or 0 for name, value in padding.items()}
-        self._preprocess = partial(without_weights(module).preprocess, prompt=prompt, task=task)
+            self._padding["token_type_ids"] = getattr(module.tokenizer, "pad_token_type_id", 0)
+        self._preprocess = partial(text_input(module).preprocess, prompt=prompt, task=role)
         with explain("the model takes no text", "choose another"):
-            length = self._preprocess(["a"]).get("prompt_length")
-        self.prompt_length: int | None = None if pools_prompt else length
+            features = self._preprocess(["a"])
+        pools_prompt = all(getattr(part, "include_prompt", True) for part in parts)
+        self.prompt_length: int | None = None if pools_prompt else features.get("prompt_length")
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         """Collate B texts, see `Prepare.__call__`."""
@@ -196,17 +182,19 @@ class TextPrepare(Prepare):
         if torch.utils.data.get_worker_info() is not None:
             # Workers are parallel already; this also spares tokenizers' warning about forked threads.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        features = self._preprocess(texts)
-        ids = features["input_ids"].numpy().astype(np.int32)
-        if "offsets" in features:  # a StaticEmbedding's are one text behind the other
-            return [{"input_ids": row} for row in np.split(ids, features["offsets"][1:].numpy())]
-        columns = {"input_ids": ids}
-        if "token_type_ids" in features and "token_type_ids" in self._padding:
-            columns["token_type_ids"] = features["token_type_ids"].numpy().astype(np.int32)
-        masks = features["attention_mask"].numpy().astype(bool)
-        return [
-            {name: column[row][mask] for name, column in columns.items()} for row, mask in enumerate(masks)
-        ]
+        features = {
+            name: value.numpy()
+            for name, value in self._preprocess(texts).items()
+            if torch.is_tensor(value)
+        }
+        if "offsets" in features:  # the texts of a StaticEmbedding are in one row
+            rows = np.split(features["input_ids"].astype(np.int32), features["offsets"][1:])
+            return [{"input_ids": row} for row in rows]
+        tokens = []
+        for number, mask in enumerate(features["attention_mask"].astype(bool)):
+            names = [name for name in self._padding if name in features]
+            tokens.append({name: features[name][number][mask].astype(np.int32) for name in names})
+        return tokens
 
     def join(self, parts: Sequence[Inputs]) -> Inputs | None:
         """Several batches of texts as one, padded to the longest; None where pooling leaves out the side's prompt."""
@@ -238,19 +226,21 @@ class TextTower(Tower):
     def __init__(
         self, parts: Sequence[Any], prepare: TextPrepare, truncate_dim: int | None = None
     ) -> None:
-        from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
-
         super().__init__()
-        parts = list(parts)
-        if isinstance(parts[-1], Normalize):
-            parts.pop()
-        self.parts = parts
+        self.parts = list(parts)
+        if type(parts[-1]).__name__ == "Normalize":
+            self.parts.pop()
         self.prepare: TextPrepare = prepare
-        self.is_static = isinstance(parts[0], StaticEmbedding)
+        self.is_static = type(parts[0]).__name__ == "StaticEmbedding"
         if self.is_static and not isinstance(parts[0].embedding, TokenTable):
             parts[0].embedding = TokenTable(parts[0].embedding)
         self.backbone = parts[0] if self.is_static else parts[0].model
-        self.head = nn.Sequential(_named(parts[1:]))
+        # Poolings have names of their own: names of weights, and fingerprints of models, do not depend on them.
+        self.head = nn.Sequential()
+        for part in self.parts[1:]:
+            is_pooling = type(part).__name__ == "Pooling"
+            number = sum(name.isdigit() for name in self.head._modules)
+            self.head.add_module(f"pooling{len(self.head)}" if is_pooling else str(number), part)
         for part in (self.backbone, self.head):
             convert_dropout(part)
         self.truncate_dim = truncate_dim
@@ -296,16 +286,6 @@ class TextTower(Tower):
         return pack(inputs, first, one_by_one and not repeats)
 
 
-def _named(modules: Sequence[nn.Module]) -> OrderedDict[str, nn.Module]:
-    """Modules by number, which poolings have none of: names of weights do not depend on them."""
-    named: OrderedDict[str, nn.Module] = OrderedDict()
-    for module in modules:
-        poolings = sum(name.startswith("pooling") for name in named)
-        is_pooling = type(module).__name__ == "Pooling"
-        named[f"pooling{poolings}" if is_pooling else str(len(named) - poolings)] = module
-    return named
-
-
 def _open_models(
     name: str | SentenceTransformer | None,
     config: dict[str, Any] | None,
@@ -316,29 +296,20 @@ def _open_models(
     """One model for both sides, or one for each."""
     from dualenc.encoders import sentence_model
 
-    count = 2 if shared is False else 1
     if name is None:
         if config is None or tokenizer is None:
             raise DualencError(
                 "no base model: give its name, or both config and tokenizer to start from scratch"
             )
         own = load_tokenizer(tokenizer)
-        return [sentence_model.new_model(config, own, dtype) for _ in range(count)]
-    if config is not None:
+        return [sentence_model.new_model(config, own, dtype) for _ in range(2 if shared is False else 1)]
+    if config is not None or tokenizer is not None:
         raise DualencError(
-            "both name and config are given: leave one out, config is for starting from scratch"
+            "both name and config or tokenizer are given: leave one out, these are for starting from scratch"
         )
-    if isinstance(name, str):
-        folder = model_folder(name)
-        models = [sentence_model.open_model(folder, dtype)]
-    else:
-        models = [name]
-    if sentence_model.has_router(models[0]):
+    model = sentence_model.open_model(model_folder(name), dtype) if isinstance(name, str) else name
+    if sentence_model.has_router(model):
         if shared:
             raise DualencError(f"{name}: its sides are separate, so shared cannot be true; leave it out")
-    elif shared is False:
-        models.append(copy.deepcopy(models[0]))
-    if tokenizer is not None:
-        for model in models:
-            sentence_model.replace_tokenizer(model, load_tokenizer(tokenizer))
-    return models
+        return [model]
+    return [model, copy.deepcopy(model)] if shared is False else [model]

@@ -114,13 +114,8 @@ def _untrained_bpe() -> Tokenizer:
     return inner
 
 
-def load_tokenizer(
-    source: str | os.PathLike[str] | PreTrainedTokenizerBase, stored_side: bool = False
-) -> PreTrainedTokenizerBase:
-    """A tokenizer of our own to configure: loaded from a folder or hub name, or a copy of the one given.
-
-    Padding comes behind the text, so that it moves no positions; with `stored_side`, where the tokenizer says.
-    """
+def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer of our own, from a folder, hub name or object; padding comes behind, where it moves no positions."""
     tokenizer = (
         _read_tokenizer(source) if isinstance(source, (str, os.PathLike)) else copy.deepcopy(source)
     )
@@ -130,8 +125,7 @@ def load_tokenizer(
                 f"tokenizer {source} has no padding token: set its pad_token and save it again"
             )
         tokenizer.pad_token = tokenizer.eos_token
-    if not stored_side:
-        tokenizer.padding_side = "right"
+    tokenizer.padding_side = "right"
     return tokenizer
 
 

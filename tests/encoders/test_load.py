@@ -83,6 +83,12 @@ def test_names_of_nothing(name: str, message: str) -> None:
         load_model(name)
 
 
+def test_an_image_text_model_of_transformers_is_told_where_to_go(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "siglip", "text_config": {}, "vision_config": {}}')
+    with pytest.raises(DualencError, match="give the same model by its open_clip name"):
+        load_model(tmp_path)
+
+
 def test_unknown_device(saved: Callable[[str], Path]) -> None:
     with pytest.raises(DualencError, match="device warp"):
         load_model(saved("image"), device="warp")

@@ -44,7 +44,7 @@ def test_texts_alone_in_sentence_transformers(
 ) -> None:
     sizes, moves = ARCHITECTURES[architecture]
     torch.manual_seed(0)
-    transformer = new_model({"model_type": architecture, **sizes}, tokenizer)[0].model
+    transformer = new_model({"model_type": architecture, **sizes}, tokenizer, torch.float32)[0].model
     with torch.no_grad():
         for parameter in transformer.parameters():  # as they begin, biases are 0 and tell nothing
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -84,7 +84,7 @@ def transformer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Transformer
         torch.manual_seed(0)
         own = copy.deepcopy(tokenizer)
         own.init_kwargs["padding_side"] = own.padding_side = padding_side
-        module: Transformer = new_model({"model_type": kind, **sizes}, own)[0]
+        module: Transformer = new_model({"model_type": kind, **sizes}, own, torch.float32)[0]
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
