@@ -64,6 +64,18 @@ def test_push_search_and_push_again(
 
 
 @pytest.mark.slow
+def test_recall_of_a_collection_is_measured(
+    tmp_path: Path, emb: Path, engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "workload.jsonl").write_text(json.dumps({"filter": FILTER}) + "\n")
+    run("push", emb, url_of(tmp_path / "data"), "--out", engine, "--filters", tmp_path / "workload.jsonl")
+    # The client's own search is exact.
+    assert "recall@10 1.000 (95 %: 0.992 to 1.000) in 500 searches; hnsw_ef 64" in capsys.readouterr().out
+    assert json.loads((engine / "recall.json").read_text())["target"] == 0.95
+    assert json.loads((engine / "meta.json").read_text())["settings"] == {"hnsw_ef": 64}
+
+
+@pytest.mark.slow
 def test_mistakes_end_in_one_line(tmp_path: Path, emb: Path, engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("index", emb, "--out", tmp_path / "index")
     cases: list[tuple[tuple[Any, ...], str]] = [
