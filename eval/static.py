@@ -242,9 +242,9 @@ def measure_references(task: Task, common: dict[str, Any], words: str, kept: Res
             kept.add({**common, "row": row, "test": measure()})
 
     def bm25() -> float:
-        queries, documents, qrels = task.test.collection
-        run = bm25_run(queries.ids, queries.items, documents.ids, documents.items, k=11)
-        return Result("BM25", task.name, run, qrels, len(documents.ids)).means["ndcg@10"]
+        collection = task.test.collection
+        run = bm25_run(collection, k=11)
+        return Result("BM25", task.name, run, collection.qrels, len(collection.corpus.ids)).means["ndcg@10"]
 
     def by_table() -> float:
         model = task.new_model(PCA_DIM)
