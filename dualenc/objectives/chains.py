@@ -159,7 +159,10 @@ class ChainObjective(Objective):
 
         keys = batch_keys
         if self.proposals != "batch":
-            keys = self.keys_of_draws(self._draw_ids(anchors))
+            sizes = [self.corpus.num_ids(direction) or 1 for direction in anchors.directions]
+            number = int(self.proposals)
+            drawn = [self.draws.integers(size, number, device=state.device) for size in sizes]
+            keys = self.keys_of_draws(torch.stack(drawn))  # of (X, R) uniform draws from the id spaces
         is_found, column = find(self.items_of(keys), self.items_of_state(state))
         return ChainState(chains, state, started, start_scores, log_partition, is_found, column), keys
 
@@ -262,10 +265,3 @@ class ChainObjective(Objective):
         own = anchors.batch_rows
         log_partition = torch.stack(log_means)[:, own] + self.corpus.log_num_negatives(anchors)
         return torch.stack(keys)[:, own], torch.stack(scores)[:, own], log_partition
-
-    def _draw_ids(self, anchors: Anchors) -> Tensor:
-        """(X, R) uniform draws from the id spaces."""
-        device = anchors.rows.device
-        sizes = [self.corpus.num_ids(direction) or 1 for direction in anchors.directions]
-        number = int(self.proposals)
-        return torch.stack([self.draws.integers(size, number, device=device) for size in sizes])

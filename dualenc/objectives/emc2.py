@@ -1,7 +1,4 @@
-"""EMC²: a Metropolis–Hastings chain per anchor draws its negatives from the softmax over the whole corpus.
-
-Shapes: as in `chains`.
-"""
+"""EMC²: a Metropolis–Hastings chain per anchor draws its negatives from the softmax. Shapes: see `chains`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Objectives of the batch alone, without memory: InfoNCE, DCL, HCL, and SigLIP to compare with.
-
-Shapes: X directions, a anchors of a block, C candidates.
-"""
+"""Objectives of the batch alone: InfoNCE, DCL, HCL, SigLIP. Shapes: see `anchors`; a anchors of a block."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""ISIR: iterated sampling importance resampling, one softmax over a chain's state and all proposals.
-
-Shapes: X directions, A anchors, C proposals, S items that a state stands for (1; with views 2).
-"""
+"""ISIR: one softmax over a chain's state and all proposals. Shapes: see `chains`."""
 
 from __future__ import annotations
 

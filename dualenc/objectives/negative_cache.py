@@ -1,7 +1,4 @@
-"""NegativeCache: one negative per anchor, drawn from the softmax over remembered embeddings of the whole corpus.
-
-Shapes: X directions, A anchors of this rank, G of all ranks, C candidates, D dimension.
-"""
+"""NegativeCache: a negative per anchor, drawn from the softmax over remembered embeddings. Shapes: see `anchors`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""SACLR: an unnormalised kernel whose scale is tracked instead of a softmax.
-
-Shapes: X directions, A anchors, C candidates.
-"""
+"""SACLR: an unnormalised kernel whose scale is tracked instead of a softmax. Shapes: see `anchors`."""
 
 from __future__ import annotations
 

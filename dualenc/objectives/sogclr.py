@@ -1,7 +1,4 @@
-"""SogCLR and iSogCLR: each anchor's partition function is a moving average.
-
-Shapes: X directions, A anchors, C candidates.
-"""
+"""SogCLR and iSogCLR: each anchor's partition function is a moving average. Shapes: see `anchors`."""
 
 from __future__ import annotations
 

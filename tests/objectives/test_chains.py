@@ -136,7 +136,7 @@ def test_isir_with_draws_leaves_the_softmax_over_items_invariant(monkeypatch: An
     law = torch.softmax((corpus.left[0] @ corpus.right[1:].T / 0.5).detach(), dim=0)
     following = torch.zeros(3, 4, dtype=torch.float64)
     for start, drawn in product(range(1, 4), product(range(4), repeat=3)):
-        monkeypatch.setattr(criterion, "_draw_ids", lambda anchors, ids=drawn: torch.tensor([ids, ids]))
+        monkeypatch.setattr(criterion.draws, "integers", lambda *_, ids=drawn, **__: torch.tensor(ids))
         criterion.state[:] = start * 5
         moves.clear()
         criterion(**corpus.batch([0]))
