@@ -33,7 +33,7 @@ from dualenc.encoders import DualEncoder
 from dualenc.encoders.dual import DUALENC_FILE, Prepare, Tower, unit_norm
 from dualenc.evaluation import plots
 from dualenc.evaluation.corrupted import nearest_images, nearest_versions, summarise
-from dualenc.evaluation.corruptions import ALL, GeneratedCorruptions
+from dualenc.evaluation.corruptions import ALL, CleanImages, GeneratedCorruptions
 from dualenc.evaluation.objectives import FrozenPairs
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.report import Table, print_table
@@ -220,7 +220,7 @@ class Task(Evaluator):
         self.plain = [torch.from_numpy(np.stack(part)).permute(0, 3, 1, 2) for part in small]
         self.augmented = views_of(images[0], [range(AUGMENTATIONS)] * num_train)
         self.pairs = pairs_of_views(images[2])
-        corrupted = GeneratedCorruptions(images[2][:num_versions])
+        corrupted = GeneratedCorruptions(CleanImages(images[2][:num_versions]))
         versions = [corrupted.image(row, name, 1) for row in range(num_versions) for name in ALL]
         # (n, 2, K, 3, S, S): two views of each of K versions of n images.
         self.versions = pairs_of_views(versions).unflatten(0, (num_versions, len(ALL))).transpose(1, 2)

@@ -127,9 +127,8 @@ def _open_versions(
         )
     else:
         corpus = open_images(data, split, images.label_column)
-        about: dict[str, Any] = {"labels": corpus.labels, "class_names": corpus.class_names}
-        clean = CleanImages(corpus.items, **about)
-        source = GeneratedCorruptions(corpus.items, corruptions or ALL, seed=images.seed, **about)
+        clean = CleanImages(corpus.items, corpus.labels, corpus.class_names)
+        source = GeneratedCorruptions(clean, corruptions or ALL, seed=images.seed)
     if len(set(source.corruptions)) < max(2, len(source.corruptions)):
         # A version alone can only find itself.
         raise DualencError(

@@ -79,31 +79,26 @@ class CleanImages(CorruptedImages):
         return self.images[index].convert("RGB")
 
 
-class GeneratedCorruptions(CleanImages):
-    """Corruptions generated on the fly from RGB images of at least 32 × 32; picklable if `images` is."""
+class GeneratedCorruptions(CorruptedImages):
+    """Corruptions generated on the fly from images of at least 32 × 32; picklable if `clean` is."""
 
-    severities = SEVERITIES
-
-    def __init__(
-        self,
-        images: Items,
-        corruptions: Sequence[str] = ALL,
-        *,
-        seed: int = 0,
-        labels: Integers | None = None,
-        class_names: list[str] | None = None,
-    ):
+    def __init__(self, clean: CleanImages, corruptions: Sequence[str] = ALL, *, seed: int = 0):
         for name in corruptions:
             _function(name)
-        super().__init__(images, labels, class_names)
+        self.clean = clean
+        self.labels = clean.labels
+        self.class_names = clean.class_names
         self.corruptions = tuple(corruptions)
         self.seed = seed
         self._last: tuple[int, Pixels] | None = None
 
+    def __len__(self) -> int:
+        return len(self.clean)
+
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
         # Decoded once for all its corruptions.
         if self._last is None or self._last[0] != index:
-            self._last = (index, np.asarray(self.images[index].convert("RGB")))
+            self._last = (index, np.asarray(self.clean.image(index, "clean", 1)))
         return Image.fromarray(
             corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed)
         )

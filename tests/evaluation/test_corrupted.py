@@ -115,7 +115,7 @@ class WithBad:
 @pytest.mark.parametrize("views", [0, 2])
 def test_the_features_are_those_of_the_slow_loop(views: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_versions, "VERSIONS_PER_FORWARD", 2 * 3 * 2)
-    source = GeneratedCorruptions(pictures(6), seed=4)
+    source = GeneratedCorruptions(CleanImages(pictures(6)), seed=4)
     versions = ImageVersions(source, CONDITIONS, prepare, views=views, seed=9)
     blocks: list[list[int]] = []
 
@@ -148,7 +148,7 @@ def test_bad_images_are_left_out_and_told(workers: int, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_too_small_images_are_one_line_from_any_process(workers: int) -> None:
-    versions = ImageVersions(GeneratedCorruptions(pictures(2, size=28)), CONDITIONS, prepare)
+    versions = ImageVersions(GeneratedCorruptions(CleanImages(pictures(2, size=28))), CONDITIONS, prepare)
     with pytest.raises(DualencError, match="image 0 is 28x28; corruptions need 32x32") as error:
         measure_versions(versions, encode, lambda _, features: features, range(2), num_workers=workers)
     assert "\n" not in str(error.value)
