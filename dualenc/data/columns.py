@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,9 +25,6 @@ from dualenc.data.vector_shards import Array, ShardedVectors
 from dualenc.decoding import decode_image, open_image
 from dualenc.errors import BadSample, DualencError, explain
 from dualenc.types import Items, Modality
-
-if TYPE_CHECKING:
-    from dualenc.data.corpus import Corpus
 
 logger = logging.getLogger("dualenc.data")
 
@@ -320,13 +317,6 @@ def read_column(
         items = ColumnImages(table, column)
     faults = {f"no {column.modality} in column {name!r}": (~filled, "fill it in or remove the row")}
     return ItemColumn(table, column.modality, column.is_list, column.rows, items, faults)
-
-
-def read_ids_or_texts(table: DataTable, name: str, vectors: Corpus | None) -> ItemColumn:
-    """The texts of a column, or the vectors whose ids it holds."""
-    if vectors is None:
-        return read_column(table, name, "text")
-    return read_ids(table, name, vectors.ids, vectors.items)
 
 
 def read_ids(table: DataTable, name: str, ids: Sequence[str], vectors: Items) -> ItemColumn:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.columns import Column, ItemColumn, read_column, read_ids_or_texts
-from dualenc.data.corpus import Corpus, image_corpus, table_corpus
+from dualenc.data.columns import Column, ItemColumn, read_column, read_ids
+from dualenc.data.corpus import image_corpus, table_corpus
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS
 from dualenc.data.images import existing_file, find_images, split_folder
 from dualenc.data.item_lists import Joined, Picked, number_items
@@ -260,23 +260,20 @@ class MinedPairs(ColumnPairs):
             fix = "queries and documents are given together; name the vectors of both"
             raise DualencError(f"{path}: {fix}")
         bad_rows = BadRows(path, on_error)
-        left = _vectors_by_id(queries, bad_rows)
-        right = _vectors_by_id(documents, bad_rows)
-        columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
-        # Of vectors the file holds the ids alone.
-        reshape = _mined_texts if left is None else _mined_ids
         source = TableSource(path, bad_rows, split=split)
-        table = source.open(columns, optional=("neg",), reshape=reshape)
-        super().__init__(
-            read_ids_or_texts(table, "query", left),
-            read_ids_or_texts(table, "pos", right),
-            [read_ids_or_texts(table, "neg", right)],
-            max_negatives=max_negatives,
-        )
-
-
-def _vectors_by_id(source: str | Path | None, bad_rows: BadRows) -> Corpus | None:
-    return None if source is None else open_vectors(source, bad_rows=bad_rows)
+        columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
+        if queries is None or documents is None:
+            table = source.open(columns, optional=("neg",), reshape=_mined_texts)
+            query, pos, neg = (read_column(table, name, "text") for name in columns)
+        else:
+            left = open_vectors(queries, bad_rows=bad_rows)
+            right = open_vectors(documents, bad_rows=bad_rows)
+            # Of vectors the file holds the ids alone.
+            table = source.open(columns, optional=("neg",), reshape=_mined_ids)
+            query = read_ids(table, "query", left.ids, left.items)
+            pos = read_ids(table, "pos", right.ids, right.items)
+            neg = read_ids(table, "neg", right.ids, right.items)
+        super().__init__(query, pos, [neg], max_negatives=max_negatives)
 
 
 # Named functions, not partials: the cache of a table is keyed by the function's name.
