@@ -42,8 +42,11 @@ class Corpus:
         labels: (N,) class numbers, where the source has them.
         class_names: name of each class number.
         columns: (N,) rows of further columns, to filter search results by.
-        skipped: number of bad samples that the reader left out.
+
+    `skipped` is the number of bad samples that the reader left out.
     """
+
+    skipped = 0
 
     def __init__(
         self,
@@ -54,7 +57,6 @@ class Corpus:
         labels: Sequence[int] | np.ndarray | None = None,
         class_names: Sequence[str] | None = None,
         columns: pa.Table | None = None,
-        skipped: int = 0,
     ) -> None:
         self.ids = list(ids)
         self.items = by_position(items)
@@ -62,7 +64,6 @@ class Corpus:
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
         self.class_names = None if class_names is None else list(class_names)
         self.columns = columns
-        self.skipped = skipped
         if len(self.ids) != len(self.items):
             raise DualencError(
                 f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each"
