@@ -19,10 +19,6 @@ class BadSample(DualencError):
     """One sample cannot be used (undecodable image, empty text). Readers skip and count it, or raise it."""
 
 
-class Unsupported(DualencError):
-    """A request that this kind of index cannot answer, whatever it holds."""
-
-
 class BelowTarget(DualencError):
     """A measurement that does not reach what was asked for or promised; the command line exits with code 1."""
 

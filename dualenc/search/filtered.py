@@ -8,7 +8,7 @@ from typing import Any
 import faiss
 import numpy as np
 
-from dualenc.errors import Unsupported
+from dualenc.errors import DualencError
 from dualenc.search.build import reason
 from dualenc.search.kinds import EXACT_VALUES
 
@@ -65,7 +65,7 @@ def _search(index: Any, queries: np.ndarray, k: int, parameters: Any) -> tuple[n
         return index.search(queries, k, params=parameters)
     except RuntimeError as error:
         problem = f"FAISS cannot filter an {type(index).__name__} ({reason(error)})"
-        raise Unsupported(f"{problem}; build the index as Flat, IVF or HNSW") from None
+        raise DualencError(f"{problem}; build the index as Flat, IVF or HNSW") from None
 
 
 def _parameters(index: Any, selector: Any, share: float, k: int) -> Any:

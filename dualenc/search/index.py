@@ -266,9 +266,8 @@ class Index:
                 ivf.make_direct_map(True)
             return stored.reconstruct_batch(rows)
         except RuntimeError as error:
-            problem = (
-                f"an index of kind {self.meta.get('factory', '?')} gives no vectors back ({reason(error)})"
-            )
+            kind = self.meta.get("factory", "?")
+            problem = f"an index of kind {kind} gives no vectors back ({reason(error)})"
             raise DualencError(f"{problem}; embed the documents, and name that folder") from None
 
 
