@@ -139,13 +139,14 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
     # A query with documents of both parts trains by those that stay, and measures neither.
     new = [query for query in order if num_trained[query] == 0][:most]
     whole = [query for query in order if num_trained[query] == documents.lengths[query]]
-    known = _draw_known(
-        whole, documents, np.bincount(pairs.right_id[rest], minlength=len(num_pairs)), len(new)
-    )
-    is_known = np.isin(pairs.left_id, known)
-    held_out = [np.flatnonzero(np.isin(pairs.left_id, queries)) for queries in (new, known, new + known)]
-    parts = [pairs.take(rows) if len(rows) else None for rows in held_out]
-    return DocumentSplit(pairs.take(np.flatnonzero(rest & ~is_known), positives_of=pairs), *parts)
+    num_remaining = np.bincount(pairs.right_id[rest], minlength=pairs.num_right)
+    known = _draw_known(whole, documents, num_remaining, len(new))
+    is_trained = rest & ~np.isin(pairs.left_id, known)
+    parts: list[PairDataset | None] = []
+    for queries in (new, known, new + known):
+        rows = np.flatnonzero(np.isin(pairs.left_id, queries))
+        parts.append(pairs.take(rows) if len(rows) else None)
+    return DocumentSplit(pairs.take(np.flatnonzero(is_trained), positives_of=pairs), *parts)
 
 
 def _draw_documents(
@@ -167,7 +168,7 @@ def _draw_documents(
 
 
 def _draw_known(order: list[int], documents: Ragged, num_pairs: np.ndarray, most: int) -> list[int]:
-    """Queries each of whose documents keeps a pair of another query."""
+    """Queries each of whose documents keeps a pair of another query; `num_pairs` (N,) of each document."""
     remaining = num_pairs.copy()
     drawn: list[int] = []
     for query in order:
