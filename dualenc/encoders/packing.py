@@ -33,10 +33,9 @@ ONE_BY_ONE = "dualenc_one_by_one"
 
 def first_position(config: Any) -> int | None:
     """The position of a text's first token in an architecture that takes several texts in a row; None for others."""
-    # All layers' outputs would have to be unpacked.
-    gives_all_layers = getattr(config, "output_hidden_states", False)
-    is_decoder = getattr(config, "is_decoder", False)
-    if config._attn_implementation != "sdpa" or is_decoder or gives_all_layers:
+    # With all layers' outputs, each would have to be unpacked.
+    is_other = any(getattr(config, name, False) for name in ("is_decoder", "output_hidden_states"))
+    if is_other or config._attn_implementation != "sdpa":
         return None
     if config.model_type in COUNT_FROM_ZERO:
         return 0

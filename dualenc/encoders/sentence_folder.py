@@ -7,7 +7,7 @@ and falls back to pickled weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from dualenc.reading import read_json, read_json_object
 
 ROUTERS = ("Router", "Asym")
 WITH_WEIGHTS = ("StaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling")
-MODULES = ("Transformer", "Pooling", "Normalize", "Dropout", *WITH_WEIGHTS, *ROUTERS)
+IN_ROUTERS = ("Transformer", "Pooling", "Normalize", "Dropout", *WITH_WEIGHTS)
+MODULES = (*IN_ROUTERS, *ROUTERS)
 ACTIVATION = re.compile(r"torch\.nn\.(modules\.(activation\.|linear\.)?)?[A-Z]\w*")
 """Names of activations that a folder may give: classes of torch, whose making runs nothing else."""
 ARGUMENTS = re.compile("(model|config|tokenizer|processor)_(args|kwargs)|tokenizer_name_or_path")
@@ -29,12 +30,15 @@ def check_sentence_folder(folder: Path) -> None:
     # Wherever it lies: transformers looks at the top level, too.
     if any(folder.rglob("adapter_config.json")):
         raise DualencError(f"{folder}: holds adapters of another model; merge them into it and save that")
-    modules = [("Transformer", folder)]
-    if (folder / "modules.json").is_file():
-        modules = list(_modules(folder, _entries_of_modules(folder / "modules.json")))
-    for kind, place in modules:
+    listed = (folder / "modules.json").is_file()
+    for kind, place in _modules(folder) if listed else [("Transformer", folder)]:
         if kind == "Transformer":
-            _check_transformer(place)
+            if not (place / "config.json").is_file():
+                raise DualencError(
+                    f"{place}: no config.json, so no transformers model; give another folder"
+                )
+            check_safetensors(place)
+            check_vocabulary(place)
         elif kind in WITH_WEIGHTS:
             check_safetensors(place, "model.safetensors")
     # All of them, wherever they lie: a config.json may itself name another one to read in its place.
@@ -67,39 +71,35 @@ def check_settings(settings: Any, where: str) -> None:
             )
 
 
-def _entries_of_modules(path: Path) -> Iterator[tuple[str, str]]:
-    """Path and type of each module of modules.json."""
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """Kind and folder of each module that modules.json lists, and of those inside a Router."""
+    path = folder / "modules.json"
     entries = read_json(path)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise DualencError(f"{path}: is no list of modules; restore the file")
+    modules = []
     for entry in entries:
-        yield str(entry.get("path", "")), str(entry.get("type", ""))
-
-
-def _modules(folder: Path, entries: Iterator[tuple[str, str]]) -> Iterator[tuple[str, Path]]:
-    """Kind and folder of each module, those inside a Router included; other kinds are refused."""
-    for path, kind in entries:
-        package, _, name = kind.rpartition(".")
-        if name not in MODULES or package.partition(".")[0] != "sentence_transformers":
-            raise DualencError(
-                f"{folder}: its module {kind[:80]} is not supported; only models of {', '.join(MODULES)} can be loaded"
-            )
-        place = folder / path
-        if not place.resolve().is_relative_to(folder.resolve()):
-            raise DualencError(f"{folder}: {path[:80]!r} is no path in the folder; restore modules.json")
-        yield name, place
-        if name in ROUTERS:
+        modules.append(_module(folder, entry.get("path", ""), entry.get("type", ""), MODULES))
+    for kind, place in list(modules):
+        if kind in ROUTERS:
             settings = place / "router_config.json"
             settings = settings if settings.is_file() else place / "config.json"
-            types: Mapping[str, Any] = read_json_object(settings, {"types": dict})["types"]
-            yield from _modules(place, ((inner, str(of)) for inner, of in types.items()))
+            types = read_json_object(settings, {"types": dict})["types"]
+            modules += [_module(place, inner, types[inner], IN_ROUTERS) for inner in types]
+    return modules
 
 
-def _check_transformer(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise DualencError(f"{folder}: no config.json, so no transformers model; give another folder")
-    check_safetensors(folder)
-    check_vocabulary(folder)
+def _module(folder: Path, path: Any, kind: Any, allowed: tuple[str, ...]) -> tuple[str, Path]:
+    """Kind and folder of a module; other kinds than the allowed ones, and folders elsewhere, are refused."""
+    package, _, name = str(kind).rpartition(".")
+    if name not in allowed or package.partition(".")[0] != "sentence_transformers":
+        raise DualencError(
+            f"{folder}: its module {str(kind)[:80]} is not supported; only models of {', '.join(allowed)} can be loaded"
+        )
+    place = folder / str(path)
+    if not place.resolve().is_relative_to(folder.resolve()):
+        raise DualencError(f"{folder}: {str(path)[:80]!r} is no path in the folder; restore modules.json")
+    return name, place
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:

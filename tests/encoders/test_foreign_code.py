@@ -180,7 +180,7 @@ def test_settings_of_a_sentence_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attack", ["type", "path", "link", "pickle", "activation"])
+@pytest.mark.parametrize("attack", ["type", "router", "path", "link", "pickle", "activation"])
 def test_modules_inside_a_router(attack: str, evil: Path, text_encoder: Any) -> None:
     canary, model = evil.parent / "canary", evil.parent / "model"
     with_map(text_encoder(shared=False), VectorTower("linear", 32, 20, None)).save(model)
@@ -190,6 +190,8 @@ def test_modules_inside_a_router(attack: str, evil: Path, text_encoder: Any) -> 
     dense = next(model.glob("query*_Dense"))
     if attack == "type":
         config["types"][dense.name] = "evil.Tokenizer"
+    elif attack == "router":
+        config["types"][dense.name] = "sentence_transformers.models.Router"
     elif attack == "path":
         config["types"]["../evil"] = config["types"][dense.name]
     elif attack == "link":
