@@ -32,6 +32,8 @@ def start_accelerator(settings: TrainerSettings, folder: Path) -> Accelerator:
     mixed_precision = settings.mixed_precision
     if mixed_precision == "auto":
         mixed_precision = "bf16" if has_fast_bf16() else "no"
+    if mixed_precision == "fp16" and not torch.cuda.is_available():
+        raise DualencError("mixed_precision=fp16 needs a CUDA GPU; use bf16 or no")
     available = [str(tracker) for tracker in get_available_trackers()]
     trackers = [name.strip() for name in (settings.tracker or "").split(",") if name.strip()]
     for tracker in trackers:

@@ -30,6 +30,7 @@ from dualenc.types import Side
 
 BATCH_SIZE = 64
 """Items encoded at once."""
+_PRECISIONS: dict[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_minable(pairs: PairDataset, objective: Objective) -> None:
@@ -64,7 +65,7 @@ class NegativeMiner:
         self.model = model
         self.pairs = pairs
         self.settings = settings
-        self.autocast: Literal["bfloat16"] | None = "bfloat16" if mixed_precision == "bf16" else None
+        self.autocast = _PRECISIONS.get(mixed_precision)
         self.device = device
         self.left, self.right = corpora(pairs)
         self.is_mined = False

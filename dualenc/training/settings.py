@@ -15,7 +15,7 @@ from dualenc.errors import DualencError
 from dualenc.training.optim import OptimizerName, ScheduleName
 from dualenc.types import OnError
 
-MixedPrecision = Literal["no", "bf16", "auto"]
+MixedPrecision = Literal["no", "bf16", "fp16", "auto"]
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -46,7 +46,8 @@ class TrainerSettings:
         warmup: steps of linear warm-up, or their share of all steps when it is a fraction below 1.
         schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the warm-up.
         max_gradient_norm: gradients are scaled down to this norm; null leaves them.
-        mixed_precision: "no" or "bf16"; "auto" takes bf16 where the device multiplies it faster than float32.
+        mixed_precision: "no", "bf16", or "fp16" for GPUs before Ampere (T4, V100), which have no bf16; "auto" takes bf16
+            where the device multiplies it faster than float32.
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
         chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
         compile: `torch.compile` both towers: faster after a minute or more of compiling.

@@ -38,6 +38,8 @@ class TrainStep:
         self.model = model
         self.objective = objective
         self.device = device
+        # Of float16, whose small gradients would be 0 without it.
+        self.scaler = accelerator.scaler
         modules = [model, objective]
         self.parameters = trainable_parameters(modules)
         self.optimizer = build_optimizer(
@@ -106,7 +108,7 @@ class TrainStep:
         )
         # Each batch has a share of the mean; the loss that is logged is not divided.
         loss = output.loss / group_size
-        encoding.backward(loss)
+        encoding.backward(loss if self.scaler is None else self.scaler.scale(loss))
         return output, left, right
 
     def _encode_keys(self, batch: Batch) -> dict[str, Tensor]:
@@ -123,9 +125,16 @@ class TrainStep:
         """Average, clip and apply the gradients; returns their norm if they are clipped."""
         norm = None
         distributed.average_gradients(self.parameters)
+        # Averaged before: an overflow on one rank is then an overflow on all, and all skip the step.
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
         if self.settings.max_gradient_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_gradient_norm)
-        self.optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         for average in self.averages.values():
@@ -134,6 +143,8 @@ class TrainStep:
 
     def _stateful(self) -> dict[str, Any]:
         parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        if self.scaler is not None:
+            parts["scaler"] = self.scaler
         return {**parts, **self.averages}
 
     def state_dict(self) -> dict[str, Any]:

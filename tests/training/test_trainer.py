@@ -16,6 +16,7 @@ from dualenc.batching import OSGDBatches, RandomBatches
 from dualenc.data import ImageViews, Mixture
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, SogCLR, base
+from dualenc.training import trainer as trainer_module
 from dualenc.training.devices import place_model, start_accelerator
 from dualenc.training.loader import BatchLoader
 from dualenc.training.log import read_metrics
@@ -78,6 +79,31 @@ def test_auto_is_bf16_where_it_is_fast_and_runs_of_different_precision_may_follo
         with accelerator.autocast():
             product = torch.ones(2, 2, device=accelerator.device) @ torch.ones(2, 2, device=accelerator.device)
         assert product.dtype == (torch.bfloat16 if expected == "bf16" else torch.float32)
+
+
+def test_the_scaler_of_float16_leaves_gradients_as_they_are_and_skips_a_step_that_overflows(tmp_path, monkeypatch):
+    """Powers of two scale exactly; a gradient that is not finite changes no weight."""
+    scales = iter([2.0**10, math.inf])
+
+    def with_scaler(settings: TrainerSettings, folder: Path) -> Accelerator:
+        accelerator = start_accelerator(settings, folder)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=next(scales))
+        return accelerator
+
+    train(tmp_path / "plain")
+    monkeypatch.setattr(trainer_module, "start_accelerator", with_scaler)
+    train(tmp_path / "scaled")
+    assert same(weights(tmp_path / "plain"), weights(tmp_path / "scaled"))
+    model = TinyEncoder()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train(tmp_path / "overflow", model=model)
+    assert same(before, model.state_dict())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it works")
+def test_float16_without_a_gpu_is_refused(tmp_path):
+    with pytest.raises(DualencError, match="mixed_precision=fp16 needs a CUDA GPU"):
+        train(tmp_path, mixed_precision="fp16")
 
 
 def test_placing_keeps_the_weights_on_one_process():
