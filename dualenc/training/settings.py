@@ -46,8 +46,8 @@ class TrainerSettings:
         warmup: steps of linear warm-up, or their share of all steps when it is a fraction below 1.
         schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the warm-up.
         max_gradient_norm: gradients are scaled down to this norm; null leaves them.
-        mixed_precision: "no", "bf16", or "fp16" for GPUs before Ampere (T4, V100), which have no bf16; "auto" takes bf16
-            where the device multiplies it faster than float32.
+        mixed_precision: "no", "bf16", or "fp16" for GPUs before Ampere (T4, V100), which have no bf16; "auto" takes
+            bf16 where the device multiplies it faster than float32.
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
         chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
         compile: `torch.compile` both towers: faster after a minute or more of compiling.
