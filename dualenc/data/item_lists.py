@@ -119,6 +119,7 @@ def number_items(
             key = contents(item_key(items, int(positions[row])))
             digests[row] = hashlib.blake2b(key, digest_size=16).digest()
     # Arrow numbers values by first appearance, which does not depend on the hash.
-    number = pa.array(digests).dictionary_encode().indices.to_numpy()
+    # As bytes objects: Arrow reads numpy's fixed-length bytes up to the first zero.
+    number = pa.array(digests.tolist(), pa.binary()).dictionary_encode().indices.to_numpy()
     _, first = np.unique(number, return_index=True)
     return np.asarray(positions)[first], number

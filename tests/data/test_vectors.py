@@ -217,3 +217,13 @@ def test_what_holds_no_vectors_is_refused_and_no_pickle_is_read(tmp_path: Path) 
         with pytest.raises(DualencError, match=name):
             open_corpus(tmp_path / name, modality="vector")
     assert not (tmp_path / "canary").exists()
+
+
+def test_all_of_many_distinct_vectors_are_numbered_apart(tmp_path):
+    """Of 2,000 digests several begin with a zero byte."""
+    rows = np.random.default_rng(0).normal(size=(2000, 4)).astype(np.float32)
+    np.save(tmp_path / "left.npy", rows)
+    np.save(tmp_path / "right.npy", -rows)
+    pairs = VectorPairs(tmp_path / "left.npy", tmp_path / "right.npy")
+    assert pairs.left_id.tolist() == pairs.right_id.tolist() == list(range(2000))
+    assert np.array_equal(np.stack([pairs[index].left for index in range(2000)]), rows)
