@@ -79,3 +79,11 @@ def test_a_script_is_short_and_asks_for_its_job_first(script: str) -> None:
     assert len(lines) <= 40
     options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
     assert options == list(range(1, 1 + len(options)))
+
+
+def test_sbatch_reads_the_directives() -> None:
+    """It takes lines that begin with #SBATCH, up to the first that is no comment (its manual page)."""
+    lines = (LAUNCH / "embed_slurm.py").read_text().partition('"""')[0].splitlines()
+    assert all(line.startswith("#") for line in lines)
+    names = [line.split()[1].partition("=")[0] for line in lines if line.startswith("#SBATCH ")]
+    assert names == ["--job-name", "--array", "--gpus", "--cpus-per-task", "--time", "--requeue"]

@@ -16,9 +16,10 @@ from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.encoders.load import load_model
 from dualenc.objectives import GlobalCache
 from dualenc.search import exact
+from dualenc.search.embed import embed
 from dualenc.search.exact import exact_search
 from dualenc.training import Trainer
-from dualenc.training.evaluators import RetrievalEvaluator, embed_side
+from dualenc.training.evaluators import RetrievalEvaluator
 from tests.objectives.every import SETTINGS, Setting
 from tests.objectives.test_device import train as train_plainly
 from tests.training.fakes import TinyEncoder, same, weights
@@ -74,9 +75,8 @@ def test_a_text_encoder_is_trained_saved_and_loaded(
     result = trainer.fit(model, pairs, objective)
     assert next(model.parameters()).is_cuda
     corpus = Corpus([str(number) for number in range(len(TEXTS))], TEXTS)
-    on_gpu, on_cpu = (
-        embed_side(of, "left", corpus, 16).vectors for of in (model.eval(), load_model(result.model_folder).cpu())
-    )
+    on_gpu = embed(model.eval().left, corpus, batch_size=16, progress=False).vectors
+    on_cpu = embed(load_model(result.model_folder).left, corpus, batch_size=16, progress=False).vectors
     np.testing.assert_allclose(on_gpu, on_cpu, atol=1e-5)
 
 

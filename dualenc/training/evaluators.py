@@ -35,14 +35,17 @@ class Evaluator(ABC):
         primary: name of the metric, higher is better, by which the best weights are chosen.
         data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
-        progress: what progress bars begin with, such as "before training"; "" shows none.
     """
 
     primary: str
     data: tuple[str, str | None] = ("held-out data", None)
     modalities: Mapping[Side, Modality] = MappingProxyType({})
-    progress: str = ""
     batch_size: int = 64
+    _moment: str = ""
+
+    def describe(self, moment: str) -> None:
+        """Show progress bars that begin with this, such as "before training"."""
+        self._moment = moment
 
     @abstractmethod
     def __call__(self, model: DualEncoder) -> dict[str, float]:
@@ -52,7 +55,7 @@ class Evaluator(ABC):
         self, model: DualEncoder, side: Side, corpus: Corpus, what: str, **options: Any
     ) -> Embeddings:
         """Embed a corpus in memory, every rank a share; all get the whole. `what` describes a bar."""
-        progress = f"{self.progress}: embed {what}" if self.progress else False
+        progress = f"{self._moment}: embed {what}" if self._moment else False
         return embed(model.tower(side), corpus, batch_size=self.batch_size, progress=progress, **options)
 
 

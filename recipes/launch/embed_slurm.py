@@ -1,10 +1,13 @@
 #!/usr/bin/env python
-# SBATCH --job-name=embed
-# SBATCH --array=0-7
-# SBATCH --gpus=1
-# SBATCH --cpus-per-task=4
-# SBATCH --time=04:00:00
-# SBATCH --requeue
+# sbatch reads no directive with a blank behind its #.
+# fmt: off
+#SBATCH --job-name=embed
+#SBATCH --array=0-7
+#SBATCH --gpus=1
+#SBATCH --cpus-per-task=4
+#SBATCH --time=04:00:00
+#SBATCH --requeue
+# fmt: on
 """Documents embedded by a SLURM array, whose tasks start, end and are requeued whenever the cluster likes.
 
     sbatch recipes/launch/embed_slurm.py runs/mine/model documents.jsonl /shared/emb
