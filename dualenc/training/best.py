@@ -110,8 +110,8 @@ class BestModel:
         if self.evaluator is None:
             return {}
         moment = f"after step {step}" if step else "before training"
-        if self.progress and isinstance(self.evaluator, Evaluator):
-            self.evaluator.describe(moment)
+        if isinstance(self.evaluator, Evaluator):
+            self.evaluator.describe(moment if self.progress else "")
         self.model.eval()
         try:
             with preserve_random_state(), torch.no_grad():

@@ -44,7 +44,7 @@ class Evaluator(ABC):
     _moment: str = ""
 
     def describe(self, moment: str) -> None:
-        """Show progress bars that begin with this, such as "before training"."""
+        """Show progress bars that begin with this, such as "before training"; "" shows none."""
         self._moment = moment
 
     @abstractmethod
