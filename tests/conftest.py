@@ -10,8 +10,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch, datasets or transformers are imported: they read these once.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before torch, datasets or transformers are imported: they read these once. A forked test waits forever for a second
+# thread of its parent.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Many tests fork, which CUDA does not live through; tests/test_gpu.py is for machines with a GPU.
 if "DUALENC_TEST_GPU" in os.environ:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
