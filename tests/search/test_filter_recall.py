@@ -19,7 +19,7 @@ from tests.commands.in_process import failure, run
 from tests.edge_qdrant import EdgeClient
 from tests.search.clusters import clustered, exact_rows
 from tests.search.conditions import KINDS, met_by_pandas
-from tests.search.test_qdrant import embeddings, frame, vectors
+from tests.search.pushed import embeddings, frame, vectors
 
 pytestmark = pytest.mark.slow
 

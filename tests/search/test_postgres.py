@@ -25,7 +25,7 @@ from dualenc.search.filter_recall import tune_folder, wilson_interval
 from dualenc.search.postgres import PostgresIndex
 from dualenc.search.where import parse_conditions
 from tests.search.conditions import KINDS, conditions, met_by_pandas
-from tests.search.test_qdrant import DIM, NUM, embeddings, frame, vectors
+from tests.search.pushed import DIM, NUM, check_results, embeddings, frame, vectors
 
 pytestmark = pytest.mark.slow
 
@@ -67,18 +67,7 @@ def test_rows_and_results_are_those_of_numpy(postgres: str, metric: Any, dtype: 
     assert sent == NUM
     check_whole(postgres, table, source)
     np.testing.assert_array_equal(index.vectors(source.ids[::-1]), np.float32(source.vectors)[::-1])
-    queries = vectors(7, unit=False, seed=5)
-    stored = np.asarray(source.vectors, np.float64)
-    expected = queries @ stored.T
-    if metric == "cosine":
-        expected /= np.linalg.norm(queries, axis=1, keepdims=True) * np.linalg.norm(stored, axis=1)
-    for row, hits in enumerate(index.search(queries, k=5)):
-        best = np.argsort(-expected[row])[:5]
-        assert [hit.id for hit in hits] == [source.ids[i] for i in best]
-        np.testing.assert_allclose([hit.score for hit in hits], expected[row][best], rtol=3e-3, atol=3e-3)
-        assert hits[0].snippet == f"snippet {best[0]}"
-        assert hits[0].columns == {k: v for k, v in frame().iloc[best[0]].items() if v is not None}
-    assert len(index.search(queries[0], k=NUM + 5)[0]) == NUM
+    check_results(index, source, metric)
     index.close()
 
 

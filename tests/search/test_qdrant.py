@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
-import pyarrow as pa
 import pytest
 import qdrant_client
 from hypothesis import given, settings
@@ -26,10 +24,9 @@ from dualenc.search.qdrant import QdrantIndex
 from dualenc.search.where import parse_conditions
 from tests.edge_qdrant import EdgeClient
 from tests.local_qdrant import CLIENT, url_of, use_folders
-from tests.search.conditions import KINDS, LANGUAGES, conditions, met_by_pandas
+from tests.search.conditions import KINDS, conditions, met_by_pandas
+from tests.search.pushed import DIM, NUM, check_results, embeddings, frame, vectors
 
-NUM = 120
-DIM = 16
 TARGET = os.environ.get("DUALENC_TEST_QDRANT")
 """URL of a Qdrant server for the same tests over HTTP."""
 FILTER = json.dumps(
@@ -41,31 +38,6 @@ FILTER = json.dumps(
         ]
     }
 )
-
-
-def vectors(count: int = NUM, unit: bool = True, seed: int = 0) -> np.ndarray:
-    made = np.random.default_rng(seed).normal(size=(count, DIM)).astype(np.float32)
-    return made / np.linalg.norm(made, axis=1, keepdims=True) if unit else made
-
-
-def frame() -> pd.DataFrame:
-    """Columns of every kind with a fifth of their values missing."""
-    random = np.random.default_rng(1)
-    columns = {"year": [2018, 2019, 2020], "weight": [-1.5, 0.0, 2.0], "lang": list(LANGUAGES), "open": [True, False]}
-    values = {
-        name: [None if random.random() < 0.2 else choices[random.integers(len(choices))] for _ in range(NUM)]
-        for name, choices in columns.items()
-    }
-    return pd.DataFrame({name: pd.Series(column, dtype=object) for name, column in values.items()})
-
-
-def embeddings(dtype: str = "float32", unit: bool = True, seed: int = 0) -> Embeddings:
-    types = [pa.int64(), pa.float64(), pa.large_string(), pa.bool_()]
-    arrays = [pa.array(frame()[name].tolist(), kind) for name, kind in zip(KINDS, types)]
-    stored = vectors(unit=unit, seed=seed).astype(dtype)
-    ids = [f"id {i} “é”" for i in range(NUM)]
-    snippets = [f"snippet {i}" for i in range(NUM)]
-    return Embeddings(ids, stored, {"normalized": unit}, snippets, pa.table(arrays, names=list(KINDS)))
 
 
 def pushed(folder: Path, source: Embeddings | None = None, **options: Any) -> tuple[QdrantIndex, int]:
@@ -95,18 +67,7 @@ def test_results_are_those_of_numpy(tmp_path: Path, metric: Any, dtype: str) -> 
     source = embeddings(dtype, unit=False)
     index, sent = pushed(tmp_path, source, metric=metric)
     assert sent == NUM
-    queries = vectors(7, unit=False, seed=5)
-    stored = np.asarray(source.vectors, np.float64)
-    expected = queries @ stored.T
-    if metric == "cosine":
-        expected /= np.linalg.norm(queries, axis=1, keepdims=True) * np.linalg.norm(stored, axis=1)
-    for row, hits in enumerate(index.search(queries, k=5)):
-        best = np.argsort(-expected[row])[:5]
-        assert [hit.id for hit in hits] == [source.ids[i] for i in best]
-        np.testing.assert_allclose([hit.score for hit in hits], expected[row][best], rtol=3e-3, atol=3e-3)
-        assert hits[0].snippet == f"snippet {best[0]}"
-        assert hits[0].columns == {k: v for k, v in frame().iloc[best[0]].items() if v is not None}
-    assert len(index.search(queries[0], k=NUM + 5)[0]) == NUM
+    check_results(index, source, metric)
     index.close()
 
 
@@ -154,7 +115,7 @@ from dualenc.search.engines import push_embeddings
 from dualenc.search.qdrant import QdrantIndex
 from dualenc.search.where import parse_conditions
 from tests.local_qdrant import use_folders
-from tests.search.test_qdrant import embeddings
+from tests.search.pushed import embeddings
 use_folders(pytest.MonkeyPatch())
 add = QdrantIndex.add
 calls = []
