@@ -91,7 +91,7 @@ def has_router(model: SentenceTransformer) -> bool:
 
 
 def side_modules(model: SentenceTransformer, role: str) -> list[Any]:
-    """The modules that encode a side in their order, but a last Normalize; of a Router, those of the side's route."""
+    """The modules that encode a side in their order; of a Router, those of the side's route."""
     modules: list[Any] = []
     for module in model:
         if isinstance(module, Router):
