@@ -45,8 +45,6 @@ TEMPERATURES = (0.03, 0.05)
 RATES = (2e-5, 4e-5)
 """At a batch of 32; they grow with the square root of the batch."""
 BEYOND_EDGE = 2
-FIRST_STEPS = 2
-"""Of the run that measures how long a step takes."""
 TUNING = 1 / 3
 """Of the seconds, while tuning."""
 
@@ -196,12 +194,19 @@ class Trainings:
         kept: earlier runs, to which new ones are added.
     """
 
-    def __init__(self, task: Task, row: Row, common: dict[str, Any], kept: Results) -> None:
+    first_steps = 2
+    """Of the run that measures how long a step takes."""
+
+    def __init__(self, task: Any, row: Any, common: dict[str, Any], kept: Results) -> None:
         self.task = task
         self.row = row
         self.common = common
         self.kept = kept
         self.step_seconds = 0.0
+
+    def train(self, settings: dict[str, Any], steps: int) -> tuple[DualEncoder, float]:
+        """Train for so many steps; the model, and the seconds of one core that it took."""
+        return train(self.task, self.row, settings, steps)
 
     def tune(self, seconds: float, rates: Sequence[float]) -> tuple[float, float]:
         """The best τ at the first rate, and the best rate at that τ."""
@@ -225,10 +230,10 @@ class Trainings:
         found = self.kept.find(settings)
         if found is None:
             if self.step_seconds == 0:
-                spent = [train(self.task, self.row, settings, steps)[1] for steps in (1, 1 + FIRST_STEPS)]
-                self.step_seconds = (spent[1] - spent[0]) / FIRST_STEPS
+                spent = [self.train(settings, steps)[1] for steps in (1, 1 + self.first_steps)]
+                self.step_seconds = (spent[1] - spent[0]) / self.first_steps
             steps = max(1, round(seconds / self.step_seconds))
-            model, spent_seconds = train(self.task, self.row, settings, steps)
+            model, spent_seconds = self.train(settings, steps)
             measured = (self.task.validation if tuning else self.task.test)(model.eval())["ndcg@10"]
             found = {**settings, "steps": steps, "seconds": round(spent_seconds, 1)}
             found["validation" if tuning else "test"] = measured

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from comparison_tasks import Retrieval, beginnings
-from finetuning import Results
+from finetuning import Results, Trainings
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
@@ -50,8 +50,6 @@ TEMPERATURES = (0.03, 0.05)
 FIRST_RATE = 0.01
 RATES = (0.005, 0.01, 0.02)
 BEYOND_EDGE = 2
-FIRST_STEPS = 3
-"""Of the run that measures how long a step takes."""
 TUNING = 1 / 3
 """Of the seconds, while tuning."""
 PCA_DIM = 256
@@ -226,8 +224,8 @@ def run(
         common = {"task": task.name, "pairs": len(task.pairs)}
         measure_references(task, common, words, kept)
         for name in rows:
-            trainings = Trainings(task, ROWS[name], {**common, "row": name}, kept)
-            temperature, rate = trainings.tune(seconds * TUNING)
+            trainings = TableTrainings(task, ROWS[name], {**common, "row": name}, kept)
+            temperature, rate = trainings.tune(seconds * TUNING, RATES)
             scores = [
                 trainings.measure(seconds, temperature, rate, seed, tuning=False)["test"] for seed in range(seeds)
             ]
@@ -256,25 +254,15 @@ def measure_references(task: Task, common: dict[str, Any], words: str, kept: Res
     add("distilled table", by_table)
 
 
-class Trainings:
-    """The trainings of one row of a task.
+class TableTrainings(Trainings):
+    """The trainings of one row of a task, with rates on past both edges; a published recipe has its own."""
 
-    Args:
-        task: data and first model.
-        row: the row.
-        common: what the settings of all of them have in common.
-        kept: earlier runs, to which new ones are added.
-    """
+    first_steps = 3
 
-    def __init__(self, task: Task, row: Row, common: dict[str, Any], kept: Results) -> None:
-        self.task = task
-        self.row = row
-        self.common = common
-        self.kept = kept
-        self.setup_seconds = 0.0
-        self.step_seconds = 0.0
+    def train(self, settings: dict[str, Any], steps: int) -> tuple[TextEncoder, float]:
+        return train(self.task, self.row, settings, steps)
 
-    def tune(self, seconds: float) -> tuple[float, float]:
+    def tune(self, seconds: float, rates: Sequence[float]) -> tuple[float, float]:
         """The best τ at the first rate, and the best rate at that τ."""
         if self.row.rate is not None:
             return PUBLISHED_TEMPERATURE, self.row.rate
@@ -284,7 +272,7 @@ class Trainings:
 
         temperatures = (PUBLISHED_TEMPERATURE,) if self.row.objective == PUBLISHED else TEMPERATURES
         temperature = max(temperatures, key=lambda value: quality(value, FIRST_RATE))
-        tried = list(RATES)
+        tried = list(rates)
         for _ in range(1 + BEYOND_EDGE):
             best = max(tried, key=lambda rate: quality(temperature, rate))
             if best == tried[0]:
@@ -292,23 +280,6 @@ class Trainings:
             elif best == tried[-1]:
                 tried.append(2 * best)
         return temperature, best
-
-    def measure(self, seconds: float, temperature: float, rate: float, seed: int, tuning: bool) -> dict[str, Any]:
-        """One run with these settings: an earlier one, or a new one."""
-        settings = {**self.common, "budget": seconds, "temperature": temperature, "rate": rate, "seed": seed}
-        found = self.kept.find(settings)
-        if found is None:
-            if self.step_seconds == 0:
-                one, more = (train(self.task, self.row, settings, steps)[1] for steps in (1, 1 + FIRST_STEPS))
-                self.step_seconds = (more - one) / FIRST_STEPS
-            steps = max(1, round(seconds / self.step_seconds))
-            model, spent = train(self.task, self.row, settings, steps)
-            found = {**settings, "steps": steps, "seconds": round(spent, 1)}
-            part = self.task.validation if tuning else self.task.test
-            found["validation" if tuning else "test"] = part(model.eval())["ndcg@10"]
-            self.kept.add(found)
-        self.step_seconds = found["seconds"] / found["steps"]
-        return found
 
 
 def steps(
