@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+DESCRIPTIONS = ("meta.json", "settings.json")
+"""Files by which folders that are replaced, or resumed, are recognised."""
 _MAX_ATTEMPTS = 100
 """How often a process tries again because another one replaced or removed a folder meanwhile."""
 _MAX_SWAP_SECONDS = 5.0
@@ -248,8 +250,11 @@ def is_folder_of(folder: StrPath, expected: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it exists."""
+    """Remove a file or a folder if it exists; what a kill leaves of a folder still says what it is."""
     if path.is_dir() and not path.is_symlink():
+        for child in list(path.iterdir()):
+            if child.name not in DESCRIPTIONS:
+                remove(child)
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

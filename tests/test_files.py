@@ -21,7 +21,16 @@ from dualenc.data.beir import read_qrels
 from dualenc.data.lines import read_records
 from dualenc.errors import DualencError
 from dualenc.evaluation.runs import read_trec
-from dualenc.files import atomic_folder, atomic_path, locked, recover, recover_inside, removed_if_refused, write_json
+from dualenc.files import (
+    atomic_folder,
+    atomic_path,
+    locked,
+    recover,
+    recover_inside,
+    remove,
+    removed_if_refused,
+    write_json,
+)
 from dualenc.reading import read_json, read_json_object
 from dualenc.recipe import _read_yaml
 
@@ -119,6 +128,26 @@ def test_a_kill_at_every_step_leaves_a_complete_version(tmp_path: Path, case: st
     assert 5 <= step < 99
     switched = seen.index("new")
     assert seen == [before] * switched + ["new"] * (len(seen) - switched)
+
+
+@pytest.mark.parametrize("name", ["meta.json", "settings.json"])
+def test_a_kill_while_a_folder_is_removed_leaves_one_of_its_kind(tmp_path: Path, name: str) -> None:
+    """At every step: what is left of the folder still has the file that says what it is."""
+
+    def remove_and_die(step: int) -> None:
+        die_at(step)
+        remove(tmp_path / "folder")
+
+    for step in range(100):
+        write_folder(tmp_path / "folder", "old")
+        (tmp_path / "folder" / name).write_text("{}")
+        if not is_killed(remove_and_die, step):
+            break
+        left = [path for path in (tmp_path / "folder").rglob("*") if path.is_file()]
+        assert not left or (tmp_path / "folder" / name) in left
+        shutil.rmtree(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+    assert step >= len(FILES)
 
 
 def test_a_living_writer_is_left_alone_until_it_is_killed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,16 @@ def test_swapped_indexes_are_of_the_same_kind_and_hold_what_was_asked(
             assert sorted(everything) == sorted(names)
         if factory == "Flat":
             np.testing.assert_allclose(index.faiss.reconstruct_n(0, COUNT), expected, atol=1e-6)
+
+
+def test_a_next_index_that_a_killed_process_has_half_removed_is_replaced(tmp_path: Path) -> None:
+    migration = started(tmp_path, "Flat")
+    (migration.work / "next").mkdir()
+    shutil.copyfile(migration.work / "old" / "meta.json", migration.work / "next" / "meta.json")
+    documents = open_documents(migration.work / "old", migration.work)
+    migration.swap(documents, [Embeddings(["doc 0"], new_vectors()[:1])], 1)
+    assert Index.open(tmp_path / "index", verify=True).meta["mapped"] == COUNT - 1
+    assert not (migration.work / "next").exists()
 
 
 def test_bm25_and_texts_stay_and_a_rollback_gives_the_same_bytes(tmp_path: Path) -> None:
