@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from convergence import exact_gradient
+from gradient_bias import FrozenPairs
 from PIL import Image
 from quality import cached, mean_and_sd, new_parser, open_parts, train_and_measure
 from torch import Tensor, nn
@@ -34,7 +35,6 @@ from dualenc.encoders.dual import DUALENC_FILE, Prepare, Tower, unit_norm
 from dualenc.evaluation import plots
 from dualenc.evaluation.corrupted import nearest_images, nearest_versions, summarise
 from dualenc.evaluation.corruptions import ALL, CleanImages, GeneratedCorruptions
-from dualenc.evaluation.objectives import FrozenPairs
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.report import Table, print_table
 from dualenc.files import write_json

@@ -3,30 +3,79 @@ the geometry of its embeddings (Yau et al. 2024, arXiv:2404.10575, Eq. 1, Eq. 4 
 
     python eval/convergence.py runs/mine PAIRS --pairs 500 --temperature 0.07
 
-PAIRS are what `dualenc evaluate objectives` reads: pairs, or images, of which two stored augmentations are a pair.
+PAIRS are pairs, as `dualenc train` reads them; for models of kind image they are images, of which two of SimCLR's
+augmentations are a pair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from geometry import effective_rank, uniformity
+from gradient_bias import FrozenPairs
 from torch import Tensor, nn
 
-from dualenc.commands.evaluate_objectives import PairSet, open_set
 from dualenc.commands.labelled_images import random_rows
-from dualenc.commands.options import ColumnOptions
+from dualenc.data import Corpus, PairDataset, open_corpus, open_pairs
 from dualenc.encoders import DualEncoder, load_model
 from dualenc.encoders.dual import SIDES
-from dualenc.evaluation.objectives import FrozenPairs
+from dualenc.evaluation.corrupted import SimCLRPrepare
 from dualenc.evaluation.probe import unit_rows
 from dualenc.evaluation.report import Table, print_table
 from dualenc.training.checkpoint import Checkpoints
+from dualenc.training.loader import augmentation_seeds
 from dualenc.types import Inputs, Side, Vectors
+
+CHUNK = 64
+"""Items prepared and encoded at once."""
+
+
+class PairSet:
+    """Chosen pairs, of which every item is encoded once; of images, two of SimCLR's augmentations of each are a pair.
+
+    `rows` (M,) are numbers of images or pairs.
+    """
+
+    def __init__(self, data: Corpus | PairDataset, rows: np.ndarray) -> None:
+        self.data = data
+        self.items: dict[Side, np.ndarray] = {"left": rows, "right": rows}
+        self._arguments: dict[str, Any] = {"views": True}
+        ids: dict[Side, np.ndarray] = {"left": np.arange(len(rows)), "right": np.arange(len(rows))}
+        if isinstance(data, PairDataset):
+            own: dict[Side, np.ndarray] = {"left": data.left_id[rows], "right": data.right_id[rows]}
+            for side in SIDES:
+                self.items[side], ids[side] = np.unique(own[side], return_inverse=True)
+            listed = {side: self._positives(data.positives(side, own[side]), side) for side in SIDES}
+            self._arguments = {f"{side}_positives": positives for side, positives in listed.items()}
+        self._arguments |= {f"{side}_id": torch.from_numpy(ids[side]) for side in SIDES}
+
+    def _positives(self, ids: np.ndarray, side: Side) -> torch.Tensor | None:
+        """(M, K) rows among the embedded items of ids of the other side; other items, and padding, are -1."""
+        others = self.items["right" if side == "left" else "left"]
+        rows = np.searchsorted(others, ids).clip(max=len(others) - 1)
+        listed = np.where(others[rows] == ids, rows, -1)
+        # Where no item has more positives than its own pair, there is nothing to list.
+        return torch.from_numpy(listed) if ((listed >= 0).sum(axis=1) > 1).any() else None
+
+    def inputs(self, model: DualEncoder, side: Side) -> Iterator[Inputs]:
+        """Prepared inputs of the items of a side, chunk by chunk."""
+        prepare: Any = model.tower(side).prepare
+        if isinstance(self.data, Corpus):
+            prepare = SimCLRPrepare(prepare)
+        for start in range(0, len(self.items[side]), CHUNK):
+            ids = self.items[side][start : start + CHUNK].tolist()
+            if isinstance(self.data, Corpus):
+                yield prepare([self.data[row] for row in ids], augmentation_seeds(0, 0, ids, side))
+            else:
+                yield prepare([self.data.item(side, item) for item in ids])
+
+    def pairs(self, left: torch.Tensor, right: torch.Tensor) -> FrozenPairs:
+        """The pairs between embeddings (N, D) of the items."""
+        return FrozenPairs(left, right, **self._arguments)
 
 
 class ExactPoint(NamedTuple):
@@ -142,7 +191,8 @@ def main(run: str, data: str, *, pairs: int = 500, temperature: float = 0.07, sp
     """
     folder = Path(run)
     model = load_model(str(folder / "model"), device="cpu").eval()
-    items = open_set(model, data, split, ColumnOptions())
+    is_image = model.kind == "image"
+    items = open_corpus(data, modality="image", split=split) if is_image else open_pairs(data, split=split)
     chosen = PairSet(items, random_rows(len(items), pairs))
     rows = []
     for step, checkpoint in Checkpoints(folder / "checkpoints").finished():

@@ -7,7 +7,7 @@
     python eval/estimator_bias.py --visits 20 --num_pairs 1000000
 
 Gradients are taken with respect to the embeddings themselves and compared with the gradient of the global loss
-(`dualenc.evaluation.objectives`; `dualenc evaluate objectives` does the same on a model and pairs).
+(`gradient_bias.py`).
 
 bias: distance of the mean gradient of an epoch from the exact one, relative; freed of the noise that is left after so
 many epochs (products of independent stretches of the run), so 0 means: not to be told from unbiased.
@@ -34,15 +34,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from gradient_bias import Bias, FrozenPairs, bias_of, epochs
 
-from dualenc.evaluation.objectives import (
-    ESTIMATORS,
-    FrozenPairs,
-    Measured,
-    bias_of,
-    epochs,
-    state_bytes,
-)
 from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import (
     DCL,
@@ -67,7 +60,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "HCL": HCL,
     "SigLIP": lambda **common: SigLIP(**common | {"learnable_temperature": False}),
     "SogCLR γ=0.9": SogCLR,
-    "SogCLR γ=0.1": ESTIMATORS["SogCLR-0.1"],
+    "SogCLR γ=0.1": lambda **common: SogCLR(gamma=0.1, **common),
     "ISogCLR": lambda **common: ISogCLR(gamma=0.1, temperature_rate=0.0, **common),
     "SACLR row": lambda **common: SACLR(form="row", **common),
     "SACLR matrix": lambda **common: SACLR(form="matrix", rho=0.99, **common),
@@ -93,9 +86,21 @@ STRETCHES = 8
 
 
 class Found(NamedTuple):
-    """What one long run of an objective shows; `mean_errors` are of the running mean gradient after each epoch."""
+    """What one long run of an objective shows.
 
-    measured: Measured
+    Attributes:
+        bias: of the mean gradient of an epoch, relative to the exact gradient.
+        step_errors: relative distance of a step's gradient from the exact gradient of the same anchors, for a sample.
+        encodes: items requested by id per pair.
+        state_bytes: size of the objective's tables.
+        mean_errors: of the running mean gradient after each epoch.
+        values, seconds: reported loss and time of each step.
+    """
+
+    bias: Bias
+    step_errors: list[float]
+    encodes: float
+    state_bytes: int
     mean_errors: list[float]
     values: list[float]
     seconds: list[float]
@@ -114,8 +119,10 @@ def measure_stretches(
     """Measure an objective in one long run, whose stretches are independent unless they are neighbours.
 
     Args:
-        frozen, kind, temperature, batch_size, warm_up, seed: see `dualenc.evaluation.objectives.measure_objective`.
+        frozen, kind, temperature, batch_size: the pairs, the objective as `frozen.build` takes it, τ and B.
+        warm_up: epochs before anything counts, in which averages and chains settle.
         stretch: epochs of each of eight stretches.
+        seed: of the order of the pairs and of the objective's draws.
     """
     oracle = frozen.build(ExactGlobal, temperature)
     criterion = frozen.build(kind, temperature, seed=seed)
@@ -141,11 +148,16 @@ def measure_stretches(
                     step_errors.append(float((frozen.dense(gradient) - expected).norm() / expected.norm()))
             error = (sums.sum(dim=0) / ((number - 1) * stretch + epoch + 1) - exact).norm()
             mean_errors.append(float(error / exact.norm()))
-    num_epochs = STRETCHES * stretch
-    encodes = num_encoded / (num_epochs * len(frozen))
+    encodes = num_encoded / (STRETCHES * stretch * len(frozen))
     bias = bias_of(sums / stretch, exact, gap=1)
-    measured = Measured(bias, num_epochs, step_errors, encodes, state_bytes(criterion))
-    return Found(measured, mean_errors, values, seconds)
+    return Found(bias, step_errors, encodes, state_bytes(criterion), mean_errors, values, seconds)
+
+
+def state_bytes(criterion: Objective) -> int:
+    """Size of an objective's tables."""
+    # Counts of pairs belong to the data, not to the objective's memory.
+    tables = dict(criterion.named_buffers()).items()
+    return sum(table.nbytes for name, table in tables if not name.endswith("pair_counts"))
 
 
 def synthetic(num_pairs: int, dimension: int) -> FrozenPairs:
@@ -298,7 +310,7 @@ def draw(results: dict[str, Found], out: Path, title: str) -> None:
         curves.loglog(range(1, len(errors) + 1), errors, color=color, label=name)
     curves.set(xlabel="epochs averaged", ylabel="error of the mean gradient, relative", title=title)
     curves.legend(fontsize=8, ncols=2)
-    bars.barh(names[::-1], [results[name].measured.step_error for name in names[::-1]], color="tab:gray")
+    bars.barh(names[::-1], [statistics.mean(results[name].step_errors) for name in names[::-1]], color="tab:gray")
     bars.set(xlabel="error of a single step, relative to the exact gradient of its anchors")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
@@ -352,22 +364,21 @@ def main(
     for name, build in (OBJECTIVES | (VIEWS_ONLY if views else {})).items():
         kind = partial(build, batch_size=batch_size) if "draws" in name else build
         found = results[name] = measure_stretches(frozen, kind, temperature, batch_size, **how)
-        measured = found.measured
         rows.append(
             {
                 "objective": name,
-                "bias": measured.bias.value,
-                "±": measured.bias.error,
+                "bias": found.bias.value,
+                "±": found.bias.error,
                 "mean error": found.mean_errors[-1],
-                "step error": measured.step_error,
+                "step error": statistics.mean(found.step_errors),
                 "value": statistics.mean(found.values) - exact_value,
                 "ms": 1000 * statistics.median(found.seconds),
-                "encodes": measured.encodes * batch_size,
-                "state, bytes per pair": measured.state_bytes / num_pairs,
+                "encodes": found.encodes * batch_size,
+                "state, bytes per pair": found.state_bytes / num_pairs,
             }
         )
     what = "views" if views else "pairs"
-    averaged = results["ExactGlobal"].measured.epochs
+    averaged = STRETCHES * how["stretch"]
     title = f"N = {num_pairs} {what}, B = {batch_size}, τ = {temperature}, {averaged} epochs; loss {exact_value:.3f}"
     print_table(Table(title, rows))
     if out is not None:

@@ -16,12 +16,12 @@ from typing import Any
 import faiss
 import numpy as np
 import torch
+from gradient_bias import bias_of
 from jsonargparse import auto_cli
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.data.vector_shards import Embeddings
-from dualenc.evaluation.objectives import bias_of
 from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import FrozenCorpus
 

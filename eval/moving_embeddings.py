@@ -23,10 +23,10 @@ from itertools import product
 
 import torch
 from estimator_bias import synthetic
+from gradient_bias import FrozenPairs, bias_of, epochs
 from torch import Tensor
 from tqdm import tqdm
 
-from dualenc.evaluation.objectives import FrozenPairs, bias_of, epochs
 from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import DCL, ISIR, ExactGlobal, GlobalCache, NegativeCache, Objective, SogCLR
 

@@ -11,8 +11,6 @@ from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, MAX_WORKERS, check_opti
 from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
 from dualenc.commands.push import RecallOptions, evaluate_engine
 
-MAX_EPOCHS = 1 << 20
-
 
 @dataclass(frozen=True)
 class RetrievalOptions:
@@ -203,55 +201,6 @@ def corrupted(
     from dualenc.commands.evaluate_corrupted import evaluate_corrupted
 
     evaluate_corrupted(model, data, images, options, output)
-
-
-@dataclass(frozen=True)
-class ObjectivesOptions:
-    """The objectives to measure, and how long.
-
-    Args:
-        split: of the data.
-        batch_size: B, pairs in a batch.
-        temperature: τ; by default the one that the model records, or 0.07.
-        objectives: some of InfoNCE, DCL, SogCLR, SogCLR-0.1 (γ = 0.1), ISogCLR, GlobalCache, NegativeCache, EMC2, ISIR;
-            by default all.
-        pairs: the most pairs that are embedded, chosen at random and always the same; a multiple of the batch size.
-        warm_up: epochs of each run before anything counts, in which averages and chains settle.
-        max_epochs: the most epochs of a run after that.
-        seed: of the order of the pairs, of the objectives' draws, and of augmentations.
-    """
-
-    split: str = "train"
-    batch_size: int = 32
-    temperature: float | None = None
-    objectives: Annotated[list[str] | None, COMMAS] = None
-    pairs: int = 2000
-    warm_up: int = 10
-    max_epochs: int = 64
-    seed: int = 0
-
-
-def objectives(
-    model: str, data: str, *, options: ObjectivesOptions, columns: ColumnOptions, output: OutputOptions
-) -> None:
-    """Measure how far the gradient of each objective is from that of the global loss, on your model and pairs.
-
-    Pairs are embedded once and are the whole corpus; gradients are those with respect to the embeddings. Each objective
-    makes six independent runs, until the standard error of its bias is below 0.02, or to the limit of epochs.
-
-    Args:
-        model: model folder or name.
-        data: pairs, as `train` reads them; for models of kind image, images, of which two augmentations are a pair.
-    """
-    check_options(2, MAX_ITEMS, batch_size=options.batch_size)
-    check_options(options.batch_size, math.inf, pairs=options.pairs)
-    check_options(1e-3, 1e4, temperature=options.temperature)
-    check_options(0, MAX_EPOCHS, warm_up=options.warm_up)
-    check_options(1, MAX_EPOCHS, max_epochs=options.max_epochs)
-    check_options(0, MAX_SEED, seed=options.seed)
-    from dualenc.commands.evaluate_objectives import evaluate_objectives
-
-    evaluate_objectives(model, data, options, columns, output)
 
 
 def engine(folder: str, *, options: RecallOptions) -> None:

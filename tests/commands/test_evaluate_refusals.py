@@ -32,10 +32,6 @@ def make_pink(folder: Path) -> None:
     (save_splits(folder, train=2, test=1) / "test" / "red").rename(folder / "test" / "pink")
 
 
-def make_pairs(path: Path) -> None:
-    path.write_text("query,document\n" + "".join(f"fox {row},animal {row}\n" for row in range(13)))
-
-
 MAKE: dict[str, Callable[[Path], object]] = {
     "beir": toy.write_beir,
     "spaced": make_spaced,
@@ -46,7 +42,6 @@ MAKE: dict[str, Callable[[Path], object]] = {
     "flat": make_flat,
     "pink": make_pink,
     "cifar-c": save_cifar_c,
-    "pairs.csv": make_pairs,
     "few.txt": lambda path: path.write_text("red\n"),
     "bad.txt": lambda path: path.write_text("a photo\n"),
     "run.trec": lambda path: write_trec(path, {"q": {"d": 1.0}}),
@@ -75,10 +70,6 @@ REFUSALS = [
     (f"{CORRUPTED} --severity 9", "--severity is 9"),
     (f"{CORRUPTED} --clean {{splits}}", "leave --clean out"),
     ("corrupted {image} {cifar-c} --corruptions frost", "frost.npy: no such file or folder; there are snow"),
-    ("objectives {text} {pairs.csv} --batch-size 64", "holds 13 pairs, fewer than a batch of 64"),
-    ("objectives {text} {pairs.csv} --pairs 8", "--pairs is 8; it must be at least 32"),
-    ("objectives {text} {pairs.csv} --objectives InfoNEC", "no 'InfoNEC' (did you mean InfoNCE?)"),
-    ("objectives {clip} {pairs.csv} --batch-size 4", "its left items are text"),
     ("compare {run.trec} {run.trec}", "needs judgements"),
     ("compare {log.ndjson} {empty}", "holds no per_query.ndjson"),
     ("compare {log.ndjson} {other.ndjson}", "2 queries are in one run only"),

@@ -103,6 +103,6 @@ def test_other_weights_or_another_task_do_not_overwrite_an_evaluation(
     before = Path("out/metrics.json").read_bytes()
     words = ("evaluate", "retrieval", two_runs[1], beir, "--out", "out")
     assert "out: holds an evaluation of other weights than runs/second/model" in failure(capsys, *words)
-    words = ("evaluate", "objectives", two_runs[0], beir, "--split", "test", "--batch-size", 4, "--out", "out")
-    assert "out: exists and holds no evaluation of objectives" in failure(capsys, *words)
+    words = ("evaluate", "image-text", two_runs[0], beir, "--out", "out")
+    assert "out: exists and holds no evaluation of image-text" in failure(capsys, *words)
     assert Path("out/metrics.json").read_bytes() == before

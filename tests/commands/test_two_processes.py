@@ -24,8 +24,6 @@ def written(
     tmp_path_factory: pytest.TempPathFactory,
     toy_text: Path,
     image_model: Path,
-    classes: Path,
-    short_run: Path,
 ) -> Written:
     """What one process wrote, what two wrote, and what the two said."""
     folder = tmp_path_factory.mktemp("two")
@@ -35,13 +33,10 @@ def written(
     mined += ["--last-rank", 10, "--relative", "null"]
     splits = save_splits(folder / "splits", test=3)
     corrupted: list[Any] = [image_model, splits, "--corruptions", "gaussian_noise,fog,pixelate"]
-    measured: list[Any] = ["--objectives", "InfoNCE,SogCLR,NegativeCache,EMC2,ISIR", "--batch-size", 4]
-    measured += ["--warm-up", 1, "--max-epochs", 1]
     commands: dict[str, list[Any]] = {
         "embed": ["embed", toy_text, folder / "docs.jsonl"],
         "retrieval": ["evaluate", "retrieval", toy_text, beir, "--hybrid", "rrf"],
         "corrupted": ["evaluate", "corrupted", *corrupted, "--train", splits, "--num-workers", 0],
-        "objectives": ["evaluate", "objectives", short_run / "model", classes, *measured],
         "probe": ["evaluate", "probe", image_model, splits, "--num-workers", 0],
         "mined.jsonl": mined,
     }
@@ -58,7 +53,6 @@ def written(
     [
         ("retrieval", ["run.trec", "per_query.ndjson", "metrics.json", "hybrid/run.trec"]),
         ("corrupted", ["metrics.json"]),
-        ("objectives", ["metrics.json"]),
         ("probe", ["metrics.json"]),
     ],
 )

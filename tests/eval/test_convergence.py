@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import json
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dualenc.evaluation.objectives import FrozenPairs
+from dualenc.data import open_pairs
+from dualenc.encoders import load_model
 from dualenc.objectives import ExactGlobal
+from tests.commands import toy
 from tests.eval.scripts import load_script
-
-viewed = partial(FrozenPairs.one_to_one, views=True)
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +31,13 @@ def unit(count: int, seed: int, dim: int = 4) -> Tensor:
     return nn.functional.normalize(rows, dim=1)
 
 
-def shared_pairs(left: Tensor, right: Tensor) -> FrozenPairs:
-    """Items in several pairs, and positives that are in no pair together."""
-    return FrozenPairs(
-        left,
-        right,
-        torch.tensor([0, 0, 1, 2, 3, 4, 5]),
-        torch.tensor([0, 1, 2, 2, 3, 4, 5]),
-        left_positives=torch.tensor([[0, 1], [0, 1], [2, -1], [2, -1], [3, 5], [4, -1], [5, -1]]),
-        right_positives=torch.tensor([[0, -1], [0, -1], [1, 2], [1, 2], [3, -1], [4, -1], [5, 3]]),
-    )
+SHARED = {
+    "left_id": torch.tensor([0, 0, 1, 2, 3, 4, 5]),
+    "right_id": torch.tensor([0, 1, 2, 2, 3, 4, 5]),
+    "left_positives": torch.tensor([[0, 1], [0, 1], [2, -1], [2, -1], [3, 5], [4, -1], [5, -1]]),
+    "right_positives": torch.tensor([[0, -1], [0, -1], [1, 2], [1, 2], [3, -1], [4, -1], [5, 3]]),
+}
+"""Items in several pairs, and positives that are in no pair together."""
 
 
 class Towers(nn.Module):
@@ -61,7 +59,8 @@ class Towers(nn.Module):
 def test_the_models_gradient_norm_is_that_of_plain_autograd(
     sizes: list[int], views: bool, convergence: ModuleType
 ) -> None:
-    make: Callable[..., FrozenPairs] = viewed if views else shared_pairs
+    frozen = convergence.FrozenPairs
+    make = partial(frozen.one_to_one, views=True) if views else partial(frozen, **SHARED)
     model = Towers(shared=views).eval()
     inputs = {side: unit(6, seed, dim=5) for side, seed in (("left", 3), ("right", 4))}
     left, right = (model(side, {"x": x}) for side, x in inputs.items())
@@ -90,16 +89,16 @@ def test_a_tower_with_fixed_weights_adds_nothing(convergence: ModuleType) -> Non
     model = Towers(shared=False).eval()
     model.right.requires_grad_(False)
     chunks = {"left": [{"x": unit(4, 0, dim=5)}], "right": [{"x": unit(4, 1, dim=5)}]}
-    found = convergence.exact_gradient(model, model, chunks, FrozenPairs.one_to_one, 0.1)
+    found = convergence.exact_gradient(model, model, chunks, convergence.FrozenPairs.one_to_one, 0.1)
     model.right.requires_grad_(True)
-    both = convergence.exact_gradient(model, model, chunks, FrozenPairs.one_to_one, 0.1)
+    both = convergence.exact_gradient(model, model, chunks, convergence.FrozenPairs.one_to_one, 0.1)
     assert 0 < found.squared_gradient_norm < both.squared_gradient_norm
 
 
 def test_negatives_leave_out_positives_by_id(convergence: ModuleType) -> None:
     left = unit(9, 0)
     right = unit(9, 1)
-    pairs = shared_pairs(left, right)
+    pairs = convergence.FrozenPairs(left, right, **SHARED)
     left_id = pairs.left_id.tolist()
     right_id = pairs.right_id.tolist()
     rows = (left[pairs.left_id], right[pairs.right_id])
@@ -112,6 +111,33 @@ def test_negatives_leave_out_positives_by_id(convergence: ModuleType) -> None:
     assert found.tolist() == pytest.approx(expected, abs=1e-6)
     assert convergence.overlap(np.ones(3), np.ones(5)) == 1
     assert convergence.overlap(np.ones(3), np.zeros(5)) == 0
+
+
+def test_items_are_prepared_once_and_keep_their_positives(
+    convergence: ModuleType, toy_text: Path, tmp_path: Path
+) -> None:
+    """Thirteen pairs; the first two share their document, the last two their query."""
+    texts = list(dict.fromkeys(toy.texts(40)))[:26]
+    rows = [{"query": query, "document": document} for query, document in zip(texts[:13], texts[13:])]
+    rows[1]["document"], rows[12]["query"] = rows[0]["document"], rows[11]["query"]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = open_pairs(tmp_path / "pairs.jsonl")
+    model = load_model(str(toy_text), device="cpu").eval()
+    chosen = convergence.PairSet(pairs, np.arange(13))
+    embeddings: dict[Any, Tensor] = {}
+    with torch.no_grad():
+        for side in ("left", "right"):
+            embeddings[side] = torch.cat([model(side, inputs) for inputs in chosen.inputs(model, side)])
+        frozen = chosen.pairs(embeddings["left"], embeddings["right"])
+        assert (len(frozen.left), len(frozen.right), len(frozen)) == (12, 12, 13)
+        for side in ("left", "right"):
+            items = [getattr(pairs[row], side) for row in range(13)]
+            ids = getattr(frozen, f"{side}_id")
+            expected = model(side, model.tower(side).prepare(items))
+            assert torch.allclose(getattr(frozen, side)[ids], expected, atol=1e-5)
+            documents = getattr(frozen, f"{'right' if side == 'left' else 'left'}_id")
+            for row, listed in enumerate(getattr(frozen, f"{side}_positives").tolist()):
+                assert set(listed) - {-1} == set(documents[ids == ids[row]].tolist())
 
 
 @pytest.mark.slow
