@@ -1,4 +1,4 @@
-"""Objectives in the trainer of sentence-transformers: evaluation, checkpoints, gradient caching, two processes."""
+"""Objectives in the trainer of sentence-transformers: evaluation, checkpoints, two processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.training.launched import launch
 
 sentence_transformers = pytest.importorskip("sentence_transformers", minversion="6")
 from dualenc.integrations.sentence_transformers import (  # noqa: E402
-    CachedGlobalLoss,
     GlobalLoss,
     GlobalLossTrainer,
     PairTexts,
@@ -63,7 +62,7 @@ def objective_of(name: str, texts: PairTexts) -> Objective:
 
 
 def train(
-    folder: Path, output: Path, objective: str = "SogCLR+", cached: bool = False, resume: Any = None, **named: Any
+    folder: Path, output: Path, objective: str = "SogCLR+", resume: Any = None, **named: Any
 ) -> GlobalLossTrainer:
     dataset, texts = with_ids(pairs(negatives=named.pop("negatives", 0)))
     torch.manual_seed(0)
@@ -71,8 +70,7 @@ def train(
     settings = {"per_device_train_batch_size": 8, "num_train_epochs": 3, "learning_rate": 1e-3, "use_cpu": True}
     settings |= {"report_to": [], "disable_tqdm": True, "logging_steps": 5, "save_strategy": "no", **named}
     arguments = sentence_transformers.SentenceTransformerTrainingArguments(str(output), **settings)
-    kind: Any = CachedGlobalLoss if cached else GlobalLoss
-    loss = kind(model, objective_of(objective, texts), texts, **({"mini_batch_size": 3} if cached else {}))
+    loss = GlobalLoss(model, objective_of(objective, texts), texts)
     trainer = GlobalLossTrainer(model, arguments, train_dataset=dataset, eval_dataset=dataset, loss=loss)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -128,14 +126,6 @@ def test_the_loss_and_its_gradient_are_those_of_the_objective(model_folder: Path
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("objective", ["SogCLR+", "ISIR", "GlobalCache"])
-def test_gradient_caching_changes_nothing(model_folder: Path, tmp_path: Path, objective: str) -> None:
-    named = {"max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "optim": "sgd"}
-    named |= {"negatives": int(objective in TAKE_MINED)}
-    plain, cached = (weights(train(model_folder, tmp_path, objective, cached=c, **named)) for c in (False, True))
-    assert difference(plain, cached) < 1e-4
-
-
 @pytest.mark.parametrize("objective", ["SogCLR+", "GlobalCache"])
 def test_resumes_bit_for_bit(model_folder: Path, tmp_path: Path, objective: str) -> None:
     whole = weights(train(model_folder, tmp_path / "whole", objective, max_steps=12))
@@ -155,11 +145,11 @@ def test_a_checkpoint_without_the_losss_state_is_refused(model_folder: Path, tmp
         train(model_folder, tmp_path, resume=True, **saved)
 
 
-def run_rank(output: Path, folder: str, batch_size: int, objective: str, cached: bool) -> None:
+def run_rank(output: Path, folder: str, batch_size: int, objective: str) -> None:
     named = {"per_device_train_batch_size": batch_size, "max_steps": 6, "optim": "sgd"}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         named["ddp_backend"] = "gloo"
-    trainer = train(Path(folder), output, objective, cached, **named)
+    trainer = train(Path(folder), output, objective, **named)
     state = weights(trainer)
     if trainer.is_world_process_zero():
         torch.save(state, output / "weights.pt")
@@ -169,7 +159,7 @@ def test_two_processes_equal_one(model_folder: Path, tmp_path: Path) -> None:
     for ranks in (1, 2):
         output = tmp_path / str(ranks)
         output.mkdir()
-        for process in launch(output, run_rank, output, str(model_folder), 8 // ranks, "ISIR", True, ranks=ranks):
+        for process in launch(output, run_rank, output, str(model_folder), 8 // ranks, "ISIR", ranks=ranks):
             code, text = process.end(300)
             assert code == 0, text
     one, two = (torch.load(tmp_path / str(ranks) / "weights.pt") for ranks in (1, 2))
@@ -195,6 +185,16 @@ def test_a_loss_that_does_not_fit_the_texts_is_refused(model_folder: Path) -> No
             GlobalLoss(model, objective, own_texts)
     with pytest.raises(DualencError, match="train on what with_ids returns"):
         GlobalLoss(model, InfoNCE(), texts)([model.preprocess(["a"])] * 2, torch.tensor([1]))
+
+
+def test_a_loss_for_each_data_set_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    dataset, texts = with_ids(pairs())
+    model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu")
+    losses = {"one": GlobalLoss(model, InfoNCE(), texts)}
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = GlobalLossTrainer(model, arguments, train_dataset={"one": dataset}, loss=losses)
+    with pytest.raises(DualencError, match="one for all data"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

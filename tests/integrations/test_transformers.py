@@ -60,7 +60,7 @@ def test_it_trains_and_resumes_bit_for_bit(tmp_path: Path) -> None:
 def test_a_trainer_without_an_objective_is_told_apart(tmp_path: Path) -> None:
     trainer = PairTrainer(BertModel(BertConfig(hidden_size=12, num_hidden_layers=1)), TrainingArguments(str(tmp_path)))
     with pytest.raises(DualencError, match=r"set trainer\.objective"):
-        trainer.objectives()
+        trainer.find_objective()
     trainer.objective = MomentumQueue()
     with pytest.raises(DualencError, match="MomentumQueue needs a momentum encoder"):
-        trainer.objectives()
+        trainer.find_objective()
