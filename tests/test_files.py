@@ -20,7 +20,7 @@ from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_qrels
 from dualenc.data.lines import read_records
 from dualenc.errors import DualencError
-from dualenc.evaluation.runs import read_trec
+from dualenc.evaluation.runs import read_per_query
 from dualenc.files import (
     atomic_folder,
     atomic_path,
@@ -325,7 +325,7 @@ def test_json_of_the_wrong_shape(tmp_path: Path, text: str, message: str) -> Non
     [
         ("a.csv", "text,label\nx,1\n", lambda path: list(read_records(path, BadRows(path)))),
         ("beir.tsv", "q\td\t1\n", read_qrels),
-        ("run.txt", "q Q0 d 1 0.5 tag\n", read_trec),
+        ("log.ndjson", '{"query": "q", "mrr": 1}\n', read_per_query),
         ("modules.json", '{"a": 1}', read_json),
         ("recipe.yaml", "model: 1\n", _read_yaml),
     ],

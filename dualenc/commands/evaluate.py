@@ -215,23 +215,14 @@ def engine(folder: str, *, options: RecallOptions) -> None:
     evaluate_engine(folder, options)
 
 
-def compare(
-    run_a: str,
-    run_b: str,
-    *,
-    qrels: str | None = None,
-    metrics: Annotated[list[str] | None, COMMAS] = None,
-    out: str | None = None,
-) -> None:
+def compare(run_a: str, run_b: str, *, metrics: Annotated[list[str] | None, COMMAS] = None) -> None:
     """Compare two runs by the paired bootstrap over queries: difference, 95 % confidence interval, p-value.
 
     Args:
-        run_a: output folder of `dualenc evaluate …`, a per-query log (.ndjson), or a TREC run file (needs qrels).
+        run_a: output folder of `dualenc evaluate …`, or its per-query log (.ndjson).
         run_b: the same for the run to compare with it.
-        qrels: judgements of TREC run files, in BEIR's or TREC's format.
         metrics: names separated by commas; by default the usual ones among those that both runs have.
-        out: folder for comparison.json and report.html; by default the table is only printed.
     """
     from dualenc.commands.evaluate_compare import evaluate_compare
 
-    evaluate_compare(run_a, run_b, qrels, metrics, out)
+    evaluate_compare(run_a, run_b, metrics)

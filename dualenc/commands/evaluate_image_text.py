@@ -13,7 +13,6 @@ from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions
 from dualenc.evaluation.metrics import recall_at
-from dualenc.evaluation.query_scores import rank_rows, snippet
 from dualenc.evaluation.report import Table
 from dualenc.evaluation.runs import write_ranks
 
@@ -53,15 +52,6 @@ def evaluate_image_text(
     text_vectors = np.asarray(texts.vectors, np.float32)[matched.text_rows]
     ranks = both_ways_ranks(image_vectors, text_vectors, matched.captions)
     if distributed.is_main():
-
-        def image(row: int) -> str:
-            return f"image {image_ids[matched.image_rows[row]]}"
-
-        def text(row: int) -> str:
-            return snippet(str(pairs.item("right", text_ids[matched.text_rows[row]])))
-
-        to_text = rank_rows(ranks["image_to_text"], image_vectors, text_vectors, image, text)
-        to_image = rank_rows(ranks["text_to_image"], text_vectors, image_vectors, text, image)
         # Every caption is a query, as in the literature, also where several images have the same one.
         ranks["text_to_image"] = ranks["text_to_image"][matched.text_of_pair]
         rows: list[dict[str, object]] = []
@@ -76,11 +66,6 @@ def evaluate_image_text(
             short_name(data),
             {"model": model, "data": data, "split": split, **sizes},
             {"metrics": both_ways_recall(ranks, CUTOFFS)},
-            [
-                Table("Image-text retrieval", rows),
-                Table("Best and worst images", to_text),
-                Table("Best and worst captions", to_image),
-            ],
-            printed=1,
+            [Table("Image-text retrieval", rows)],
         )
     distributed.barrier()

@@ -20,7 +20,6 @@ from dualenc.data.sources import open_pairs
 from dualenc.encoders.frozen import IndexEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Run
-from dualenc.evaluation.query_scores import best_and_worst_rows, snippet
 from dualenc.evaluation.report import Table
 from dualenc.evaluation.retrieval import (
     Result,
@@ -80,7 +79,6 @@ def evaluate_retrieval(
         needs_texts = options.bm25 or ranking.hybrid is not None
         collections = _open_collections(data, options, columns, needs_texts, indexed)
     results: list[Result] = []
-    query_tables: list[Table] = []
     for name, collection in collections.items():
         folder = name if len(data) > 1 else ""
         dense = _rank_by_model(evaluation, folder, encoder, collection, indexed, split, options)
@@ -91,19 +89,15 @@ def evaluate_retrieval(
             result = Result(system, name, run, collection.qrels, len(collection.corpus))
             result.write(evaluation.folder / folder / FOLDERS.get(system, ""))
             results.append(result)
-            if run is dense:
-                if isinstance(encoder, IndexEncoder) and encoder.trained_ids:
-                    results += split_by_training(result, encoder.trained_ids)
-                title = f"Best and worst queries of {system} on {name}"
-                query_tables.append(Table(title, _query_rows(result, collection)))
+            if run is dense and isinstance(encoder, IndexEncoder) and encoder.trained_ids:
+                results += split_by_training(result, encoder.trained_ids)
     if distributed.is_main():
-        tables = [Table("Retrieval", summary_rows(results)), Table("All metrics", cutoff_rows(results))]
         evaluation.conclude(
             "Retrieval",
             ", ".join(collections),
             _facts(model, split, options, ranking),
             {"systems": metrics_document(results)},
-            [*tables, *query_tables],
+            [Table("Retrieval", summary_rows(results)), Table("All metrics", cutoff_rows(results))],
             printed=1,
             files="metrics, run files and report.html",
         )
@@ -257,26 +251,3 @@ def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet
     if "image" in (pairs.left_modality, pairs.right_modality):
         raise DualencError(f"{source}: holds images; use `dualenc evaluate image-text`")
     return held_out(pairs)
-
-
-def _query_rows(result: Result, collection: RetrievalSet) -> list[dict[str, object]]:
-    """The best and the worst queries by nDCG@10: their text, their first document, the rank of the first relevant."""
-    query_row = {name: row for row, name in enumerate(collection.queries.ids)}
-    document_row = {name: row for row, name in enumerate(collection.corpus.ids)}
-
-    def describe(query: str) -> dict[str, object]:
-        ranking = ranked(result.run.get(query, {}))
-        grades = result.qrels[query]
-        ranks = [rank for rank, name in enumerate(ranking, start=1) if grades.get(name, 0) > 0]
-        row: dict[str, object] = {"first relevant at rank": ranks[0] if ranks else None}
-        if collection.queries.modality == "text":
-            row["text"] = snippet(str(collection.queries[query_row[query]]))
-        if ranking:
-            text = ""
-            if collection.corpus.modality == "text":
-                text = str(collection.corpus[document_row[ranking[0]]])
-            row["first document"] = snippet(f"{ranking[0]}: {text}")
-        return row
-
-    scores = {query: metrics["ndcg@10"] for query, metrics in result.per_query.items()}
-    return best_and_worst_rows(scores, "ndcg@10", describe)

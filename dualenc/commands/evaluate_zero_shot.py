@@ -16,7 +16,6 @@ from dualenc.data.detect import default_split
 from dualenc.data.items import rows_of
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import best_positive_ranks
-from dualenc.evaluation.query_scores import rank_rows
 from dualenc.evaluation.report import Table
 from dualenc.evaluation.runs import read_lines, write_ranks
 from dualenc.evaluation.zero_shot import (
@@ -54,11 +53,6 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
     labels = labels[rows_of(images.ids, embedded.ids)]
     ranks = best_positive_ranks(vectors, classes, labels[:, None].tolist())
     if distributed.is_main():
-
-        def describe_image(number: int) -> str:
-            return f"{embedded.ids[number]}: {names[labels[number]]}"
-
-        queries = rank_rows(ranks, vectors, classes, describe_image, names.__getitem__)
         log = evaluation.folder / "per_query.ndjson"
         write_ranks(log, embedded.ids, ranks, "top", CUTOFFS, short_name(data))
         by_class: list[dict[str, Any]] = []
@@ -77,7 +71,6 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
             [
                 Table("Zero-shot classification", [{"data": short_name(data), **sizes, **scores}]),
                 Table("By class, hardest first", sorted(by_class, key=itemgetter("top@1"))),
-                Table("Best and worst images", queries),
             ],
             printed=1,
         )

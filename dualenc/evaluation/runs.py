@@ -27,25 +27,6 @@ def write_trec(path: StrPath, run: Run, tag: str = "dualenc") -> None:
                 stream.write(f"{query} Q0 {document} {rank} {documents[document]:.9g} {tag}\n")
 
 
-def read_trec(path: StrPath) -> dict[str, dict[str, float]]:
-    """Read a TREC run file; the ranks in it are ignored, as trec_eval does."""
-    run: dict[str, dict[str, float]] = {}
-    for place, line in read_lines(path):
-        try:
-            query, _, document, _, written, _ = line.split()
-            score = float(written)
-            if not math.isfinite(score):
-                raise ValueError
-        except ValueError:
-            remedy = "write query Q0 document rank score tag"
-            raise DualencError(f"{place}: not a line of a TREC run; {remedy}") from None
-        documents = run.setdefault(query, {})
-        if document in documents:
-            raise DualencError(f"{place}: duplicate document {document} for query {query}; remove one")
-        documents[document] = score
-    return run
-
-
 def write_per_query(path: StrPath, per_query: Mapping[str, Scores], dataset: str = "") -> None:
     """Write one JSON object per query and line: `{"dataset": …, "query": …, "ndcg@10": …, …}`."""
     # An id may be a file name that is not UTF-8: its invalid bytes are escaped as in JSON.

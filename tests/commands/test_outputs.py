@@ -42,7 +42,6 @@ def files_in(folder: Path) -> dict[str, str]:
 WORDS: dict[str, Callable[[Path, Path, Path], list[Any]]] = {
     "report": lambda tmp, text, beir: ["report", run_folder(tmp / "run")],
     "retrieval": lambda tmp, text, beir: ["evaluate", "retrieval", text, beir],
-    "compare": lambda tmp, text, beir: ["evaluate", "compare", tmp / "a", tmp / "b"],
     "mine": lambda tmp, text, beir: ["mine", text, beir, "--split", "test"],
     "embed": lambda tmp, text, beir: ["embed", text, beir],
     "index": lambda tmp, text, beir: ["index", text, beir],
@@ -60,7 +59,7 @@ def test_a_folder_of_other_files_stays_as_it_was(
     assert files_in(folder) == before
 
 
-FOREIGN = {"report": "report.html", "retrieval": "bm25/run.trec", "compare": "comparison.json"}
+FOREIGN = {"report": "report.html", "retrieval": "bm25/run.trec"}
 
 
 @pytest.mark.parametrize("command", FOREIGN)
