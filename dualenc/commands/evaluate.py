@@ -175,12 +175,10 @@ class CorruptionOptions:
     """Corruptions of images, and what is measured under them.
 
     Args:
-        clean: with a CIFAR-C or Tiny-ImageNet-C folder: the images without corruption.
         corruptions: their names; by default all 19, or all that the folder has.
         severity: of the corruptions in retrieval, 1 to 5; the robustness table has all five.
     """
 
-    clean: str | None = None
     corruptions: Annotated[list[str] | None, COMMAS] = None
     severity: int = 1
 

@@ -24,7 +24,6 @@ from dualenc.evaluation.corrupted import (
     Condition,
     ImageVersions,
     SimCLRPrepare,
-    confusions,
     encoder_of,
     measure_versions,
     nearest_images,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from dualenc.commands.evaluate import CorruptionOptions, ImageOptions
     from dualenc.commands.options import OutputOptions
     from dualenc.encoders import Tower
+    from dualenc.types import Output
 
 TRAIN_BATCH = 256
 
@@ -58,7 +58,7 @@ def evaluate_corrupted(
     model: str, data: str, images: ImageOptions, options: CorruptionOptions, output: OutputOptions
 ) -> None:
     """Evaluate retrieval among versions and images, and with training images the robustness of a linear probe."""
-    split = images.split or default_split(options.clean or data, "test")
+    split = images.split or default_split(data, "test")
     evaluation = Evaluation("corrupted", model, data, output)
     source, clean = _open_versions(data, split, images, options)
     if images.train is not None:
@@ -75,7 +75,8 @@ def evaluate_corrupted(
     found = {"images": len(nearest), "severity": options.severity, **summarise(nearest, names)}
     metrics: dict[str, Any] = {"corrupted": found}
     retrieval = [_retrieval_row(f"among {len(names)} versions of the image", found)]
-    tables = [Table("By corruption", _confusion_rows(nearest, names))]
+    by_corruption = [{"corruption": name, "top-1": found[f"top1/{name}"]} for name in names]
+    tables = [Table("By corruption", by_corruption)]
     if clean is not None:
         views = _measure_views(tower, clean, [CLEAN], images, lambda views: views[:, :, 0], "clean images")
         metrics["plain"] = {"images": len(views), **summarise(nearest_images(views))}
@@ -91,7 +92,7 @@ def evaluate_corrupted(
             "images": len(correct),
             "mean_corruption_error": float(errors.mean()),
         }
-        if clean is not None and clean.labels is not None:
+        if clean is not None:
             correct = _is_right(tower, clean, images, classifier, training.class_names, "clean images")
             robustness["clean_accuracy"] = float(correct.mean())
         tables.append(Table("Robustness of a linear probe", [dict(robustness)]))
@@ -99,8 +100,9 @@ def evaluate_corrupted(
             Table("Accuracy by corruption and severity", robustness_rows(errors, names, SEVERITIES))
         )
         severities = [str(severity) for severity in SEVERITIES]
-        by_corruption = zip(names, errors.tolist())
-        robustness["errors"] = {name: dict(zip(severities, row)) for name, row in by_corruption}
+        robustness["errors"] = {
+            name: dict(zip(severities, row)) for name, row in zip(names, errors.tolist())
+        }
         metrics["robustness"] = robustness
     if distributed.is_main():
         facts: dict[str, object] = {"model": model, "data": data, "split": split, "seed": images.seed}
@@ -118,13 +120,6 @@ def _open_versions(
     clean = None
     if is_corrupted_folder(data):
         source = read_corrupted(data, corruptions)
-        if options.clean is not None:
-            corpus = open_images(options.clean, split, images.label_column)
-            clean = CleanImages(corpus.items, corpus.labels, corpus.class_names)
-    elif options.clean is not None:
-        raise DualencError(
-            f"{data}: is no CIFAR-C or Tiny-ImageNet-C folder but clean images; leave --clean out"
-        )
     else:
         corpus = open_images(data, split, images.label_column)
         clean = CleanImages(corpus.items, corpus.labels, corpus.class_names)
@@ -138,24 +133,7 @@ def _open_versions(
 
 
 def _retrieval_row(task: str, found: dict[str, float]) -> dict[str, object]:
-    return {
-        "task": task,
-        "images": found["images"],
-        "top-1": found["top1"],
-        "first to second": found["top1_first_to_second"],
-        "second to first": found["top1_second_to_first"],
-    }
-
-
-def _confusion_rows(nearest: np.ndarray, names: Sequence[str]) -> list[dict[str, object]]:
-    """For each corruption how often it finds itself, and which other one it finds most often."""
-    rates = confusions(nearest)
-    others = rates - 2 * np.eye(len(names))
-    rows: list[dict[str, object]] = []
-    for name, right, row in zip(names, rates.diagonal().tolist(), others):
-        mistaken = {"most often taken for": names[row.argmax()], "share": float(row.max())}
-        rows.append({"corruption": name, "top-1": right, **mistaken})
-    return rows
+    return {"task": task, "images": found["images"], "top-1": found["top1"]}
 
 
 def _measure_views(
@@ -168,14 +146,7 @@ def _measure_views(
 ) -> np.ndarray:
     """`value_of` the embeddings (m, 2, C, D) of two augmented views of each version."""
     versions = ImageVersions(source, conditions, SimCLRPrepare(tower.prepare), views=2, seed=images.seed)
-    return measure_versions(
-        versions,
-        encoder_of(tower, "embedding"),
-        lambda _, embeddings: value_of(embeddings),
-        random_rows(len(source), images.limit).tolist(),
-        num_workers=images.num_workers,
-        what=what,
-    )
+    return _measure(tower, "embedding", versions, images, lambda _, embeddings: value_of(embeddings), what)
 
 
 def _is_right(
@@ -194,11 +165,24 @@ def _is_right(
         predicted = classifier.predict(features.reshape(-1, features.shape[-1]))
         return predicted.reshape(len(rows), -1) == labels[rows][:, None]
 
+    versions = ImageVersions(source, conditions, tower.prepare)
+    return _measure(tower, "features", versions, images, compare, what)
+
+
+def _measure(
+    tower: Tower,
+    output: Output,
+    versions: ImageVersions,
+    images: ImageOptions,
+    value_of: Callable[[list[int], np.ndarray], np.ndarray],
+    what: str,
+) -> np.ndarray:
+    """`value_of` the numbers of the images to test and what the tower gives for their versions."""
     return measure_versions(
-        ImageVersions(source, conditions, tower.prepare),
-        encoder_of(tower, "features"),
-        compare,
-        random_rows(len(source), images.limit).tolist(),
+        versions,
+        encoder_of(tower, output),
+        value_of,
+        random_rows(len(versions), images.limit).tolist(),
         num_workers=images.num_workers,
         what=what,
     )

@@ -208,7 +208,7 @@ def nearest_images(features: Vectors) -> Nearest:
 
 
 def summarise(nearest: Nearest, versions: Sequence[str] = ()) -> dict[str, float]:
-    """Top-1 accuracies: "top1", "top1_first_to_second", "top1_second_to_first", and "top1/NAME" of each version.
+    """Top-1 accuracies: "top1", and "top1/NAME" of each version.
 
     `nearest` is (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions` with the names of K versions.
     """
@@ -216,19 +216,8 @@ def summarise(nearest: Nearest, versions: Sequence[str] = ()) -> dict[str, float
     if nearest.ndim == 3:
         own = np.arange(nearest.shape[2])
     hits = nearest == own
-    means = {
-        "top1": float(hits.mean()),
-        "top1_first_to_second": float(hits[:, 0].mean()),
-        "top1_second_to_first": float(hits[:, 1].mean()),
-    }
-    return means | {f"top1/{name}": float(hits[:, :, k].mean()) for k, name in enumerate(versions)}
-
-
-def confusions(nearest: Nearest) -> npt.NDArray[np.float64]:
-    """(K, K) how often a view of version k (row) finds version j (column); rows sum to 1 less the ties."""
-    numbers = np.arange(nearest.shape[2])
-    counts = (nearest[..., None] == numbers).sum(axis=(0, 1))
-    return counts / (2 * len(nearest))
+    by_version = {f"top1/{name}": float(hits[:, :, k].mean()) for k, name in enumerate(versions)}
+    return {"top1": float(hits.mean()), **by_version}
 
 
 def robustness_rows(

@@ -43,7 +43,7 @@ def knn_predict(
     test: Vectors,
     *,
     k: int = 20,
-    temperature: float | None = 0.07,
+    temperature: float = 0.07,
     device: str | torch.device = "cpu",
 ) -> Integers:
     """Class (A,) of each test vector by a vote of its k nearest training vectors (Wu et al. 2018, §3.4).
@@ -54,22 +54,20 @@ def knn_predict(
         train, train_labels: (N, D) features, scaled to unit norm here, and (N,) class numbers from 0.
         test: (A, D) features to classify.
         k: number of neighbours; 1 is the nearest-neighbour classifier.
-        temperature: τ of the vote; None gives every neighbour one vote.
+        temperature: τ of the vote.
         device: where to search, as in `dualenc.search.exact.exact_search`.
     """
     train_labels = np.asarray(train_labels)
     if not 1 <= k <= len(train):
         raise DualencError(f"k={k}: there are {len(train)} training images; choose k from 1 to that")
-    if temperature is not None and temperature <= 0:
+    if temperature <= 0:
         raise DualencError(f"temperature={temperature}: it must be above 0")
     rows = unit_rows(train, "training features")
     queries = unit_rows(test, "test features")
     with distributed.single_process():
         scores, neighbours = exact_search(queries, rows, k, device=device)
-    votes = np.ones_like(scores)
-    if temperature is not None:
-        # exp((s − best)/τ): the same vote up to a factor per query, and no overflow at a small τ.
-        votes = np.exp((scores - scores[:, :1]) / temperature)
+    # exp((s − best)/τ): the same vote up to a factor per query, and no overflow at a small τ.
+    votes = np.exp((scores - scores[:, :1]) / temperature)
     totals = np.zeros((len(queries), int(train_labels.max()) + 1))
     np.add.at(totals, (np.arange(len(queries))[:, None], train_labels[neighbours]), votes)
     return totals.argmax(axis=1)

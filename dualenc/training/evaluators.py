@@ -145,7 +145,7 @@ class KNNEvaluator(Evaluator):
         train: labelled images that vote.
         test: labelled images to classify.
         k: neighbours that vote.
-        temperature: weight exp(s/τ) of a vote; null counts votes equally.
+        temperature: τ of a vote's weight exp(s/τ).
         batch_size: images encoded at once.
     """
 
@@ -159,7 +159,7 @@ class KNNEvaluator(Evaluator):
         test: ImageViews,
         *,
         k: int = 20,
-        temperature: float | None = 0.07,
+        temperature: float = 0.07,
         batch_size: int = 256,
     ) -> None:
         self.corpora: list[Corpus] = []

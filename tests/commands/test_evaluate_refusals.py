@@ -67,7 +67,6 @@ REFUSALS = [
     ("corrupted {image} {splits} --corruptions fogg,fog", "unknown corruption fogg (did you mean fog?)"),
     ("corrupted {image} {splits} --corruptions fog,fog", "give two or more different ones"),
     (f"{CORRUPTED} --severity 9", "--severity is 9"),
-    (f"{CORRUPTED} --clean {{splits}}", "leave --clean out"),
     ("corrupted {image} {cifar-c} --corruptions frost", "frost.npy: no such file or folder; there are snow"),
     ("compare {log.ndjson} {empty}", "holds no per_query.ndjson"),
     ("compare {log.ndjson} {other.ndjson}", "2 queries are in one run only"),

@@ -93,10 +93,10 @@ def test_one_neighbour_is_that_of_scikit_learn() -> None:
     assert (knn_predict(train, labels, test, k=1) == reference.predict(test)).all()
 
 
-def test_an_equal_vote_counts_heads_and_a_weighted_one_closeness() -> None:
+def test_a_vote_counts_closeness_or_heads_by_temperature() -> None:
     train = np.array([[1.0, 0.0], [0.6, 0.8], [0.6, -0.8]])
     labels, test = np.array([0, 1, 1]), np.array([[1.0, 0.0]])
-    assert knn_predict(train, labels, test, k=3, temperature=None).tolist() == [1]
+    assert knn_predict(train, labels, test, k=3, temperature=100.0).tolist() == [1]
     for temperature in (0.07, 1e-4):  # the smaller one must not overflow
         assert knn_predict(train, labels, test, k=3, temperature=temperature).tolist() == [0]
     # A tie goes to the lower class.

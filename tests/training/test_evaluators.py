@@ -142,9 +142,10 @@ def test_neighbours_vote_on_features_as_in_scikit_learn():
         values = colours(count, seed)
         sides.append((values, ImageViews(images(values), values.argmax(axis=1), ["r", "g", "b"])))
     model = unimodal()
-    found = KNNEvaluator(sides[0][1], sides[1][1], k=5, temperature=None)(model)["knn_accuracy"]
+    found = KNNEvaluator(sides[0][1], sides[1][1], k=5)(model)["knn_accuracy"]
     train, test = (v / np.linalg.norm(v, axis=1, keepdims=True) for v, _ in sides)
-    reference = KNeighborsClassifier(5).fit(train, sides[0][1].labels)
+    vote = KNeighborsClassifier(5, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07))
+    reference = vote.fit(train, sides[0][1].labels)
     assert found == pytest.approx(reference.score(test, sides[1][1].labels), abs=1e-9)
 
 
