@@ -201,7 +201,7 @@ def read_corpus(
         if file is None:
             parts = "corpus.jsonl, queries.jsonl and qrels/"
             raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has {parts}")
-        source = TableSource(file, bad_rows, kinds={"text": "value"})
+        source = TableSource(file, bad_rows)
         id_column = "_id"
         if titles and part == "corpus":
             # A document may be a title alone.

@@ -1,13 +1,12 @@
-"""The data cache: Arrow files converted from tables, next to the caches of `datasets`.
+"""The data cache: Arrow files converted from tables, and indexes of tars, next to the caches of `datasets`.
 
 `datasets` takes over a second to import, so modules of `dualenc.data` import it inside the functions that need it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +25,8 @@ if TYPE_CHECKING:
 IN_MEMORY_BYTES = 32 << 20
 """Files that are smaller than this together are kept in memory instead of the cache folder."""
 BATCH_ROWS = 2000
-VERSION = 6
+VERSION = 7
 """Of what the cache holds; raise it when the reading changes."""
-FIX_CACHE = "set HF_DATASETS_CACHE to another folder"
 
 
 def cache_folder() -> Path:
@@ -40,49 +38,53 @@ def cache_folder() -> Path:
 
 def cache_option(source: str | Path) -> dict[str, str]:
     """The `cache_dir` to load a folder with: `datasets` notices no change of files in a folder with a README.md."""
-    files = (
-        sorted(file for file in Path(source).rglob("*") if file.is_file()) if Path(source).is_dir() else []
-    )
+    files = sorted(file for file in Path(source).rglob("*") if file.is_file())
     if not files:
         return {}
     digest = digest_of([f"{file} {file_identity(file, read=False).decode()}" for file in files])
     return {"cache_dir": str(cache_folder() / "folders" / digest)}
 
 
-def dataset_of_batches(
+def record_batches(rows: Iterable[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Rows in batches of `BATCH_ROWS`."""
+    remaining = iter(rows)
+    while block := list(islice(remaining, BATCH_ROWS)):
+        yield pa.RecordBatch.from_pylist(block, schema=schema)
+
+
+def cached_dataset(
     read: Callable[[BadRows], Iterator[pa.RecordBatch]],
     schema: pa.Schema,
     files: Sequence[Path],
-    key: Sequence[Any],
+    key: object,
     bad_rows: BadRows,
 ) -> Dataset:
     """A data set of the record batches that `read` makes of files: in memory if these are small, else a mapped file.
 
-    In the cache folder the batches are stored by the contents of the files and by `key`, with what was counted as bad.
+    In the cache folder it is stored by `key` and the paths, times and contents of the files, with the bad rows counted.
     """
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
     own = BadRows(bad_rows.source, bad_rows.on_error)
-    bar = {"unit": " rows", "unit_scale": BATCH_ROWS, "delay": 2, "leave": False}
-    batches = tqdm(read(own), files[0].name, **bar)
+    batches = tqdm(read(own), files[0].name, unit=" rows", unit_scale=BATCH_ROWS, delay=2, leave=False)
     if sum(file.stat().st_size for file in files) <= IN_MEMORY_BYTES:
-        dataset = Dataset(InMemoryTable(pa.Table.from_batches(batches, schema=schema)))
+        dataset = Dataset(InMemoryTable(pa.Table.from_batches(batches, schema)))
         bad_rows.update(own.counts, own.first)
         return dataset
-    # Paths too, which messages name. Contents under one key never change: two processes may write the same file.
+    # Contents under one key never change: two processes may write the same file.
     facts = [
-        (str(file.resolve()), file.stat().st_mtime_ns, file_identity(file).decode()) for file in files
+        f"{file.resolve()} {file.stat().st_mtime_ns} {file_identity(file).decode()}" for file in files
     ]
-    digest = hashlib.sha256(json.dumps([VERSION, facts, key]).encode()).hexdigest()
-    target = cache_folder() / f"{digest[:32]}.arrow"
+    target = cache_folder() / f"{digest_of([f'{VERSION} {key}', *facts])}.arrow"
     counts = target.with_suffix(".json")
-    # The counts are written after the table: a process killed in between leaves a table that is written again.
-    if not (target.is_file() and counts.is_file()):
-        with explain(f"{target.parent}: cannot write the data cache", FIX_CACHE):
-            with atomic_path(target) as part, pa.ipc.new_stream(str(part), schema) as writer:
+    if not target.is_file():
+        failure = f"{target.parent}: cannot write the data cache"
+        with explain(failure, "set HF_DATASETS_CACHE to another folder"), atomic_path(target) as part:
+            with pa.ipc.new_stream(str(part), schema) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
+            # Before the table has its name: wherever a process is killed, a table has its counts.
             write_json(counts, {"counts": own.counts, "first": own.first})
     with explain(f"{target}: damaged data cache", "remove this file"):
         stored = read_json_object(counts, {"counts": dict, "first": dict})

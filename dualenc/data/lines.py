@@ -7,16 +7,13 @@ JSON reader refuses NaN, numbers beside texts, and a whole block for one bad lin
 
 from __future__ import annotations
 
-import codecs
 import csv
-import gzip
 import io
 import json
 import logging
 import re
-import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -26,7 +23,7 @@ from typing import Any, BinaryIO, Literal, TextIO, cast
 import pyarrow as pa
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 from dualenc.reading import is_utf8, open_regular
 
 LINE_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
@@ -35,23 +32,23 @@ Numbered = tuple[int, Record]
 
 logger = logging.getLogger("dualenc.data")
 
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _MAX_FIELD_BYTES = 1 << 30
 _BLOCK_BYTES = 1 << 16
-_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 # NaN, as `json.dumps` writes the missing values of pandas, is null.
 _parse_json = partial(json.loads, parse_constant=lambda name: None)
 
 
 def file_format(path: PurePath) -> str:
     """The suffix that decides how a file is read, in lower case and without `.gz` or `.zst`."""
-    return PurePath(path.stem if path.suffix.lower() in (".gz", ".zst") else path.name).suffix.lower()
+    return PurePath(path.stem if path.suffix.lower() in _COMPRESSIONS else path.name).suffix.lower()
 
 
 def read_records(path: Path, bad_rows: BadRows, quotes: bool | None = None) -> Iterator[Numbered]:
     """Yield (line number from 1, record) for each record of a file of `LINE_FORMATS`, decompressed on the fly.
 
-    JSON is a list of records or one record per line; a .txt file one text per line, as {"text": …}. By default `"`
-    encloses fields in csv, and in tsv if the header is in quotes or quotes in a field are doubled.
+    JSON is one record per line, or a list whose records are numbered; a .txt file one text per line, as {"text": …}. By
+    default `"` encloses fields in csv, and in tsv if the header is in quotes or quotes in a field are doubled.
     """
     suffix = file_format(path)
     with _open(path) as stream:
@@ -74,67 +71,47 @@ def read_texts(path: Path, bad_rows: BadRows) -> Iterator[tuple[int, str]]:
 def _open(path: Path) -> Iterator[TextIO]:
     """Open a file as text; errors of opening and reading become one line. Bytes that are no UTF-8 are surrogates."""
     is_table = file_format(path) in (".csv", ".tsv")
-    try:
-        with open_regular(path) as stream:
-            encoding = _encoding(_decompressed(path, stream), is_table)
-        with open_regular(path) as stream:
-            if encoding != "utf-8-sig":
-                _report_encoding(path, encoding)
-            newline = "" if is_table else "\n"
-            yield io.TextIOWrapper(_decompressed(path, stream), encoding, "surrogateescape", newline)
-    except UnicodeDecodeError as error:
-        reason = f"broken {error.encoding} ({error.reason}); convert the file to UTF-8"
-        raise DualencError(f"{path}: {reason}") from None
-    except csv.Error as error:
-        reason = f"malformed header ({error}); its first line must name the columns"
-        raise DualencError(f"{path}:1: {reason}") from None
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise DualencError(f"{path}: broken gzip file ({error}); fetch it again") from None
-    except OSError as error:
-        raise DualencError(f"{path}: cannot be read ({error.strerror or error}); check the path") from None
+    with explain(f"{path}: cannot be read", "check the path and its first line, or convert it to UTF-8"):
+        with _decompressed(path) as stream:
+            encoding = _encoding(stream, is_table)
+        if not encoding.startswith("utf-8"):
+            _report_encoding(path, encoding)
+        with _decompressed(path) as stream:
+            yield io.TextIOWrapper(stream, encoding, "surrogateescape", newline="" if is_table else "\n")
 
 
-def _decompressed(path: Path, stream: BinaryIO) -> BinaryIO:
-    if path.suffix.lower() == ".gz":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=stream))
-    if path.suffix.lower() == ".zst":
-        return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream), "zstd")))
-    return stream
+def _decompressed(path: Path) -> BinaryIO:
+    stream = open_regular(path)
+    compression = _COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        return stream
+    return cast(BinaryIO, io.BufferedReader(pa.input_stream(stream, compression)))
 
 
 def _encoding(stream: BinaryIO, is_table: bool) -> str:
     """UTF-8, UTF-16 or UTF-32; of a table also what Excel writes, if most of its first accents are no UTF-8."""
     block = stream.read(_BLOCK_BYTES)
-    for mark, encoding in _MARKS.items():
-        if block.startswith(mark):
-            return encoding
-    for second, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
-        # Of western text in UTF-16 every other byte is 0.
-        zeros = block[second::2].count(0)
-        if len(block) > 3 and zeros > 0.4 * len(block) and zeros > 4 * block[1 - second :: 2].count(0):
-            return encoding
-    while is_table and block:
+    encoding = json.detect_encoding(block)
+    while is_table and block and encoding.startswith("utf-8"):
         if not block.isascii():
             text = (block + stream.readline()).decode("utf-8", "surrogateescape")
             accents = sum(character > "\x7f" for character in text)
             broken = sum("\udc80" <= character <= "\udcff" for character in text)
-            return "cp1252" if 2 * broken > accents else "utf-8-sig"
+            return "cp1252" if 2 * broken > accents else encoding
         block = stream.read(_BLOCK_BYTES)
-    return "utf-8-sig"
+    return encoding
 
 
 @cache
 def _report_encoding(path: Path, encoding: str) -> None:
-    logger.warning(
-        "%s: read as %s, for it is not UTF-8; if letters look wrong, convert the file", path, encoding
-    )
+    advice = "for it is not UTF-8; if letters look wrong, convert the file"
+    logger.warning("%s: read as %s, %s", path, encoding, advice)
 
 
 def _lines(path: Path, stream: TextIO, bad_rows: BadRows) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(stream, 1):
-        if not line.isascii() and not is_utf8(line):
-            fix = "convert the file to UTF-8"
-            bad_rows.add("line that is not UTF-8 text", f"{path}:{number}", fix)
+        if not is_utf8(line):
+            bad_rows.add("line that is not UTF-8 text", f"{path}:{number}", "convert the file to UTF-8")
         # Blank lines separate and are no samples.
         elif not line.isspace():
             yield number, line.removesuffix("\n").removesuffix("\r")
@@ -143,98 +120,64 @@ def _lines(path: Path, stream: TextIO, bad_rows: BadRows) -> Iterator[tuple[int,
 def _json_records(path: Path, stream: TextIO, bad_rows: BadRows) -> Iterator[Numbered]:
     """Records of lines, or of a list, which is read as a whole."""
     is_first = True
-    for number, line in enumerate(stream, 1):
-        if line.isspace():
-            continue
-        if is_first and line.lstrip().startswith("["):
-            yield from _json_list(path, line + stream.read(), bad_rows)
-            return
+    for number, line in _lines(path, stream, bad_rows):
+        is_list = is_first and line.lstrip().startswith("[")
         is_first = False
+        if is_list:
+            line = f"{line}\n{stream.read()}"
         try:
-            record = _parse_json(line)
-            if not line.isascii():
-                line.encode()  # refuses bytes that are no UTF-8
+            value = _parse_json(line)
         except (ValueError, RecursionError) as error:
-            fix = f"{_json_fault(error)}; fix or remove the line"
-            bad_rows.add("malformed JSON line", f"{path}:{number}", fix)
+            position = f"{path}:{number + getattr(error, 'lineno', 1) - 1}"
+            fault = str(error).partition(": line ")[0]
+            if is_list:
+                raise DualencError(f"{position}: malformed JSON ({fault}); fix the file") from None
+            bad_rows.add("malformed JSON line", position, f"{fault}; fix or remove the line")
             continue
-        if isinstance(record, dict):
-            yield number, record
-        else:
-            fix = 'write {"column": value, …} on each line'
-            bad_rows.add("not a JSON object", f"{path}:{number}", fix)
-
-
-def _json_list(path: Path, text: str, bad_rows: BadRows) -> Iterator[Numbered]:
-    try:
-        records = _parse_json(text)
-    except (ValueError, RecursionError) as error:
-        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-        raise DualencError(f"{path}:{line}: malformed JSON ({_json_fault(error)}); fix the file") from None
-    for number, record in enumerate(records, 1):
-        if isinstance(record, dict):
-            yield number, record
-        else:
-            fix = 'write a list of {"column": value, …}'
-            bad_rows.add("not a JSON object", f"{path} record {number}", fix)
-
-
-def _json_fault(error: ValueError | RecursionError) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    # The position is named by file and line.
-    return str(error).partition(": line ")[0]
-
-
-def check_distinct(location: str, columns: Sequence[str]) -> None:
-    """Raise a `DualencError` if two columns have one name."""
-    for name, count in Counter(columns).items():
-        if count > 1:
-            raise DualencError(f"{location}: two columns are called {name!r}; rename one of them")
+        for record_number, record in enumerate(value, 1) if is_list else [(number, value)]:
+            if isinstance(record, dict):
+                yield record_number, record
+            else:
+                bad_rows.add("not a JSON object", f"{path}:{record_number}", 'write {"column": value, …}')
 
 
 def _separated(path: Path, stream: TextIO, bad_rows: BadRows, quotes: bool | None) -> Iterator[Numbered]:
     # The default refuses documents longer than 131,072 characters.
     csv.field_size_limit(_MAX_FIELD_BYTES)
-    number, first = next(((n, line) for n, line in enumerate(stream, 1) if line.strip()), (1, ""))
-    delimiter = "\t" if file_format(path) == ".tsv" else _delimiter(first)
+    skipped, first = next(((n, line) for n, line in enumerate(stream) if line.strip()), (0, ""))
+    # The comma, or what divides the header into more fields: Excel writes semicolons in half of the world.
+    delimiter = max(",;\t", key=re.sub('"[^"]*"', "", first).count)
+    if file_format(path) == ".tsv":
+        delimiter = "\t"
     if first[:4] == "sep=" and len(first.strip()) == 5:  # Excel's own
         delimiter = first[4]
         first = next(stream, "")
-        number += 1
+        skipped += 1
     # In tsv a quote is a character of the text, unless the writer has put even the names of columns in quotes.
     in_quotes = delimiter != "\t" or first.startswith('"') if quotes is None else quotes
-    may_double = quotes is None and not in_quotes
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if in_quotes else csv.QUOTE_NONE
     rows = csv.reader(chain([first], stream), delimiter=delimiter, strict=True, quoting=quoting)
     header = next(rows, None)
     if not header:
         raise DualencError(f"{path}: empty file; its first line must name the columns")
-    check_distinct(f"{path}:{number}", [name for name in header if name.strip()])
-    has_nameless = "" in header  # an index that pandas or R has written
+    for name, count in Counter(header).items():
+        if count > 1 and name.strip():
+            position = f"{path}:{skipped + 1}"
+            raise DualencError(f"{position}: two columns are called {name!r}; rename one of them")
+    option = (
+        "quotes=false if quotes are characters" if in_quotes else "quotes=true if quotes enclose fields"
+    )
     for start, row, fault in _read_rows(rows, header):
-        if not fault:
-            record = dict(zip(header, map(_unquoted, row) if may_double else row))
-            if has_nameless:
-                del record[""]
-            yield rows.line_num + number - 1, record
-            continue
-        # A stray quote swallows the lines up to the next quote: all of them are lost, and counted.
-        lost = max(1, rows.line_num + 1 - start)
-        reason = "malformed line"
-        fix = (
-            f"{fault}: quote fields that hold the delimiter, or pass quotes=false if quotes are characters"
-        )
-        if not in_quotes:
+        if fault:
+            # A stray quote swallows the lines up to the next quote: all of them are lost, and counted.
+            lost = max(1, rows.line_num + 1 - start)
             fix = f"{fault}: write a field for each column"
-            if any('"' in field for field in row):
-                reason = "malformed line with a quote (pass quotes=true if quotes enclose fields)"
-        bad_rows.add(reason, f"{path}:{start + number - 1}", fix, lost)
-
-
-def _delimiter(header: str) -> str:
-    """The comma, or what divides a csv's header into more fields: Excel writes semicolons in half of the world."""
-    return max(",;\t", key=re.sub('"[^"]*"', "", header).count)
+            bad_rows.add(f"malformed line (pass {option})", f"{path}:{start + skipped}", fix, lost)
+            continue
+        may_double = quotes is None and not in_quotes
+        record = dict(zip(header, map(_unquoted, row) if may_double else row))
+        record.pop("", None)  # an index that pandas or R has written
+        yield rows.line_num + skipped, record
 
 
 def _read_rows(rows: Any, header: list[str]) -> Iterator[tuple[int, list[str], str]]:

@@ -193,7 +193,6 @@ class TablePairs(ColumnPairs):
             quotes=quotes,
             allow_outside=allow_outside,
         )
-        # Lines carry no types: what most records hold decides how columns are read.
         kinds = source.kinds
         if negative_column is None:
             negative_column = _default_negatives(kinds, (left_column, right_column))
@@ -260,16 +259,17 @@ class MinedPairs(ColumnPairs):
             fix = "queries and documents are given together; name the vectors of both"
             raise DualencError(f"{path}: {fix}")
         bad_rows = BadRows(path, on_error)
-        source = TableSource(path, bad_rows, split=split)
         columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
         if queries is None or documents is None:
-            table = source.open(columns, optional=("neg",), reshape=_mined_texts)
+            source = TableSource(path, bad_rows, split=split, reshape=_mined_texts)
+            table = source.open(columns, optional=("neg",))
             query, pos, neg = (read_column(table, name, "text") for name in columns)
         else:
             left = open_vectors(queries, bad_rows=bad_rows)
             right = open_vectors(documents, bad_rows=bad_rows)
             # Of vectors the file holds the ids alone.
-            table = source.open(columns, optional=("neg",), reshape=_mined_ids)
+            source = TableSource(path, bad_rows, split=split, reshape=_mined_ids)
+            table = source.open(columns, optional=("neg",))
             query = read_ids(table, "query", left.ids, left.items)
             pos = read_ids(table, "pos", right.ids, right.items)
             neg = read_ids(table, "neg", right.ids, right.items)
@@ -302,10 +302,11 @@ def _flat_passages(record: Record, value_of: Callable[[Record], Any]) -> Record:
     return flat
 
 
-def _text_of_passage(passage: Record) -> str:
+def _text_of_passage(passage: Record) -> str | Record:
     parts = [passage.get(name) for name in ("title", "text")]
+    # Left as it is, for the reader of the column to refuse.
     if any(not isinstance(part, (str, NoneType)) for part in parts):
-        raise TypeError("a passage's title or text is no string")
+        return passage
     return " ".join(part or "" for part in parts).strip()
 
 
@@ -453,7 +454,6 @@ class TableViews(ImageViews):
         source = TableSource(
             path,
             bad_rows,
-            kinds={image_column: "value"},
             split=split,
             subset=subset,
             quotes=quotes,

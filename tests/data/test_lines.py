@@ -87,7 +87,7 @@ def test_quoted_fields_in_tsv_that_span_lines_name_the_option(tmp_path: Path) ->
     path.write_text('id\ttext\n1\t"two\nlines"\n2\tone\n')
     bad_rows = BadRows(path)
     assert len(list(read_records(path, bad_rows))) == 2
-    assert bad_rows.describe().startswith("1 malformed line with a quote (pass quotes=true if quotes enclose fields)")
+    assert bad_rows.describe().startswith("1 malformed line (pass quotes=true if quotes enclose fields)")
     assert [record["text"] for _, record in read(path, quotes=True)] == ["two\nlines", "one"]
 
 
@@ -103,12 +103,16 @@ def test_lines_swallowed_by_a_stray_quote_are_all_counted(tmp_path: Path) -> Non
     ("name", "content", "message"),
     [
         ("x.jsonl", b'{"a": 1}\n{"a": \n', "x.jsonl:2: malformed JSON line; Expecting value; fix"),
-        ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "x.jsonl:2: malformed JSON line"),
-        ("x.jsonl", b'{"a": 1}\n' + b"[" * 100_000 + b"\n", "x.jsonl:2: malformed JSON line; nested too deeply"),
+        ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "x.jsonl:2: line that is not UTF-8"),
+        ("x.jsonl", b'{"a": 1}\n' + b"[" * 100_000 + b"\n", "x.jsonl:2: malformed JSON line; maximum recursion depth"),
         ("x.jsonl", b'{"a": 1}\n[1]\n', "x.jsonl:2: not a JSON object"),
-        ("x.json", b'[{"a": 1}, 2]', "x.json record 2: not a JSON object"),
+        ("x.json", b'[{"a": 1}, 2]', "x.json:2: not a JSON object"),
         ("x.txt", b"one\ncaf\xe9\n", "x.txt:2: line that is not UTF-8"),
-        ("x.csv", b"a,b\n1,2\n1,2,3\n", "x.csv:3: malformed line; 3 fields under a header of 2"),
+        (
+            "x.csv",
+            b"a,b\n1,2\n1,2,3\n",
+            "x.csv:3: malformed line (pass quotes=false if quotes are characters); 3 fields under a",
+        ),
     ],
 )
 def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -125,14 +129,15 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content
     ("name", "content", "message"),
     [
         ("x.csv", b"", "its first line must name the columns"),
-        ("x.csv", "a,b\n1,2\n".encode("utf-16")[:-1], "broken utf-16"),
+        ("x.csv", "a,b\n1,2\n".encode("utf-16")[:-1], "cannot be read ('utf-16-le' codec"),
         ("x.jsonl.zst", b"no zstd", "ZSTD decompress failed"),
         ("x.jsonl.zst", pa.compress(b'{"a": 1}\n' * 99, "zstd", asbytes=True)[:-8], "Truncated"),
+        ("x.csv", b'a,"b\n1,2\n', "cannot be read (unexpected end of data); check the path and its first line"),
         ("x.csv", b"a,b,b\n1,2,3\n", "x.csv:1: two columns are called 'b'; rename one"),
-        ("x.json", b'[{"a": 1},]', "x.json:1: malformed JSON"),
-        ("x.json", b"[" * 100_000, "nested too deeply"),
-        ("x.jsonl.gz", b"no gzip", "broken gzip"),
-        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-20], "broken gzip"),
+        ("x.json", b'[{"a": 1},\n]', "x.json:2: malformed JSON"),
+        ("x.json", b"[" * 100_000, "x.json:1: malformed JSON (maximum recursion depth"),
+        ("x.jsonl.gz", b"no gzip", "zlib inflate failed"),
+        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-20], "Truncated"),
         ("pipe.jsonl", None, "not a file"),
         ("nowhere.jsonl", None, "cannot be read"),
     ],
