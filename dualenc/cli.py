@@ -1,19 +1,24 @@
-"""Command line of `dualenc`: its subcommands, and one-line errors.
+"""Command line of `dualenc`: typed functions become subcommands, and errors one line.
 
+Parameters of a function, and the fields of its dataclasses, are options: `batch_size: int = 32` is `--batch-size 32`.
 Modules of commands import heavy libraries (torch, transformers, faiss, datasets) only inside their functions, so that
 every help text and most errors appear at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from cyclopts import App
+from cyclopts import App, CycloptsError, Parameter
 
-from dualenc.arguments import add_command, new_app, run
+from dualenc import __version__
 from dualenc.errors import BelowTarget, DualencError
 from dualenc.terminal import printable, without_credentials
 
@@ -24,7 +29,7 @@ COMMANDS = (
 )
 """Each is a function in the module of `dualenc.commands` with its first word's name."""
 
-EXPECTED = (DualencError, OSError, ModuleNotFoundError)
+EXPECTED = (DualencError, CycloptsError, OSError, ModuleNotFoundError)
 """Errors that a user can fix."""
 
 
@@ -36,9 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         reported in one line on stderr), 130 after Ctrl-C. With `--debug` errors are raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
+    words = [argument for argument in arguments if argument != "--debug"]
     try:
-        run(build_app(), [argument for argument in arguments if argument != "--debug"])
+        if "--out=" in words or ("--out", "") in itertools.pairwise(words):
+            # Path("") is the current folder.
+            raise DualencError("--out is empty; name a file or folder")
+        function, bound, _ = build_app(words[:1]).parse_args(words)
+        function(*bound.args, **bound.kwargs)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, has closed its end; without this Python would complain when it closes stdout.
@@ -49,32 +58,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         # A panic of a library in Rust, such as tokenizers, is no Exception; SystemExit is none either.
         is_failure = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if debug or not is_failure:
+        if len(words) < len(arguments) or not is_failure:
             raise
         print(f"dualenc: {_explain(error)}", file=sys.stderr)
         return 2 if isinstance(error, EXPECTED) and not isinstance(error, BelowTarget) else 1
     return 0
 
 
-def build_app() -> App:
-    """All commands."""
-    app = new_app(
-        "dualenc",
-        "Train, evaluate and search with dual encoders. --debug shows the traceback of an error.",
+def build_app(first_words: Sequence[str] = ()) -> App:
+    """The commands that begin with one of these words, whose modules alone are imported; all if none does."""
+    app = App(
+        name="dualenc",
+        help="Train, evaluate and search with dual encoders. --debug shows the traceback of an error.",
+        help_format="markdown",
+        version=f"dualenc {__version__}",
+        exit_on_error=False,
+        print_error=False,
+        default_parameter=Parameter(negative_iterable=(), negative_none=(), allow_repeating=True),
     )
-    evaluate = new_app("evaluate", "Measure models, indexes and engines.")
+    evaluate = App(name="evaluate", help="Measure models, indexes and engines.")
     app.command(evaluate)
-    for command in COMMANDS:
+    for command in [each for each in COMMANDS if each.split()[0] in first_words] or COMMANDS:
         module, _, name = command.partition(" ")
         functions = vars(importlib.import_module(f"dualenc.commands.{module}"))
-        add_command(evaluate if name else app, functions[(name or module).replace("-", "_")])
+        function = functions[(name or module).replace("-", "_")]
+        _flatten_options(function)
+        (evaluate if name else app).command(function)
     return app
+
+
+def _flatten_options(function: Callable[..., Any]) -> None:
+    """Make each dataclass among the parameters optional, and its fields options without a prefix."""
+    defaults = {}
+    for name, hint in typing.get_type_hints(function).items():
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            Parameter(name="*")(hint)
+            defaults[name] = hint()
+    function.__kwdefaults__ = defaults | (function.__kwdefaults__ or {})
 
 
 def _explain(error: BaseException) -> str:
     """One line about an error: a user's mistake as it is, out of memory with a remedy, anything else as a bug."""
     # File names and values in a message are untrusted.
     message = printable(without_credentials(" ".join(str(error).split())))
+    if isinstance(error, CycloptsError):
+        return f"error: {message} See {' '.join(['dualenc', *(error.command_chain or ())])} --help"
     if isinstance(error, ModuleNotFoundError):
         return f"error: {message}; install the package that brings it (pip install {error.name})"
     if isinstance(error, EXPECTED):
@@ -85,7 +113,3 @@ def _explain(error: BaseException) -> str:
             f"error: not enough memory ({message or 'none left'}); make batch_size or chunk_size smaller"
         )
     return f"unexpected error: {type(error).__name__}: {message}; run again with --debug to see where"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

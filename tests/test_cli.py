@@ -52,6 +52,16 @@ finally:
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2
 
 
+def test_a_command_imports_no_other() -> None:
+    code = """
+import sys
+from dualenc.cli import main
+assert main(["report", "--help"]) == 0
+assert not {"numpy", "dualenc.commands.quickstart", "dualenc.commands.evaluate"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command.split(), "--help"]) == 0

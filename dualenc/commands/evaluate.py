@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from dualenc.arguments import COMMAS
 from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, MAX_WORKERS, check_options
-from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
+from dualenc.commands.options import COMMAS, ColumnOptions, OutputOptions, RankingOptions
 from dualenc.commands.push import RecallOptions, evaluate_engine
 
 

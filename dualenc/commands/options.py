@@ -1,11 +1,23 @@
-"""Options that several commands share, or that belong together; `dualenc.arguments` makes a flat list of them."""
+"""Options that several commands share, or that belong together; `dualenc.cli` makes a flat list of them."""
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from dualenc.arguments import COMMAS
+from cyclopts import Parameter, convert
+
+
+def _split(kind: Any, tokens: Sequence[Any]) -> Any:
+    """Convert `1,5` and `10`; double quotes protect commas: `"last, first",year`."""
+    rows = csv.reader([token.value for token in tokens], skipinitialspace=True)
+    return convert(kind, [part.strip() for row in rows for part in row])
+
+
+COMMAS = Parameter(converter=_split, n_tokens=1)
+"""Marks a list that is split at commas; texts of any other list may hold commas, and its option may be repeated."""
 
 
 @dataclass(frozen=True)

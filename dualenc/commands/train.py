@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from dualenc.arguments import COMMAS
+from dualenc.commands.options import COMMAS
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:

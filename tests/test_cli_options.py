@@ -1,16 +1,18 @@
-"""Command lines made from typed functions."""
+"""Options of commands, made from typed functions."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import pytest
 from cyclopts import Parameter
 
-from dualenc.arguments import COMMAS, add_command, new_app, run
-from dualenc.errors import DualencError
+from dualenc import cli
+from dualenc.commands.options import COMMAS
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,19 @@ def train(recipe: str, *overrides: str, resume: bool = False) -> None:
     CALLS.append({"recipe": recipe, "overrides": overrides, "resume": resume})
 
 
-def run_function(function: Any, *words: str) -> None:
-    """Run `prog NAME WORDS…`."""
-    app = new_app("prog")
-    add_command(app, function)
-    run(app, [function.__name__, *words])
+def run_function(function: Any, *words: str) -> int:
+    """Run `dualenc NAME WORDS…` with the function as the only command."""
+    name = function.__name__
+    module: Any = SimpleNamespace(**{name: function})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, f"dualenc.commands.{name}", module)
+        patch.setattr(cli, "COMMANDS", (name,))
+        return cli.main([name, *words])
 
 
 def called(function: Any, *words: str) -> dict[str, Any]:
     CALLS.clear()
-    run_function(function, *words)
+    assert run_function(function, *words) == 0
     assert len(CALLS) == 1
     return CALLS[0]
 
@@ -123,7 +128,7 @@ def test_the_rest_is_passed_on() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("m --out o --batch-sise 8", "Unknown option: --batch-sise. Did you mean --batch-size? See prog build --help"),
+        ("m --out o --batch-sise 8", "Unknown option: --batch-sise. Did you mean --batch-size? See dualenc build"),
         ("m", "parameter --out requires an argument."),
         ("--out o", "parameter --source requires an argument."),
         ("m d e --out o", "Unused Tokens: ['e']."),
@@ -135,12 +140,13 @@ def test_the_rest_is_passed_on() -> None:
         ("m --out o --limit x", 'Invalid value for --limit: unable to convert "x" into float.'),
     ],
 )
-def test_mistakes_are_named_in_one_line(words: str, message: str) -> None:
+def test_mistakes_are_named_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     CALLS.clear()
-    with pytest.raises(DualencError) as error:
-        run_function(build, *words.split())
+    assert run_function(build, *words.split()) == 2
     assert not CALLS
-    assert message in str(error.value)
+    line = capsys.readouterr().err
+    assert message in line
+    assert line.count("\n") == 1
 
 
 def test_help_has_a_line_for_each_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +154,7 @@ def test_help_has_a_line_for_each_option(capsys: pytest.CaptureFixture[str], mon
     run_function(build, "-h")
     lines = [" ".join(line.strip("│").split()) for line in capsys.readouterr().out.splitlines()]
     for line in (
-        "Usage: prog build --out STR [OPTIONS] SOURCE [ARGS]",
+        "Usage: dualenc build --out STR [OPTIONS] SOURCE [ARGS]",
         "And more about it.",
         "* SOURCE --source where it comes from. [required]",
         "--batch-size INT how many at once. [default: 32]",
@@ -158,7 +164,7 @@ def test_help_has_a_line_for_each_option(capsys: pytest.CaptureFixture[str], mon
     ):
         assert line in lines
     run_function(train, "--help")
-    assert "Usage: prog train [OPTIONS] RECIPE [ARGS...]" in capsys.readouterr().out
+    assert "Usage: dualenc train [OPTIONS] RECIPE [ARGS...]" in capsys.readouterr().out
 
 
 def test_texts_of_a_sequence_are_not_split_at_commas() -> None:
