@@ -14,6 +14,7 @@ A recipe is untrusted input; `dualenc.recipe_check` says what it may name. Value
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 import pkgutil
@@ -26,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dualenc.errors import DualencError
-from dualenc.recipe_check import CLASS_KEYS, Refusal, build, check_values
+from dualenc.recipe_check import CLASS_KEYS, build, check_arguments
 from dualenc.recipe_yaml import RecipeLoader
 
 if TYPE_CHECKING:
-    from dualenc.training.trainer import TrainingResult
+    from dualenc.training.trainer import Trainer, TrainingResult
 
 SECTIONS = {
     "data": "dualenc.data.PairDataset",
@@ -86,10 +87,8 @@ class Recipe:
         # Reading the data may take long.
         check_run_folder(self.settings["trainer"]["output"])
         parts = self.build()
-        trainer = parts.pop("trainer")
-        pairs = parts.pop("data")
-        result: TrainingResult = trainer.fit(pairs=pairs, **parts, resume=resume, recipe=self.settings)
-        return result
+        trainer: Trainer = parts.pop("trainer")
+        return trainer.fit(pairs=parts.pop("data"), **parts, resume=resume, recipe=self.settings)
 
 
 def read_recipe(
@@ -123,14 +122,13 @@ def make_recipe(
     known = {}
     for name, path in SECTIONS.items():
         base = pkgutil.resolve_name(path)
-        section = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=base)
+        known[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=base)
         if name in OPTIONAL:
-            section = section.replace(default=None, annotation=base | None)
-        known[name] = section
+            known[name] = known[name].replace(default=None, annotation=base | None)
     try:
-        return Recipe(check_values("a recipe", known, values, allow_modules), source)
-    except Refusal as error:
-        raise DualencError(f"{source}: {error}") from error
+        return Recipe(check_arguments("a recipe", known, values, allow_modules), source)
+    except DualencError as error:
+        raise DualencError(f"{source}: {str(error).removeprefix('.')}") from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -151,17 +149,22 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     names = key.split(".")
     if not separator or not all(names):
         raise DualencError(f"'{override}' is no override; write section.key=value: trainer.epochs=3")
-    *parents, name = names
     section = settings
-    for position, parent in enumerate(parents):
-        if not isinstance(section.get(parent), dict):
-            section[parent] = {}
-        section = section[parent]
-        if "class_path" in section and names[position + 1] not in CLASS_KEYS:
-            section = section.setdefault("init_args", {})
-    if name == "class_path" and section.get("class_path") != text:
+    for parent, name in itertools.pairwise(names):
+        section = _subsection(section, parent)
+        if "class_path" in section and name not in CLASS_KEYS:
+            section = _subsection(section, "init_args")
+    if names[-1] == "class_path" and section.get("class_path") != text:
         section.pop("init_args", None)
-    section[name] = _override_value(text)
+    section[names[-1]] = _override_value(text)
+
+
+def _subsection(section: dict[str, Any], name: str) -> dict[str, Any]:
+    """The dictionary behind a key, an empty one in place of any other value."""
+    if not isinstance(section.get(name), dict):
+        section[name] = {}
+    subsection: dict[str, Any] = section[name]
+    return subsection
 
 
 def _override_value(text: str) -> Any:
@@ -170,6 +173,6 @@ def _override_value(text: str) -> Any:
         value = yaml.load(text, RecipeLoader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
-    is_comment = value is None and text not in ("null", "")
-    is_plain = isinstance(value, (str, dict, list)) and text[0] not in "'\"[{"
-    return text if is_comment or is_plain else value
+    is_marked = text.startswith(("'", '"', "[", "{"))
+    is_plain_value = isinstance(value, (bool, int, float)) or text in ("null", "")
+    return value if is_marked or is_plain_value else text

@@ -107,6 +107,13 @@ def test_an_override_within_an_earlier_one(recipe):
     assert config == {"model_type": "bert", "hidden_size": 8, "hidden_act": "gelu"}
 
 
+@pytest.mark.parametrize("objective", [{"class_path": "SogCLR", "init_args": None}, {"class_path": "SogCLR"}])
+def test_an_override_of_a_class_without_arguments(settings, tmp_path, objective):
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(settings | {"objective": objective}))
+    resolved = read_recipe(tmp_path / "short.yaml", ["objective.gamma=0.3"]).settings
+    assert resolved["objective"]["init_args"]["gamma"] == 0.3
+
+
 def test_another_class_drops_the_arguments_of_the_one_before(recipe):
     resolved = read_recipe(recipe, ["objective.gamma=0.3", "objective.class_path=HCL", "evaluator=null"]).settings
     assert resolved["evaluator"] is None
@@ -131,7 +138,7 @@ REFUSALS = [
         "objective.objective.seed is filled in by the training; leave it out",
     ),
     ("objective.num_left=3", "objective.num_left is filled in by the training; leave it out"),
-    ("objective.temperature=", "objective.temperature is null; it must be a valid number"),
+    ("objective.temperature=", "objective.temperature is None; it must be a valid number"),
     ("trainer.epochs=many", "trainer.epochs.*many"),
     ("trainer.epochs=true", "trainer.epochs is True; it must be a valid integer"),
     ("trainer.epochs=3.7", r"trainer.epochs.*3\.7"),
@@ -141,10 +148,19 @@ REFUSALS = [
     ("objective.temperature=warm", "objective.*temperature.*warm"),
     ("data=3", r"data is 3; it must name a class of type PairDataset by class_path"),
     ("data.init_args=3", "data.init_args is 3; it must hold the arguments"),
-    ("data=null", "data is null; it must name a class of type PairDataset"),
-    ("data={}", "data.class_path is null; name a class of type PairDataset"),
+    ("data=null", "data is None; it must name a class of type PairDataset"),
+    ("data={}", "data is {}; it must name a class of type PairDataset by class_path"),
     ("data.class_path=TablePairs", "data.path is missing; TablePairs needs it"),
     ("trainer.epochs", "is no override; write section.key=value"),
+    ("objective.proposals=all", r"objective\.proposals is no key of SogCLR"),
+    (
+        "objective={class_path: EMC2, init_args: {proposals: all}}",
+        "objective.proposals is 'all'; it must be 'batch' or it must be a valid integer",
+    ),
+    (
+        "data={class_path: PairDataset, init_args: {left_items: {class_path: BeirPairs}}}",
+        "data.left_items.class_path is 'BeirPairs', which is no class of type Items in the registry",
+    ),
     # Of sources within a section:
     (
         "data={class_path: Mixture, init_args: {sources: {faq: {class_path: BeirPairs}}}}",
@@ -170,7 +186,8 @@ def test_mistakes_name_the_key_in_one_line(recipe, override, message):
         ("[" * 20_000, "not valid YAML"),
         ("- 1", "holds no sections"),
         ("x: 1", "x is no key of a recipe"),
-        ("data:\n  path: a\n  path: a\n", "the key path is given twice"),
+        ("data:\n  path: a\n  path: a\n", "the key path is given twice in line 2"),
+        ("{true: a, 1: b}", "is given twice in line 1"),
         ("model: &a {x: *a}", "aliases .* are not allowed"),
         ("é".encode("latin-1"), "not valid YAML"),
     ],
