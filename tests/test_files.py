@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,9 +232,15 @@ def test_a_full_disk_leaves_the_old_version_and_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: str
 ) -> None:
     write_folder(tmp_path / "index", "old")
-    monkeypatch.setattr(cli, "run", lambda *_: write_folder(tmp_path / "index", "new"))
+
+    def fill() -> None:
+        write_folder(tmp_path / "index", "new")
+
+    module: Any = SimpleNamespace(fill=fill)
+    monkeypatch.setitem(sys.modules, "dualenc.commands.fill", module)
+    monkeypatch.setattr(cli, "COMMANDS", ("fill",))
     with failing(monkeypatch, call, errno.ENOSPC):
-        assert cli.main([]) == 2
+        assert cli.main(["fill"]) == 2
     assert capsys.readouterr().err == "dualenc: error: [Errno 28] No space left on device\n"
     assert version_of(tmp_path / "index") == "old"
     assert os.listdir(tmp_path) == ["index"]
