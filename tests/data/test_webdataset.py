@@ -12,6 +12,7 @@ import pytest
 import webdataset
 
 from dualenc.data import TablePairs, WebDatasetPairs
+from dualenc.data import cache as arrow_cache
 from dualenc.data import webdataset as reader
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.webdataset import tar_corpus
@@ -35,8 +36,10 @@ def sample(key: str, shade: int, text: str) -> list[tuple[str, bytes]]:
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every index goes through the cache folder, however small its tar."""
     folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr(reader, "cache_folder", lambda: folder)
+    monkeypatch.setattr(arrow_cache, "IN_MEMORY_BYTES", -1)
+    monkeypatch.setattr(arrow_cache, "cache_folder", lambda: folder)
     return folder
 
 
@@ -92,11 +95,12 @@ def test_the_index_is_written_once_and_again_for_a_changed_tar(
 ) -> None:
     first = contents(WebDatasetPairs(shards))
     with monkeypatch.context() as patch:
-        patch.setattr(reader, "_scan", lambda *_: pytest.fail("scanned again"))
+        patch.setattr(reader, "_members", lambda *_: pytest.fail("scanned again"))
         assert contents(WebDatasetPairs(shards)) == first
-    for file in (cache / "tars").iterdir():
-        file.write_bytes(b"nothing")  # a damaged index is not believed
-    assert contents(WebDatasetPairs(shards)) == first
+    for file in cache.glob("*.arrow"):
+        file.write_bytes(b"nothing")
+    with pytest.raises(DualencError, match=r"\.arrow: damaged data cache .*; remove this file"):
+        WebDatasetPairs(shards)
     for names in ("ab", "ba", "cd"):  # with the old time and size
         tar = write_tar(shards / "x.tar", [(f"{name}.txt", name.encode()) for name in names])
         os.utime(tar, ns=(0, 10**18))
@@ -110,7 +114,7 @@ def test_equal_captions_share_an_id(tmp_path: Path) -> None:
     assert (pairs.left_id.tolist(), pairs.right_id.tolist()) == ([0, 1, 2, 0], [0, 0, 1, 2])
     assert WebDatasetPairs(path, deduplicate=False).right_id.tolist() == [0, 1, 2, 3]
     assert [pairs[i].right for i in range(3)] == ["same", "same", "other"]
-    with pytest.raises(BadSample, match=r"its \.txt holds no text"):
+    with pytest.raises(BadSample, match=r"its \.txt holds no text in UTF-8"):
         pairs[3]
 
 
@@ -121,9 +125,9 @@ def link(name: str, kind: bytes) -> tarfile.TarInfo:
 
 
 BROKEN = [
-    ([("9.png", encoded(picture(9)))], "x.tar: 9: sample without right file 'txt'"),
-    ([("9.txt", b"nine")], "x.tar: 9: sample without left file 'jpg;jpeg;png;webp;…'"),
-    ([("9.png", encoded(picture(9))), ("9.txt", b"")], "x.tar: 9: empty right file 'txt'"),
+    ([("9.png", encoded(picture(9)))], "x.tar: 9: missing or empty right file 'txt'"),
+    ([("9.txt", b"nine")], "x.tar: 9: missing or empty left file 'jpg;jpeg;png;webp;…'"),
+    ([("9.png", encoded(picture(9))), ("9.txt", b"")], "x.tar: 9: missing or empty right file 'txt'"),
     ([("1.txt", b"again")], "x.tar: 1.txt: duplicate file in a tar"),
     ([(os.fsdecode(b"caf\xe9.txt"), b"x")], "name in a tar that is not UTF-8"),
     *(([link("9.png", kind)], "9.png: link, device, pipe or sparse") for kind in (tarfile.SYMTYPE, tarfile.FIFOTYPE)),
@@ -149,16 +153,38 @@ def test_a_bad_sample_is_named_or_skipped(tmp_path: Path, extra: list, message: 
 def test_a_truncated_tar_keeps_its_whole_samples(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "x.tar", [*sample("1", 1, "one"), ("2.png", bytes(50_000))])
     path.write_bytes(path.read_bytes()[:-30_000])
-    with pytest.raises(BadSample, match=r"x\.tar: truncated or broken tar"):
+    with pytest.raises(BadSample, match=r"x\.tar: truncated, broken or compressed tar"):
         WebDatasetPairs(path, on_error="raise")
     for _ in range(2):
         pairs = WebDatasetPairs(path)
         assert (contents(pairs), pairs.skipped) == ([(1, "one")], 1)
 
 
+def with_size(header: bytes, size: int) -> bytes:
+    """A header of a tar with another size, also a negative one, and its checksum."""
+    fields = bytearray(header)
+    fields[124:136] = (256**12 + size).to_bytes(13, "big")[1:] if size < 0 else b"\x80" + size.to_bytes(11, "big")
+    fields[148:156] = b" " * 8
+    fields[148:156] = b"%06o\0 " % sum(fields)
+    return bytes(fields)
+
+
+@pytest.mark.parametrize(("size", "message"), [(-512, "negative"), (-4096, "negative"), (2**62, "2.png is cut off")])
+def test_hostile_sizes_end_the_tar(tmp_path: Path, size: int, message: str) -> None:
+    path = write_tar(tmp_path / "x.tar", sample("1", 1, "one"))
+    with tarfile.open(path) as archive:
+        end = archive.getmembers()[-1].offset_data + 512
+    header = with_size(tarfile.TarInfo("2.png").tobuf(tarfile.USTAR_FORMAT), size)
+    path.write_bytes(path.read_bytes()[:end] + header + bytes(1024))
+    with pytest.raises(BadSample, match=message):
+        WebDatasetPairs(path, on_error="raise")
+    pairs = WebDatasetPairs(path)
+    assert (contents(pairs), pairs.skipped) == ([(1, "one")], 1)
+
+
 def test_tars_that_cannot_be_read_at_random(tmp_path: Path) -> None:
-    with pytest.raises(DualencError, match="decompress it first"):
-        WebDatasetPairs(write_tar(tmp_path / "x.tar", sample("1", 1, "one"), "w:gz"))
+    with pytest.raises(DualencError, match=r"truncated, broken or compressed tar; .*decompress it"):
+        WebDatasetPairs(write_tar(tmp_path / "x.tar", sample("1", 1, "one"), "w:gz"), on_error="raise")
     with pytest.raises(DualencError, match="no such tar"):
         WebDatasetPairs(tmp_path / "no-*.tar")
 
