@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
+
+from dualenc.encoders.hub import hub_name, model_folder
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 
@@ -67,6 +70,19 @@ def render_card(
         table=_table,
     )
     return str(rendered).rstrip("\n") + "\n"
+
+
+def base_metadata(name: str) -> dict[str, str]:
+    """`base_model` and `license` for the card of a model trained from this one, where they are known."""
+    try:
+        card = metadata_load(model_folder(name) / "README.md") or {}
+    except Exception:  # no card, or one of another form, which is no reason not to train
+        card = {}
+    known = {"license": card.get("license"), "base_model": hub_name(name) or card.get("base_model")}
+    # A path of this machine means nothing elsewhere.
+    if os.path.isabs(str(known["base_model"])):
+        del known["base_model"]
+    return {key: value for key, value in known.items() if isinstance(value, str)}
 
 
 def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:

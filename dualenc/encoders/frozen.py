@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder
-from dualenc.encoders.lora import merged_state
+from dualenc.encoders.lora import merge_adapters
 from dualenc.encoders.text import TextEncoder, TextTower
 from dualenc.encoders.vector import VectorEncoder, VectorTower, write_adapters
 from dualenc.errors import DualencError
@@ -196,8 +194,8 @@ def interpolate(original: nn.Module, adapted: nn.Module, keep: float) -> dict[st
     """
     if not 0 <= keep <= 1:
         raise DualencError(f"keep is {keep}; give a share of the original model from 0 to 1")
-    before = _merged(original)
-    after = _merged(adapted)
+    before = merge_adapters(original).state_dict()
+    after = merge_adapters(adapted).state_dict()
     shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (before, after)]
     differing = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
     if differing:
@@ -210,21 +208,3 @@ def interpolate(original: nn.Module, adapted: nn.Module, keep: float) -> dict[st
             weight = keep * before[name].float().to(weight.device) + (1 - keep) * weight.float()
         state[name] = weight
     return state
-
-
-@torch.no_grad()
-def _merged(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a module, with adapters of peft and our own merged into the weights, in float32."""
-    if any(hasattr(part, "merge_and_unload") for part in module.modules()):
-        module = _merge_adapters(copy.deepcopy(module).float())
-    return merged_state(module)
-
-
-def _merge_adapters(module: Any) -> nn.Module:
-    """Merge the adapters of peft anywhere in a module, in place."""
-    if hasattr(module, "merge_and_unload"):
-        merged: nn.Module = module.merge_and_unload()
-        return merged
-    for name, child in module.named_children():
-        setattr(module, name, _merge_adapters(child))
-    return module

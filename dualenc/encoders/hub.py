@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from torch.nn import Module
 
 from dualenc.errors import DualencError, explain
 
@@ -50,53 +44,6 @@ def hub_name(name: str | os.PathLike[str]) -> str | None:
     return None if is_local else text
 
 
-def base_metadata(name: str | os.PathLike[str], folder: Path) -> dict[str, str]:
-    """`base_model` and `license` for the card of a model trained from this one, where they are known."""
-    try:
-        card: dict[str, Any] = huggingface_hub.metadata_load(folder / "README.md") or {}
-    except Exception:  # no card, or one of another form, which is no reason not to train
-        card = {}
-    known = {"license": card.get("license"), "base_model": hub_name(name) or card.get("base_model")}
-    # A path of this machine means nothing elsewhere.
-    if os.path.isabs(str(known["base_model"])):
-        del known["base_model"]
-    return {key: value for key, value in known.items() if isinstance(value, str)}
-
-
 def looks_like_path(text: str) -> bool:
     """Whether a name can only be meant as a path, and not as `owner/name` on the hub."""
     return text.startswith((".", "~", os.sep)) or text.count("/") > 1 or (os.sep == "\\" and "\\" in text)
-
-
-def check_safetensors(folder: Path, name: str = "*.safetensors") -> None:
-    """Refuse a folder without safetensors weights."""
-    if not any(folder.glob(name)):
-        raise DualencError(f"{folder}: no {name}; convert its weights to safetensors first")
-
-
-def load_weights(module: Module, path: Path) -> None:
-    """Load a safetensors file whose names and shapes are exactly the module's."""
-    with explain(f"{path}: does not load", "restore the file"):
-        module.load_state_dict(load_file(path))
-
-
-def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Write weights as safetensors, as transformers reads them."""
-    contiguous = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
-    save_file(contiguous, path, metadata={"format": "pt"})
-
-
-@contextmanager
-def no_foreign_code() -> Iterator[None]:
-    """Have transformers refuse a model's own code even where `trust_remote_code=False` is not passed on.
-
-    open_clip's text towers do not pass it, and transformers would ask on the terminal whether to run the code.
-    """
-    from transformers import dynamic_module_utils
-
-    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds to answer the question; at 0 none is asked
-    try:
-        yield
-    finally:
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds

@@ -16,8 +16,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
+from dualenc.encoders.card import base_metadata
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_items, unit_norm
-from dualenc.encoders.hub import base_metadata, check_safetensors, load_weights, model_folder, save_weights
+from dualenc.encoders.hub import model_folder
+from dualenc.encoders.weights import check_safetensors, load_weights, save_weights
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
@@ -90,7 +92,7 @@ class ImageEncoder(DualEncoder):
         self.data_config = config
         self.projector_dim = projector_dim
         if not is_timm_name(backbone):
-            self.base = base_metadata(backbone, model_folder(backbone))
+            self.base = base_metadata(backbone)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ImageEncoder:

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dualenc.encoders.card import base_metadata
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
-from dualenc.encoders.hub import base_metadata, model_folder, no_foreign_code, save_weights
+from dualenc.encoders.hub import model_folder
 from dualenc.encoders.image import ImagePrepare, check_crop_scale, seeded_transform
-from dualenc.encoders.lora import adapt, merged_state
+from dualenc.encoders.lora import ALL_LAYERS, add_adapters, merge_adapters
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
+from dualenc.encoders.weights import save_weights
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
@@ -68,7 +70,7 @@ class ImageTextEncoder(DualEncoder):
         crop_scale: smallest and largest share of an image's area that training crops to.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
-        lora_targets: endings of the names of the layers to adapt; None: all.
+        lora_targets: "all-linear", or endings of the names of the layers to adapt.
     """
 
     left: ClipImageTower
@@ -86,7 +88,7 @@ class ImageTextEncoder(DualEncoder):
         crop_scale: tuple[float, float] = (0.9, 1.0),
         gradient_checkpointing: bool = False,
         lora_rank: int = 0,
-        lora_targets: list[str] | None = None,
+        lora_targets: str | list[str] = ALL_LAYERS,
     ) -> None:
         check_crop_scale(crop_scale)
         _check_arguments(name, pretrained, config, tokenizer)
@@ -100,7 +102,7 @@ class ImageTextEncoder(DualEncoder):
         del clip.visual
         if lora_rank:
             for half in (visual, clip):
-                adapt(half, lora_rank, lora_targets)
+                add_adapters(half, lora_rank, lora_targets)
         _freeze_unused(clip)
         dim = int(own_config["embed_dim"])
         super().__init__(
@@ -110,7 +112,7 @@ class ImageTextEncoder(DualEncoder):
         )
         self.config = own_config
         if name is not None and not is_open_clip_name(name):
-            self.base = base_metadata(name, model_folder(name))
+            self.base = base_metadata(name)
 
     @property
     def temperature(self) -> float:
@@ -134,8 +136,8 @@ class ImageTextEncoder(DualEncoder):
             key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known
         }
         write_json(folder / CONFIG_FILE, {"model_cfg": config, "preprocess_cfg": preprocess})
-        weights = {f"visual.{name}": value for name, value in merged_state(visual).items()}
-        weights |= merged_state(self.right.clip)
+        weights = {f"visual.{name}": value for name, value in merge_adapters(visual).state_dict().items()}
+        weights |= merge_adapters(self.right.clip).state_dict()
         save_weights(weights, folder / WEIGHTS_FILE)
         tokenizer: Any = self.right.prepare.tokenizer
         if hasattr(tokenizer, "save_pretrained"):  # one of transformers inside open_clip's
@@ -315,7 +317,7 @@ def load_clip(
             {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
         )
         with (
-            no_foreign_code(),
+            _no_foreign_code(),
             explain(f"{where}: its tokenizer does not load", "restore the tokenizer's files"),
         ):
             tokenize = open_clip.get_tokenizer(place, context_length=context_length, **options)
@@ -409,13 +411,29 @@ def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTok
 
 
 @contextmanager
+def _no_foreign_code() -> Iterator[None]:
+    """Have transformers refuse a model's own code even where `trust_remote_code=False` is not passed on.
+
+    open_clip's text towers do not pass it, and transformers would ask on the terminal whether to run the code.
+    """
+    from transformers import dynamic_module_utils
+
+    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds to answer the question; at 0 none is asked
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
+
+
+@contextmanager
 def _open_clip_errors(where: str) -> Iterator[None]:
     """Silence open_clip's log, and report its errors in one line."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
         with (
-            no_foreign_code(),
+            _no_foreign_code(),
             explain(f"{where}: open_clip does not load it", "check name, weights and configuration"),
         ):
             yield

@@ -1,70 +1,74 @@
-"""LoRA for any tower: adapters of low rank in its linear and attention layers, and their merging into the weights."""
+"""LoRA by peft, for any tower: adapters of low rank in its layers, and their merging into the weights."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import copy
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 
-WEIGHT_NAMES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "weight")
-"""Matrices of linear and attention layers."""
 ALPHA_PER_RANK = 2
 """LoRA's alpha / rank, the scale of BA."""
+ALL_LAYERS = "all-linear"
+PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""Matrices of torch's attention, which are no layers of their own."""
 
 
-class LowRank(nn.Module):
-    """W ↦ W + 2·BA of a matrix (rows, columns); A is drawn as in a linear layer and B begins at zero."""
+def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = ALL_LAYERS) -> None:
+    """Freeze a module and add trainable adapters W + 2·BA to its layers, in place.
 
-    def __init__(self, rows: int, columns: int, rank: int) -> None:
-        super().__init__()
-        self.lora_A = nn.Parameter(torch.empty(rank, columns))
-        self.lora_B = nn.Parameter(torch.zeros(rows, rank))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+    LoRA (Hu et al. 2021, arXiv 2106.09685). Layers that are never called get none, since peft's adapters take part in
+    calls: the pooler of BERT, and the output projection inside torch's attention.
 
-    def forward(self, weight: Tensor) -> Tensor:
-        """The changed matrix (rows, columns)."""
-        return weight + (ALPHA_PER_RANK * self.lora_B @ self.lora_A).to(weight.dtype)
-
-
-def adapt(module: nn.Module, rank: int, targets: Sequence[str] | None = None) -> None:
-    """Freeze a module and add trainable adapters W + 2·BA to its linear and attention layers, in place.
-
-    LoRA (Hu et al. 2021, arXiv 2106.09685). Unlike peft's, the adapters are part of the weights wherever a layer reads
-    them, as torch's attention layers do with projections that nobody calls. `targets` are endings of layers' names.
+    Args:
+        module: a transformer, or a tower of open_clip.
+        rank: rows of A and columns of B.
+        targets: "all-linear", a regular expression of layers' names, or their endings.
     """
-    if rank < 1:
-        raise DualencError(f"lora_rank is {rank}; give 1 or more, such as 8, or 0 for none")
-    layers = {}
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise DualencError("LoRA needs the package peft: pip install 'dualenc[lora]'") from None
+    weights: list[str] = []
+    excluded: list[str] = []
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear | nn.MultiheadAttention):
-            layers[name] = layer
-    chosen = [layer for name, layer in layers.items() if targets is None or name.endswith(tuple(targets))]
-    if not chosen:
-        raise DualencError(
-            f"LoRA: no layer's name ends in {list(targets or [])}; names are such as {', '.join(list(layers)[:3])}"
+        is_attention = isinstance(layer, nn.MultiheadAttention)
+        is_target = name.endswith(tuple(targets)) if isinstance(targets, list) else targets == ALL_LAYERS
+        if is_attention and is_target:
+            weights += [f"{name}.{key}" for key in PROJECTIONS if getattr(layer, key, None) is not None]
+        # Around attention as a whole, peft would add to its weights and subtract again in each pass, with rounding.
+        if (
+            is_attention
+            or isinstance(layer, NonDynamicallyQuantizableLinear)
+            or name.endswith("pooler.dense")
+        ):
+            excluded.append(name)
+    with explain(f"LoRA of rank {rank}, targets {targets}", "correct them"):
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=ALPHA_PER_RANK * rank,
+            target_modules=targets,
+            target_parameters=weights or None,
+            exclude_modules=excluded or None,
         )
-    module.requires_grad_(False)
-    for layer in chosen:
-        for name in WEIGHT_NAMES:
-            weight = getattr(layer, name, None)
-            if isinstance(weight, nn.Parameter):
-                rows, columns = weight.shape
-                low_rank = LowRank(rows, columns, rank)
-                parametrize.register_parametrization(layer, name, low_rank.to(weight.device))
+        inject_adapter_in_model(config, module)
+    for weight in module.parameters():
+        if weight.requires_grad:  # whatever precision the frozen weights have
+            weight.data = weight.data.float()
 
 
 @torch.no_grad()
-def merged_state(module: nn.Module) -> dict[str, Tensor]:
-    """A module's state dict, with adapters merged into the weights and under the names from before."""
-    state: dict[str, Tensor] = module.state_dict()
-    for place, layer in module.named_modules():
-        if parametrize.is_parametrized(layer):
-            prefix = f"{place}." if place else ""
-            for name in layer.parametrizations:  # type: ignore[union-attr]
-                state[prefix + name] = getattr(layer, name).detach()
-    return {name: tensor for name, tensor in state.items() if "parametrizations." not in name}
+def merge_adapters(module: nn.Module) -> nn.Module:
+    """A copy in float32 with adapters, at any depth, merged into the weights; the module itself if it has none."""
+    if not any(hasattr(layer, "get_base_layer") for layer in module.modules()):
+        return module
+    merged = copy.deepcopy(module).float()
+    # Adapters of several weights of a layer are nested: the innermost first.
+    for name, layer in reversed(list(merged.named_modules())):
+        if hasattr(layer, "get_base_layer"):
+            layer.merge()
+            merged.set_submodule(name, layer.get_base_layer())
+    return merged

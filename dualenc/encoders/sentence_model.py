@@ -21,14 +21,15 @@ from sentence_transformers.sentence_transformer.modules import (
     Transformer,
 )
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from dualenc.encoders.hub import no_foreign_code
-from dualenc.encoders.lora import ALPHA_PER_RANK
+from dualenc.encoders.hub import model_folder
+from dualenc.encoders.lora import add_adapters, merge_adapters
 from dualenc.encoders.sentence_folder import check_sentence_folder, check_settings
-from dualenc.encoders.tokenizer import save_tokenizer
+from dualenc.encoders.tokenizer import forget_last_call, load_tokenizer, pad_behind
 from dualenc.errors import DualencError, explain
+from dualenc.reading import read_json
 
 MIN_LENGTH = 3
 """Shortest input in tokens: special tokens take two."""
@@ -37,57 +38,93 @@ MAX_LENGTH = 512
 NO_LIMIT = 1_000_000
 """Lengths from here on stand for none."""
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
+SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+
+
+def open_sides(
+    name: str | SentenceTransformer | None,
+    config: dict[str, Any] | None,
+    tokenizer: str | PreTrainedTokenizerBase | None,
+    shared: bool | None,
+    dtype: torch.dtype,
+) -> SentenceTransformer:
+    """The model of both sides by the arguments of `TextEncoder`, with a Router where each has its own weights."""
+    if name is not None and config is None and tokenizer is None:
+        queries = open_model(model_folder(name), dtype) if isinstance(name, str) else name
+        documents = copy.deepcopy(queries) if shared is False else queries
+    elif name is None and config is not None and tokenizer is not None:
+        own = load_tokenizer(tokenizer)
+        queries = new_model(config, own, dtype)
+        documents = new_model(config, own, dtype) if shared is False else queries
+    else:
+        raise DualencError("give the name of a base model, or config and tokenizer to start from scratch")
+    has_router = any(isinstance(module, Router) for module in queries)
+    if has_router and shared:
+        raise DualencError(f"{name}: its sides are separate, so shared cannot be true; leave it out")
+    if has_router or shared is not False:
+        return queries
+    return SentenceTransformer(
+        modules=[Router.for_query_document([*queries], [*documents])],
+        prompts=queries.prompts,  # type: ignore[arg-type]
+        default_prompt_name=queries.default_prompt_name,
+        truncate_dim=queries.truncate_dim,
+        device="cpu",
+    )
 
 
 def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
     """Load a folder of sentence-transformers or transformers; code in it is never run, and pickles are not read."""
-    check_sentence_folder(folder)
+    places = check_sentence_folder(folder)
     problem = explain(
         f"{folder}: the text model does not load", "restore its files, or choose another model"
     )
-    with quiet_transformers(), no_foreign_code(), _complete_weights(folder), problem:
-        return SentenceTransformer(
+    with quiet_transformers(), problem:
+        model = SentenceTransformer(
             str(folder),
             device="cpu",
             local_files_only=True,
             trust_remote_code=False,
             model_kwargs={"dtype": dtype, "use_safetensors": True},
         )
+        classes = {
+            m.config.model_type: type(m.model) for m in model.modules() if isinstance(m, Transformer)
+        }
+        for place in places:
+            _check_weights(place, classes.get(read_json(place / "config.json").get("model_type")))
+    return model
+
+
+def _check_weights(place: Path, model_class: Any) -> None:
+    """Refuse a folder that lacks weights of its class of transformer, which would be drawn at random."""
+    if model_class is None:
+        return
+    # On the meta device names and shapes alone are read.
+    options = {"device_map": "meta", "use_safetensors": True, "local_files_only": True}
+    _, report = model_class.from_pretrained(place, output_loading_info=True, **options)
+    missing = sorted(key for key in report["missing_keys"] if "pooler." not in key)
+    if missing:
+        raise DualencError(
+            f"{place}: {len(missing)} weights are missing, {missing[0]} first; restore the folder"
+        )
 
 
 def new_model(
     config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> SentenceTransformer:
-    """A transformer with random weights by a configuration's fields; vocabulary and padding follow the tokenizer."""
+    """A transformer with random weights by a configuration's fields, for the vocabulary of a tokenizer."""
     size = len(tokenizer)
-    fields = {"vocab_size": size, "pad_token_id": tokenizer.pad_token_id, **copy.deepcopy(config)}
+    special_ids = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
+    fields = {"vocab_size": size, **special_ids, **copy.deepcopy(config)}
     if fields["vocab_size"] < size:
         raise DualencError(
             f"config has vocab_size {fields['vocab_size']}, the tokenizer {size} tokens: leave it out"
         )
     check_settings(fields, "config")
-    problem = explain("config of the text tower does not fit", "correct its fields")
-    with tempfile.TemporaryDirectory() as folder:
-        with quiet_transformers(), problem:
-            full_config = AutoConfig.for_model(**fields)
-            # An architecture's default special tokens may lie beyond a small vocabulary.
-            for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
-                default = getattr(full_config, name, None)
-                if isinstance(default, int) and default >= size:
-                    setattr(full_config, name, getattr(tokenizer, name))
-            AutoModel.from_config(full_config, trust_remote_code=False).save_pretrained(folder)
-        save_tokenizer(tokenizer, Path(folder), tokenizer.model_max_length)
+    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+        full_config = AutoConfig.for_model(**fields)
+        AutoModel.from_config(full_config, trust_remote_code=False).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         return open_model(Path(folder), dtype)
-
-
-def input_modules(model: SentenceTransformer) -> list[Any]:
-    """The modules that read texts, those inside a Router included."""
-    return [module for module in model.modules() if isinstance(module, Transformer | StaticEmbedding)]
-
-
-def has_router(model: SentenceTransformer) -> bool:
-    """Whether the sides have modules of their own."""
-    return any(isinstance(module, Router) for module in model)
 
 
 def side_modules(model: SentenceTransformer, role: str) -> list[Any]:
@@ -95,8 +132,7 @@ def side_modules(model: SentenceTransformer, role: str) -> list[Any]:
     modules: list[Any] = []
     for module in model:
         if isinstance(module, Router):
-            with explain(f"the Router has no route for {role}", "choose another model"):
-                modules += module.sub_modules[module._resolve_route(role, "text")]  # type: ignore
+            modules += module.sub_modules[module._resolve_route(role, "text")]  # type: ignore
         else:
             modules.append(module)
     return modules
@@ -104,23 +140,59 @@ def side_modules(model: SentenceTransformer, role: str) -> list[Any]:
 
 def side_prompt(model: SentenceTransformer, role: str) -> str:
     """A side's prompt that is not empty, by its names, or the default prompt, unless that belongs to a side."""
-    names = [*PROMPT_NAMES[role]]
-    default = model.default_prompt_name
-    if default and default not in (*PROMPT_NAMES["query"], *PROMPT_NAMES["document"]):
-        names.append(default)
+    default = model.default_prompt_name or ""
+    is_of_a_side = any(default in names for names in PROMPT_NAMES.values())
+    names = PROMPT_NAMES[role] if is_of_a_side else (*PROMPT_NAMES[role], default)
     return next((prompt for name in names if (prompt := model.prompts.get(name))), "")
 
 
-def set_pooling(model: SentenceTransformer, modes: str | Sequence[str]) -> None:
-    """Have Pooling modules combine token vectors in another way; "last" is sentence-transformers' "lasttoken"."""
-    names = [modes] if isinstance(modes, str) else modes
-    poolings = [module for module in model.modules() if isinstance(module, Pooling)]
-    if not poolings:
-        raise DualencError(f"pooling is {modes!r}, but the model has no Pooling module; leave it out")
-    library_names = ["lasttoken" if name == "last" else name for name in names]
-    for pooling in poolings:
-        with explain(f"pooling {modes}", "correct it"):
-            pooling.__init__(pooling.embedding_dimension, library_names, pooling.include_prompt)  # type: ignore
+def set_up(
+    model: SentenceTransformer,
+    max_length: int | None,
+    pooling: str | Sequence[str] | None,
+    lora_rank: int,
+    lora_targets: str | list[str],
+) -> None:
+    """Set the modules of a model up by the arguments of `TextEncoder`, in one pass."""
+    if max_length is not None and max_length < MIN_LENGTH:
+        raise DualencError(
+            f"max_length is {max_length}: give at least {MIN_LENGTH}, special tokens take two"
+        )
+    modules = list(model.modules())
+    if pooling is not None and not any(isinstance(module, Pooling) for module in modules):
+        raise DualencError(f"pooling is {pooling!r}, but the model has no Pooling module; leave it out")
+    for module in modules:
+        if isinstance(module, Pooling) and pooling is not None:
+            modes = [pooling] if isinstance(pooling, str) else pooling
+            library_modes = ["lasttoken" if mode == "last" else mode for mode in modes]
+            module.__init__(module.embedding_dimension, library_modes, module.include_prompt)  # type: ignore
+        elif isinstance(module, StaticEmbedding) and lora_rank:
+            raise DualencError("LoRA needs a transformer, not a table; leave lora_rank out")
+        elif isinstance(module, StaticEmbedding) and max_length is not None:
+            module.tokenizer.enable_truncation(max_length)
+        elif isinstance(module, Transformer):
+            _set_up_transformer(module, max_length)
+            if lora_rank:
+                add_adapters(module.model, lora_rank, lora_targets)
+
+
+def _set_up_transformer(module: Any, max_length: int | None) -> None:
+    """Cut texts to `max_length`, or to what model and folder allow, pad behind them, and freeze BERT's own pooler."""
+    positions = getattr(module.config, "max_position_embeddings", None)
+    for name, part in module.model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
+            # RoBERTa counts positions from the padding index on.
+            positions = part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1)
+        elif name == "pooler":
+            part.requires_grad_(False)  # no output depends on it
+    wanted = max_length or module.max_seq_length or NO_LIMIT
+    limits = [limit for limit in (wanted, positions) if limit and 0 < limit < NO_LIMIT]
+    module.max_seq_length = min(limits, default=MAX_LENGTH)
+    if module.max_seq_length < wanted < NO_LIMIT:
+        warnings.warn(
+            f"texts are cut to {module.max_seq_length} tokens, the model's positions", stacklevel=4
+        )
+    pad_behind(module.tokenizer)
 
 
 def input_length(module: Any) -> int:
@@ -130,77 +202,11 @@ def input_length(module: Any) -> int:
     return int(module.max_seq_length)
 
 
-def prepare_input(module: Any, max_length: int | None) -> None:
-    """Set the length of inputs and the side of padding, and freeze BERT's own pooler, which no output depends on.
-
-    Texts are cut to `max_length` tokens, or to the longest that the model and its folder allow. Padding comes behind
-    them, where it moves no positions.
-    """
-    if max_length is not None and max_length < MIN_LENGTH:
-        raise DualencError(
-            f"max_length is {max_length}: give at least {MIN_LENGTH}, special tokens take two"
-        )
-    if isinstance(module, StaticEmbedding):
-        if max_length is not None:
-            module.tokenizer.enable_truncation(max_length)
-        return
-    positions = max_positions(module.model)
-    wanted = max_length or module.max_seq_length or NO_LIMIT
-    if positions is not None and positions < wanted < NO_LIMIT:
-        warnings.warn(f"texts are cut to {positions} tokens, the model's positions", stacklevel=3)
-    limits = [limit for limit in (wanted, positions) if limit and limit < NO_LIMIT]
-    module.max_seq_length = min(limits, default=MAX_LENGTH)
-    tokenizer = module.tokenizer
-    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    for name, parameter in module.model.named_parameters():
-        if name.startswith("pooler."):
-            parameter.requires_grad_(False)
-
-
-def max_positions(model: PreTrainedModel) -> int | None:
-    """Longest input in tokens that the model can take, None if it has no limit."""
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            # RoBERTa counts positions from the padding index on.
-            first = 0 if module.padding_idx is None else module.padding_idx + 1
-            return module.num_embeddings - first
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return limit if limit and limit > 0 else None
-
-
-def add_lora(module: Any, rank: int, targets: str | list[str]) -> None:
-    """Freeze a transformer and add trainable adapters W + 2·BA to its linear layers, in place."""
-    if not isinstance(module, Transformer):
-        raise DualencError("LoRA needs a transformer, and the model is a table; leave lora_rank out")
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise DualencError("LoRA needs the package peft: pip install 'dualenc[lora]'") from None
-    has_pooler = getattr(module.model, "pooler", None) is not None
-    with explain(f"LoRA of rank {rank}, targets {targets}", "correct them"):
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=ALPHA_PER_RANK * rank,
-            target_modules=targets,
-            # Named where there is none, peft warns.
-            exclude_modules=r"(.*\.)?pooler\.dense" if has_pooler else None,
-        )
-        module.model = get_peft_model(module.model, config)
-
-
-def with_model(module: Any, model: Any) -> Any:
-    """A copy of an input module without weights of its own, with another model inside."""
-    other = copy.copy(module)
-    other._modules = {}
-    other.__dict__["model"] = model
-    return other
-
-
 def text_input(module: Any) -> Any:
     """A picklable copy of an input module that can do nothing but `preprocess` texts."""
-    other = with_model(module, SimpleNamespace(config=getattr(module, "config", None)))
+    other = copy.copy(module)
+    other._modules = {}
+    other.__dict__["model"] = SimpleNamespace(config=getattr(module, "config", None))
     other.can_flatten_inputs = False
     return other
 
@@ -213,54 +219,21 @@ def save_model(sides: dict[str, list[Any]], folder: Path, **settings: Any) -> No
         folder: an empty one.
         settings: prompts, default_prompt_name and truncate_dim of the model.
     """
-    all_modules = [module for modules in sides.values() for module in modules]
-    device = next(nn.ModuleList(all_modules).parameters()).device
+    # By identity: a Router stores what both sides share once.
+    saved = {id(module): module for modules in sides.values() for module in modules}
+    device = next(nn.ModuleList(saved.values()).parameters()).device
+    for key, module in saved.items():
+        if isinstance(module, Transformer):
+            forget_last_call(module.tokenizer)
+            saved[key] = merge_adapters(module).to(module.model.dtype)
+    routes = {role: [saved[id(m)] for m in modules] + [Normalize()] for role, modules in sides.items()}
+    only = next(iter(routes.values()))
+    modules = only if len(routes) == 1 else [Router(routes, default_route="document")]
     with quiet_transformers():
-        # By identity: a Router stores what both sides share once.
-        saved = {id(module): _merged(module) for module in all_modules}
-        routes = {role: [saved[id(m)] for m in modules] + [Normalize()] for role, modules in sides.items()}
-        first = next(iter(routes.values()))
-        modules = [Router(routes, default_route="document")] if len(routes) == 2 else first
         model = SentenceTransformer(
             modules=modules, device=str(device), similarity_fn_name="cosine", **settings
         )
         model.save(str(folder), create_model_card=False)
-
-
-def _merged(module: Any) -> Any:
-    """A module to save: adapters merged in float32, and no trace of the tokenizer's last call."""
-    if not isinstance(module, Transformer):
-        return module
-    model: Any = module.model
-    if hasattr(model, "merge_and_unload"):
-        dtype = next(p.dtype for p in model.parameters() if not p.requires_grad)
-        model = copy.deepcopy(model).float().merge_and_unload().to(dtype)
-    backend = getattr(module.tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        backend.no_padding()
-        backend.no_truncation()
-    return with_model(module, model)
-
-
-@contextmanager
-def _complete_weights(folder: Path) -> Iterator[None]:
-    """Have transformers refuse a folder that lacks weights, which it would draw at random."""
-    load = PreTrainedModel.__dict__["from_pretrained"]
-
-    def load_all(cls: Any, *arguments: Any, **options: Any) -> Any:
-        model, report = load.__func__(cls, *arguments, output_loading_info=True, **options)
-        missing = sorted(key for key in report["missing_keys"] if "pooler." not in key)
-        if missing:
-            raise DualencError(
-                f"{folder}: {len(missing)} weights are missing, {missing[0]} first; restore the folder"
-            )
-        return model
-
-    PreTrainedModel.from_pretrained = classmethod(load_all)  # type: ignore
-    try:
-        yield
-    finally:
-        PreTrainedModel.from_pretrained = load  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from dualenc.encoders.hub import base_metadata, model_folder
+from dualenc.encoders.card import base_metadata
+from dualenc.encoders.hub import model_folder
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.tokenizer import load_tokenizer
 from dualenc.errors import DualencError, explain
@@ -67,14 +68,14 @@ class StaticEncoder(TextEncoder):
             model, max_length=max_length, query_prompt=query_prompt, document_prompt=document_prompt
         )
         if words is not None:
-            self.base = base_metadata(words, model_folder(words))
+            self.base = base_metadata(words)
 
 
 def _read_words(name: str) -> tuple[PreTrainedTokenizerBase, Tensor]:
     """The tokenizer of a transformer, and its word embeddings (V, D)."""
-    from dualenc.encoders.sentence_model import input_modules, open_model
+    from dualenc.encoders.sentence_model import open_model, side_modules
 
-    module = input_modules(open_model(model_folder(name), torch.float32))[0]
+    module = side_modules(open_model(model_folder(name), torch.float32), "query")[0]
     if not hasattr(module, "model"):
         raise DualencError(f"words is {name}, which has no transformer; open it as a TextEncoder")
     embeddings: Any = module.model.get_input_embeddings()

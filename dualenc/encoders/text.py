@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from dualenc.encoders.card import base_metadata
 from dualenc.encoders.dropout import convert_dropout
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
-from dualenc.encoders.hub import base_metadata, model_folder
 from dualenc.encoders.packing import first_position, pack, run_packed
 from dualenc.encoders.token_table import TokenTable
-from dualenc.encoders.tokenizer import TokenCache, Tokens, load_tokenizer
+from dualenc.encoders.tokenizer import TokenCache, Tokens
 from dualenc.errors import DualencError, explain
 from dualenc.types import Inputs, Pooling
 
@@ -78,31 +79,26 @@ class TextEncoder(DualEncoder):
 
         if dtype not in get_args(WeightType) or (dtype != "float32" and not lora_rank):
             raise DualencError(f"dtype is {dtype!r}: choose float32, or bfloat16 with lora_rank")
-        models = _open_models(name, config, tokenizer, shared, getattr(torch, dtype))
-        for model in models:
-            if pooling is not None:
-                sentence_model.set_pooling(model, pooling)
-            for module in sentence_model.input_modules(model):
-                sentence_model.prepare_input(module, max_length)
-                if lora_rank:
-                    sentence_model.add_lora(module, lora_rank, lora_targets)
-            if gradient_checkpointing:
-                with explain("no gradient checkpointing", "leave gradient_checkpointing out"):
-                    model.gradient_checkpointing_enable({"use_reentrant": False})
         towers = []
-        for role, model, prompt in zip(ROLES, (models[0], models[-1]), (query_prompt, document_prompt)):
-            own_prompt = sentence_model.side_prompt(model, role) if prompt is None else prompt
-            parts = sentence_model.side_modules(model, role)
+        shown = name if isinstance(name, str) else "the text model"
+        with explain(f"{shown}: makes no encoder of texts", "correct the arguments, or choose another"):
+            model = sentence_model.open_sides(name, config, tokenizer, shared, getattr(torch, dtype))
+            sentence_model.set_up(model, max_length, pooling, lora_rank, lora_targets)
+            if gradient_checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
             dim = model.truncate_dim if truncate_dim is None else truncate_dim
-            towers.append(TextTower(parts, TextPrepare(parts, own_prompt, role), dim))
+            for role, prompt in zip(ROLES, (query_prompt, document_prompt)):
+                own_prompt = sentence_model.side_prompt(model, role) if prompt is None else prompt
+                parts = sentence_model.side_modules(model, role)
+                towers.append(TextTower(parts, TextPrepare(parts, own_prompt, role), dim))
         super().__init__(towers[0], towers[1], kind="query-document")
         if self.shares_weights and self.left.parts != self.right.parts:
             raise DualencError(
                 "the sides of the Router share weights, but not modules; leave the Router out"
             )
-        self.prompts: dict[str, str] = {name: prompt or "" for name, prompt in models[0].prompts.items()}
+        self.prompts = dict(model.prompts)
         if isinstance(name, str):
-            self.base = base_metadata(name, model_folder(name))
+            self.base = base_metadata(name)
 
     def name_prompts(self, prompts: Mapping[str, tuple[str, str]]) -> None:
         """Have saved folders know `NAME_query` and `NAME_document`, the prompts of a source behind the model's own."""
@@ -148,15 +144,14 @@ class TextPrepare(Prepare):
         self.prompt = prompt
         self.max_length = input_length(module)
         self.token_cache: TokenCache | None = None
-        self._padding = {"input_ids": getattr(module.tokenizer, "pad_token_id", None) or 0}
         accepted = getattr(module, "model_forward_params", None)
+        self._padding = {"input_ids": getattr(module.tokenizer, "pad_token_id", None) or 0}
         if accepted is None or "token_type_ids" in accepted:
             self._padding["token_type_ids"] = getattr(module.tokenizer, "pad_token_type_id", 0)
         self._preprocess = partial(text_input(module).preprocess, prompt=prompt, task=role)
-        with explain("the model takes no text", "choose another"):
-            features = self._preprocess(["a"])
         pools_prompt = all(getattr(part, "include_prompt", True) for part in parts)
-        self.prompt_length: int | None = None if pools_prompt else features.get("prompt_length")
+        prompt_length = self._preprocess(["a"]).get("prompt_length")
+        self.prompt_length: int | None = None if pools_prompt else prompt_length
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         """Collate B texts, see `Prepare.__call__`."""
@@ -164,51 +159,42 @@ class TextPrepare(Prepare):
         texts = list(items)
         cache = self.token_cache
         tokens = self._tokenize(texts) if cache is None else cache.tokenize(texts, self._tokenize)
-        lengths = [len(row["input_ids"]) for row in tokens]
-        inputs: Inputs = {}
-        for name in tokens[0]:
-            padded = np.full((len(tokens), max(lengths)), self._padding[name], dtype=np.int64)
-            for row, text_tokens in zip(padded, tokens):
-                row[: len(text_tokens[name])] = text_tokens[name]
-            inputs[name] = torch.from_numpy(padded)
-        inputs["attention_mask"] = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-        return inputs
+        ones = [torch.ones(len(row["input_ids"]), dtype=torch.int64) for row in tokens]
+        inputs = {
+            name: self._stack(name, [torch.from_numpy(row[name]) for row in tokens]) for name in tokens[0]
+        }
+        return inputs | {"attention_mask": self._stack("attention_mask", ones)}
 
     def cache_tokens(self) -> None:
         """Tokenize each text once only, for training."""
         self.token_cache = self.token_cache or TokenCache()
 
-    def _tokenize(self, texts: list[str]) -> list[Tokens]:
-        if torch.utils.data.get_worker_info() is not None:
-            # Workers are parallel already; this also spares tokenizers' warning about forked threads.
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        features = {
-            name: value.numpy()
-            for name, value in self._preprocess(texts).items()
-            if torch.is_tensor(value)
-        }
-        if "offsets" in features:  # the texts of a StaticEmbedding are in one row
-            rows = np.split(features["input_ids"].astype(np.int32), features["offsets"][1:])
-            return [{"input_ids": row} for row in rows]
-        tokens = []
-        for number, mask in enumerate(features["attention_mask"].astype(bool)):
-            names = [name for name in self._padding if name in features]
-            tokens.append({name: features[name][number][mask].astype(np.int32) for name in names})
-        return tokens
-
     def join(self, parts: Sequence[Inputs]) -> Inputs | None:
         """Several batches of texts as one, padded to the longest; None where pooling leaves out the side's prompt."""
         if self.prompt_length is not None:
             return None
-        if not parts:
-            return {}
-        longest = max(part["input_ids"].shape[1] for part in parts)
+        names = parts[0] if parts else ()
+        return {name: self._stack(name, [row for part in parts for row in part[name]]) for name in names}
 
-        def padded(name: str, tensor: Tensor) -> Tensor:
-            missing = (0, longest - tensor.shape[1])
-            return nn.functional.pad(tensor, missing, value=self._padding.get(name, 0))
+    def _stack(self, name: str, rows: list[Tensor]) -> Tensor:
+        """Rows of tokens (T,) as (n, longest T) int64, padded behind."""
+        return pad_sequence(rows, batch_first=True, padding_value=self._padding.get(name, 0)).long()
 
-        return {name: torch.cat([padded(name, part[name]) for part in parts]) for name in parts[0]}
+    def _tokenize(self, texts: list[str]) -> list[Tokens]:
+        if torch.utils.data.get_worker_info() is not None:
+            # Workers are parallel already; this also spares tokenizers' warning about forked threads.
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        features = self._preprocess(texts)
+        arrays = {
+            name: features[name].numpy().astype(np.int32) for name in self._padding if name in features
+        }
+        if "offsets" in features:  # the texts of a StaticEmbedding are in one row
+            return [{"input_ids": row} for row in np.split(arrays["input_ids"], features["offsets"][1:])]
+        masks = features["attention_mask"].numpy().astype(bool)
+        return [
+            {name: array[number][mask] for name, array in arrays.items()}
+            for number, mask in enumerate(masks)
+        ]
 
 
 class TextTower(Tower):
@@ -235,16 +221,11 @@ class TextTower(Tower):
         if self.is_static and not isinstance(parts[0].embedding, TokenTable):
             parts[0].embedding = TokenTable(parts[0].embedding)
         self.backbone = parts[0] if self.is_static else parts[0].model
-        # Poolings have names of their own: names of weights, and fingerprints of models, do not depend on them.
-        self.head = nn.Sequential()
-        for part in self.parts[1:]:
-            is_pooling = type(part).__name__ == "Pooling"
-            number = sum(name.isdigit() for name in self.head._modules)
-            self.head.add_module(f"pooling{len(self.head)}" if is_pooling else str(number), part)
+        self.head = nn.Sequential(*self.parts[1:])
         for part in (self.backbone, self.head):
             convert_dropout(part)
         self.truncate_dim = truncate_dim
-        with torch.no_grad(), explain("the model does not encode a text", "choose another"):
+        with torch.no_grad():
             dim = self.eval()._embed(prepare(["a"])).shape[1]
         if truncate_dim is not None and not 1 <= truncate_dim <= dim:
             raise DualencError(
@@ -284,32 +265,3 @@ class TextTower(Tower):
         # Gradient checkpointing repeats layers, by then with the usual attention.
         repeats = any(getattr(layer, "gradient_checkpointing", False) for layer in self.backbone.modules())
         return pack(inputs, first, one_by_one and not repeats)
-
-
-def _open_models(
-    name: str | SentenceTransformer | None,
-    config: dict[str, Any] | None,
-    tokenizer: str | PreTrainedTokenizerBase | None,
-    shared: bool | None,
-    dtype: torch.dtype,
-) -> list[SentenceTransformer]:
-    """One model for both sides, or one for each."""
-    from dualenc.encoders import sentence_model
-
-    if name is None:
-        if config is None or tokenizer is None:
-            raise DualencError(
-                "no base model: give its name, or both config and tokenizer to start from scratch"
-            )
-        own = load_tokenizer(tokenizer)
-        return [sentence_model.new_model(config, own, dtype) for _ in range(2 if shared is False else 1)]
-    if config is not None or tokenizer is not None:
-        raise DualencError(
-            "both name and config or tokenizer are given: leave one out, these are for starting from scratch"
-        )
-    model = sentence_model.open_model(model_folder(name), dtype) if isinstance(name, str) else name
-    if sentence_model.has_router(model):
-        if shared:
-            raise DualencError(f"{name}: its sides are separate, so shared cannot be true; leave it out")
-        return [model]
-    return [model, copy.deepcopy(model)] if shared is False else [model]

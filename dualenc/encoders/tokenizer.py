@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel, Sequence
+from tokenizers.processors import BertProcessing
 
 from dualenc.errors import DualencError, explain
 
@@ -74,72 +77,52 @@ def train_tokenizer(
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size < MIN_VOCABULARY:
-        raise DualencError(
-            f"vocab_size is {vocab_size}: the {len(SPECIAL_TOKENS)} special tokens and the 256 bytes take "
-            f"{MIN_VOCABULARY}; ask for more"
-        )
-    inner = _untrained_bpe()
-    # Deterministic with any number of threads; with `continuing_subword_prefix` it would not be.
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        special_tokens=list(SPECIAL_TOKENS.values()),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        raise DualencError(f"vocab_size is {vocab_size}: give {MIN_VOCABULARY} or more, for all bytes")
     remaining = iter(texts)
     first = next((text for text in remaining if text.strip()), None)
     if first is None:
         raise DualencError("the texts to train a tokenizer on are empty: give some text")
-    inner.train_from_iterator(itertools.chain([first], remaining), trainer)
+    bpe = ByteLevelBPETokenizer()
+    bpe.normalizer = BertNormalizer(lowercase=True)
+    # The space that ByteLevel puts before every word marks the tokens that begin one.
+    words = [BertPreTokenizer(), ByteLevel(add_prefix_space=True, use_regex=False)]
+    bpe.pre_tokenizer = Sequence(words)
+    bpe.train_from_iterator(
+        itertools.chain([first], remaining),
+        vocab_size,
+        min_frequency,
+        show_progress=False,
+        special_tokens=list(SPECIAL_TOKENS.values()),
+    )
+    ends = [(token, bpe.token_to_id(token)) for token in ("[SEP]", "[CLS]")]
+    bpe.post_processor = BertProcessing(*ends)
+    inner = Tokenizer.from_str(bpe.to_str())
     return PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=max_length, **SPECIAL_TOKENS)
 
 
-def _untrained_bpe() -> Tokenizer:
-    inner = Tokenizer(models.BPE())
-    inner.normalizer = normalizers.BertNormalizer(lowercase=True)
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        # The space that ByteLevel puts before every word marks the tokens that begin one.
-        [
-            pre_tokenizers.BertPreTokenizer(),
-            pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False),
-        ]
-    )
-    # The trainer numbers the special tokens first, in order.
-    number = {token: place for place, token in enumerate(SPECIAL_TOKENS.values())}
-    inner.post_processor = processors.BertProcessing(
-        ("[SEP]", number["[SEP]"]), ("[CLS]", number["[CLS]"])
-    )
-    inner.decoder = decoders.ByteLevel()
-    return inner
-
-
 def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer of our own, from a folder, hub name or object; padding comes behind, where it moves no positions."""
-    tokenizer = (
-        _read_tokenizer(source) if isinstance(source, (str, os.PathLike)) else copy.deepcopy(source)
-    )
+    """A tokenizer of our own, from a folder, hub name or object, that pads behind texts."""
+    tokenizer: PreTrainedTokenizerBase
+    if isinstance(source, (str, os.PathLike)):
+        from transformers import AutoTokenizer
+
+        if os.path.isdir(source):
+            check_vocabulary(Path(source))
+        with explain(f"{source}: no tokenizer loads from there", "give a folder that has tokenizer.json"):
+            tokenizer = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+    else:
+        tokenizer = copy.deepcopy(source)
+    pad_behind(tokenizer)
+    return tokenizer
+
+
+def pad_behind(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have a tokenizer pad behind texts, where padding moves no positions, by its end token if it has no other."""
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise DualencError(
-                f"tokenizer {source} has no padding token: set its pad_token and save it again"
-            )
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "right"
-    return tokenizer
-
-
-def _read_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    folder = Path(source)
-    if folder.is_dir():
-        check_vocabulary(folder)
-    with explain(f"{source}: no tokenizer loads from there", "give a folder that has tokenizer.json"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            os.fspath(source), trust_remote_code=False
-        )
-    return tokenizer
+        raise DualencError("the tokenizer has no padding token: set its pad_token and save it again")
+    # Some classes default to the left, unless a saved folder says otherwise.
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
 
 
 def check_vocabulary(folder: Path) -> None:
@@ -154,8 +137,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length:
     """Write a tokenizer without the padding and truncation that its last call left in it."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.model_max_length = max_length
-    tokenizer.init_kwargs["padding_side"] = tokenizer.padding_side  # some classes default to the left
+    forget_last_call(tokenizer)
+    tokenizer.save_pretrained(folder)
+
+
+def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Remove the padding and truncation that a tokenizer's last call left in it, before it is saved."""
     if tokenizer.is_fast:
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.save_pretrained(folder)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import load_weights, save_weights
+from dualenc.encoders.weights import load_weights, save_weights
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
 from dualenc.reading import read_json_object

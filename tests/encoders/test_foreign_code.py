@@ -136,7 +136,7 @@ def test_other_hooks_of_a_text_model(text_encoder: Any, bert: dict[str, Any], tm
     canary, model = tmp_path / "canary", tmp_path / "model"
     text_encoder().save(model)
     edit(model / "config.json", attn_implementation="evil/kernel")
-    assert "attn_implementation evil/kernel is code from the hub" in refuses(lambda: load_model(model), canary)
+    assert "attn_implementation 'evil/kernel' is code from the hub" in refuses(lambda: load_model(model), canary)
     config = {**bert, "attn_implementation": "evil/kernel"}
     assert "is code from the hub" in refuses(lambda: text_encoder(config=config), canary)
     edit(model / "config.json", attn_implementation="eager")
@@ -161,11 +161,15 @@ def test_modules_of_a_sentence_folder(change: dict[str, str], evil: Path, text_e
     [
         ("2_Dense/config.json", {"activation_function": "torch.hub.load"}, "is no activation of torch.nn"),
         ("2_Dense/config.json", {"activation_function": "evil.Tokenizer"}, "is no activation of torch.nn"),
-        ("sentence_bert_config.json", {"model_kwargs": {"trust_remote_code": True}}, "model_kwargs are arguments"),
-        ("sentence_bert_config.json", {"tokenizer_args": {"cache_dir": "x"}}, "tokenizer_args are arguments"),
-        ("sentence_bert_config.json", {"tokenizer_name_or_path": "evil"}, "tokenizer_name_or_path are arguments"),
+        (
+            "sentence_bert_config.json",
+            {"model_kwargs": {"trust_remote_code": True}},
+            "would be passed on",
+        ),
+        ("sentence_bert_config.json", {"tokenizer_args": {"cache_dir": "x"}}, "would be passed on"),
+        ("sentence_bert_config.json", {"tokenizer_name_or_path": "evil"}, "would be passed on"),
         ("sentence_bert_config.json", {"modality_config": {"text": {"method": "push_to_hub"}}}, "other than forward"),
-        ("config.json", {"text_config": {"_attn_implementation": "evil/kernel"}}, "evil/kernel is code from the hub"),
+        ("config.json", {"text_config": {"_attn_implementation": "evil/kernel"}}, "'evil/kernel' is code from the hub"),
         ("adapter_config.json", {"base_model_name_or_path": "evil"}, "adapters of another model"),
     ],
 )

@@ -179,7 +179,7 @@ def test_interpolation_is_the_straight_line_between_weights(text_encoder: Any, t
     assert state.keys() == original.state_dict().keys()
     weights = {}
     for name, weight in adapted.state_dict().items():  # which still has the adapters
-        weights[name.replace("base_model.model.", "").replace("base_layer.", "")] = weight
+        weights[name.replace("base_layer.", "")] = weight
     for name, first in original.state_dict().items():
         last = weights[name]
         layer = name.removesuffix("weight")

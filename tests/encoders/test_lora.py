@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
 from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, load_model
-from dualenc.encoders.lora import adapt, merged_state
+from dualenc.encoders.lora import add_adapters, merge_adapters
 from dualenc.errors import DualencError
 
 pytest.importorskip("peft", reason="peft is not installed: pip install 'dualenc[lora]'")
@@ -42,8 +42,8 @@ def test_only_adapters_train(model: TextEncoder) -> None:
 def test_unfit_arguments(text_encoder: Any, arguments: Any, message: str) -> None:
     with pytest.raises(DualencError, match=message):
         text_encoder(**arguments)
-    with pytest.raises(DualencError, match="no layer's name ends in"):
-        adapt(torch.nn.Sequential(torch.nn.Linear(2, 2)), 2, targets=["nothing"])
+    with pytest.raises(DualencError, match=r"LoRA of rank 2.*'nothing'.* not found in the base model"):
+        add_adapters(torch.nn.Sequential(torch.nn.Linear(2, 2)), 2, targets=["nothing"])
 
 
 def test_a_step_moves_adapters_alone_and_the_saved_model_has_them_merged(
@@ -107,9 +107,10 @@ def test_both_towers_of_open_clip(
     model = ImageTextEncoder(config={**clip, "custom_text": custom_text}, lora_rank=4)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert all("lora_" in name for name in names)
-    for part in ("attn.parametrizations.in_proj_weight", "attn.out_proj", "mlp.c_fc"):
-        assert any(name.startswith(f"left.visual.transformer.resblocks.0.{part}") for name in names)
-    assert any(name.startswith("right.") for name in names)
+    for part in ("left.visual.transformer.resblocks.0", "right.clip.text.transformer.resblocks.1"):
+        part = part if custom_text else part.replace(".text.", ".")
+        layers = {name.removeprefix(f"{part}.").partition(".lora_")[0] for name in names if name.startswith(part)}
+        assert layers == {"attn", "mlp.c_fc", "mlp.c_proj"}
     expected = trained_a_little(model, images, texts)
     model.save(tmp_path / "model")
     again = load_model(tmp_path / "model")
@@ -123,24 +124,50 @@ def test_both_towers_of_open_clip(
     assert (other.encode_image(pixels, normalize=True) - expected[0]).abs().max() < 1e-5
 
 
-def test_adapters_are_those_of_peft() -> None:
-    from peft import LoraConfig, get_peft_model
+class Attention(torch.nn.Module):
+    """Attention of torch with one matrix of projections, or with one per input, and a layer behind it."""
 
+    def __init__(self, other_size: int) -> None:
+        super().__init__()
+        self.attn = torch.nn.MultiheadAttention(16, 2, kdim=other_size, vdim=other_size, batch_first=True)
+        self.last = torch.nn.Linear(16, 16)
+
+    def forward(self, query: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.last(self.attn(query, other, other, need_weights=False)[0])
+
+
+@pytest.mark.parametrize(("other_size", "names"), [(16, ["in_proj"]), (12, ["k_proj", "q_proj", "v_proj"])])
+def test_attention_reads_weights_with_adapters(other_size: int, names: list[str]) -> None:
     torch.manual_seed(0)
-    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
-    ours, plain_copy = copy.deepcopy(plain), copy.deepcopy(plain)
-    adapt(ours, 2)
-    theirs = get_peft_model(plain, LoraConfig(r=2, lora_alpha=4, target_modules=["0", "2"]))
-    inputs = torch.randn(5, 6)
-    assert torch.equal(ours(inputs), theirs(inputs))  # B begins at zero
-    with torch.no_grad():
-        for number in ("0", "2"):
-            layer = theirs.base_model.model.get_submodule(number)
-            own = ours.get_submodule(f"{number}.parametrizations.weight.0")
-            layer.lora_B["default"].weight.normal_()
-            own.lora_A.copy_(layer.lora_A["default"].weight)  # type: ignore[operator]
-            own.lora_B.copy_(layer.lora_B["default"].weight)  # type: ignore[operator]
-    torch.testing.assert_close(ours(inputs), theirs(inputs), atol=1e-6, rtol=1e-5)
-    whole = copy.deepcopy(plain_copy)
-    whole.load_state_dict(merged_state(ours))
-    assert torch.equal(whole(inputs), ours(inputs))
+    model = Attention(other_size)
+    whole = copy.deepcopy(model)
+    add_adapters(model, 2)
+    adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    inputs = torch.randn(3, 5, 16), torch.randn(3, 4, other_size)
+    assert torch.equal(model(*inputs), whole(*inputs))  # B begins at zero
+    for name, parameter in adapters.items():
+        assert "lora_" in name
+        torch.nn.init.normal_(parameter, std=0.3)
+    model(*inputs).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in adapters.values())
+    before = {name: weight.clone() for name, weight in whole.state_dict().items()}
+    merged = merge_adapters(model).state_dict()
+    whole.load_state_dict(merged)
+    torch.testing.assert_close(whole(*inputs), model(*inputs), atol=1e-5, rtol=0)
+    changed = {name for name, weight in before.items() if not torch.equal(merged[name], weight)}
+    assert changed == {"last.weight", *(f"attn.{name}_weight" for name in names)}
+
+
+def test_merged_weights_are_those_of_the_paper() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    plain = copy.deepcopy(model)
+    assert merge_adapters(model) is model
+    add_adapters(model, 2, targets=["2"])
+    low_rank: Any = model[2]
+    torch.nn.init.normal_(low_rank.lora_B["default"].weight)
+    change = 2 * low_rank.lora_B["default"].weight @ low_rank.lora_A["default"].weight  # W + 2·BA
+    state = merge_adapters(model).state_dict()
+    torch.testing.assert_close(state["2.weight"], plain[2].weight + change)
+    assert torch.equal(state["0.weight"], plain[0].weight)
+    assert [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name] == []

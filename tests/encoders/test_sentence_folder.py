@@ -70,7 +70,7 @@ def test_base_model_keeps_what_it_says_and_yields_to_arguments(saved: Path) -> N
     assert (kept.left.prepare.prompt, kept.right.prepare.prompt) == ("ask: ", "")
     changed = TextEncoder(str(saved), query_prompt="", pooling="cls", max_length=8, shared=False)
     assert changed.left.prepare.prompt == ""
-    assert (changed.left.head.pooling0.pooling_mode, changed.left.prepare.max_length) == ("cls", 8)
+    assert (changed.left.head[0].pooling_mode, changed.left.prepare.max_length) == ("cls", 8)
     first, second = changed.left.backbone.state_dict(), changed.right.backbone.state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not changed.shares_weights
@@ -100,8 +100,9 @@ def test_a_length_above_the_positions_is_cut(
     ("file", "change", "message"),
     [
         ("modules.json", [{"path": "", "type": "sentence_transformers.models.CLIPModel"}], "CLIPModel is not supp"),
-        ("modules.json", [{"idx": 0, "name": "0", "path": "", "type": TRANSFORMER}], "does not encode a text"),
-        ("modules.json", {}, "is no list of modules"),
+        ("modules.json", [{"idx": 0, "name": "0", "path": "", "type": TRANSFORMER}], "makes no encoder of texts"),
+        ("modules.json", {"0": {}}, "is no list of modules"),
+        ("modules.json", [], "empty modules list"),
         ("1_Pooling/config.json", {"embedding_dimension": 32, "pooling_mode": "sum"}, "Invalid pooling mode"),
     ],
 )
