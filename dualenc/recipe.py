@@ -13,7 +13,6 @@ A recipe is untrusted input; `dualenc.recipe_check` says what it may name. Value
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import os
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dualenc.errors import DualencError
-from dualenc.recipe_check import CLASS_KEYS, build, check_arguments
+from dualenc.recipe_check import CLASS_KEYS, build, check_keys, check_value
 from dualenc.recipe_yaml import RecipeLoader
 
 if TYPE_CHECKING:
@@ -116,19 +115,16 @@ def make_recipe(
     settings: Mapping[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()
 ) -> Recipe:
     """A recipe from nested values, as a YAML file holds them, called `source` in errors; else as `read_recipe`."""
-    values = dict(settings)
-    if "trainer" in values:
-        values["trainer"] = {"class_path": "Trainer", "init_args": values["trainer"]}
-    known = {}
+    check_keys(settings, SECTIONS, "a recipe", f"{source}: ")
+    sections = {}
     for name, path in SECTIONS.items():
         base = pkgutil.resolve_name(path)
-        known[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=base)
-        if name in OPTIONAL:
-            known[name] = known[name].replace(default=None, annotation=base | None)
-    try:
-        return Recipe(check_arguments("a recipe", known, values, allow_modules), source)
-    except DualencError as error:
-        raise DualencError(f"{source}: {str(error).removeprefix('.')}") from error
+        value = settings.get(name)
+        if name == "trainer":
+            value = {"class_path": "Trainer", "init_args": value}
+        hint = base | None if name in OPTIONAL else base
+        sections[name] = check_value(value, hint, f"{source}: {name}", allow_modules)
+    return Recipe(sections, source)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -163,8 +159,7 @@ def _subsection(section: dict[str, Any], name: str) -> dict[str, Any]:
     """The dictionary behind a key, an empty one in place of any other value."""
     if not isinstance(section.get(name), dict):
         section[name] = {}
-    subsection: dict[str, Any] = section[name]
-    return subsection
+    return section[name]
 
 
 def _override_value(text: str) -> Any:

@@ -2,25 +2,22 @@
 
 A recipe is untrusted input. Where a constructor expects a class, a recipe may name one of that type from `PACKAGES` or
 a module that the user allows; nothing else is imported or called, and no class is made before all is checked.
-The text of a refusal begins with the keys that lead to the value: `.temperature is …`, `.freeze[0] is …`.
 """
 
 from __future__ import annotations
 
 import builtins
-import functools
 import importlib
 import inspect
 import json
-import operator
 import os
 import pkgutil
 import re
 import types
 import typing
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import pydantic
 
@@ -38,8 +35,12 @@ FILLED = {
 }
 """Arguments that `Recipe.build` fills in and a recipe must leave out, by base class."""
 CLASS_KEYS = ("class_path", "init_args")
-CONTAINERS: dict[Any, Any] = {list: list, Sequence: list, tuple: tuple, dict: dict, Mapping: dict}
-"""What pydantic checks in place of a type that holds others: YAML has lists and dictionaries."""
+UNIONS = (typing.Union, types.UnionType)
+CONTAINERS = (list, tuple, Sequence, dict, Mapping)
+
+
+class CheckedClass(dict[str, Any]):
+    """class_path and init_args of a class that was checked; `build` makes no other dictionary into a class."""
 
 
 def build(value: Any, source: str, **filled: Any) -> Any:
@@ -48,7 +49,7 @@ def build(value: Any, source: str, **filled: Any) -> Any:
         return [build(item, source, **filled) for item in value]
     if not isinstance(value, dict):
         return value
-    if "class_path" not in value:
+    if not isinstance(value, CheckedClass):
         return {key: build(item, source, **filled) for key, item in value.items()}
     kind = pkgutil.resolve_name(value["class_path"])
     taken = {name: filled[name] for name in parameters(kind).keys() & filled.keys()}
@@ -78,100 +79,107 @@ def parameters(kind: type) -> dict[str, inspect.Parameter]:
     return known
 
 
-def check_arguments(
-    owner: str, known: Mapping[str, inspect.Parameter], values: Mapping[Any, Any], allowed: Sequence[str]
-) -> dict[str, Any]:
-    """Check values strictly by the parameters of `owner` that take them, and add the defaults of the others."""
-    for key in values:
-        if key not in known:
-            raise DualencError(f".{key} is no key of {owner}{nearest(str(key), known)}")
-    checked = {}
-    for name, parameter in known.items():
-        checked[name] = parameter.default
-        if name in values:
-            checked[name] = _check_value(values[name], parameter.annotation, name, allowed)
-        elif parameter.default is parameter.empty:
-            raise DualencError(f".{name} is missing; {owner} needs it")
-    return checked
+def check_value(value: Any, hint: Any, place: str, allowed: Sequence[str]) -> Any:
+    """Check a value by a constructor's type: classes by name, wherever they may stand, and plain data by pydantic."""
+    kind = typing.get_origin(hint) or hint
+    inner = typing.get_args(hint)
+    if _is_plain(hint):
+        return _check_plain(value, hint, place)
+    if kind in UNIONS:
+        refusals = []
+        # Refusals of classes say more than those of plain data.
+        for member in sorted(inner, key=_is_plain):
+            try:
+                return check_value(value, member, place, allowed)
+            except DualencError as error:
+                refusals.append(error)
+        raise refusals[0]
+    if kind in (list, Sequence) and isinstance(value, list):
+        return [
+            check_value(item, inner[0], f"{place}[{number}]", allowed) for number, item in enumerate(value)
+        ]
+    if kind in (dict, Mapping) and isinstance(value, dict):
+        return {key: check_value(item, inner[1], f"{place}.{key}", allowed) for key, item in value.items()}
+    return _check_class(value, kind, place, allowed)
 
 
-def _check_value(value: Any, hint: Any, name: str, allowed: Sequence[str]) -> Any:
-    """Check one value strictly by a constructor's type."""
+def _is_plain(hint: Any) -> bool:
+    """Whether a type holds plain data alone, and no class that a recipe would name."""
+    kind = typing.get_origin(hint) or hint
+    if kind in (*UNIONS, *CONTAINERS):
+        return all(map(_is_plain, typing.get_args(hint)))
+    is_path = inspect.isclass(kind) and issubclass(kind, os.PathLike)
+    return is_path or kind in (bool, int, float, str, types.NoneType, Literal, Any, object, ...)
+
+
+def _check_plain(value: Any, hint: Any, place: str) -> Any:
+    """Check plain data as pydantic does in JSON: true is no number, nor is "3", and a list may be a tuple."""
+    text = json.dumps(value, default=str)
+    # A text before a colon is a key.
+    for key in re.findall(r'"(class_path|init_args|dict_kwargs|__\w*)":', text):
+        raise DualencError(f"{place} holds {key}, but can name no class; give plain values")
     try:
-        return pydantic.TypeAdapter(_checked_type(hint)).validate_python(value, context=allowed)
+        return pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(strict=True)).validate_json(text)
     except pydantic.ValidationError as error:
-        # Refusals of classes come first: they say more than the other types of a union.
-        details = sorted(error.errors(), key=lambda each: each["type"] != "value_error")
-    place = f".{name}"
+        details = error.errors()
     for key in details[0]["loc"]:
         try:
             value = value[key]
         except (KeyError, IndexError, TypeError):
             break  # the name of a type, in a union
         place += f"[{key}]" if isinstance(key, int) else f".{key}"
-    if details[0]["type"] == "value_error":
-        raise DualencError(f"{place}{details[0]['ctx']['error']}")
     reasons = " or ".join(dict.fromkeys(each["msg"] for each in details))
     raise DualencError(f"{place} is {value!r}; {reasons.replace('Input should', 'it must')}")
 
 
-def _checked_type(hint: Any) -> Any:
-    """A constructor's type as pydantic checks it in a recipe; what is no plain data there is a class by name."""
-    kind = typing.get_origin(hint) or hint
-    if kind in (bool, int, float, str):
-        return Annotated[hint, pydantic.Strict()]
-    if kind in (types.NoneType, Literal, ...):
-        return hint
-    if hint in (Any, object, *CONTAINERS):
-        return Annotated[hint, pydantic.AfterValidator(_plain_data)]
-    if inspect.isclass(kind) and issubclass(kind, os.PathLike):
-        return _checked_type(str)
-    if kind not in (typing.Union, types.UnionType, *CONTAINERS):
-        return Annotated[Any, pydantic.PlainValidator(functools.partial(_check_class, base=kind))]
-    inner = tuple(map(_checked_type, typing.get_args(hint)))
-    return CONTAINERS[kind][inner] if kind in CONTAINERS else functools.reduce(operator.or_, inner)
-
-
-def _plain_data(value: Any) -> Any:
-    """Refuse what looks like a class in free data."""
-    # In JSON a text before a colon is a key.
-    for key in re.findall(r'"(class_path|init_args|dict_kwargs|__\w*)":', json.dumps(value, default=str)):
-        raise DualencError(f" holds {key}, but can name no class; give plain values")
-    return value
-
-
-def _check_class(value: Any, context: pydantic.ValidationInfo[Any], base: Any) -> dict[str, Any]:
+def _check_class(value: Any, base: Any, place: str, allowed: Sequence[str]) -> CheckedClass:
     """Check a class by class_path and init_args; returns both, with the full path and all defaults."""
     if not isinstance(value, Mapping) or not isinstance(value.get("class_path"), str):
-        wanted = f"a class of type {base.__name__} by class_path and init_args"
-        raise DualencError(f" is {value!r}; it must name {wanted}")
-    for key in value:
-        if key not in CLASS_KEYS:
-            raise DualencError(f".{key} is no key of a class{nearest(str(key), CLASS_KEYS)}")
-    full_path, kind = _find_class(value["class_path"], base, context.context)
-    values = value.get("init_args")
-    if not isinstance(values, (Mapping, types.NoneType)):
-        raise DualencError(f".init_args is {values!r}; it must hold the arguments of {kind.__name__}")
+        form = f"a class of type {base.__name__} by class_path and init_args"
+        raise DualencError(f"{place} is {value!r}; it must name {form}")
+    check_keys(value, CLASS_KEYS, "a class", f"{place}.")
+    full_path, kind = _find_class(value["class_path"], base, f"{place}.class_path", allowed)
+    values = {} if value.get("init_args") is None else value["init_args"]
+    if not isinstance(values, Mapping):
+        raise DualencError(
+            f"{place}.init_args is {values!r}; it must hold the arguments of {kind.__name__}"
+        )
     known = parameters(kind)
     for name in FILLED.get(base.__name__, ()):
         known.pop(name, None)
-        if values and name in values:
-            raise DualencError(f".{name} is filled in by the training; leave it out")
-    arguments = check_arguments(kind.__name__, known, values or {}, context.context)
-    return {"class_path": full_path, "init_args": arguments}
+        if name in values:
+            raise DualencError(f"{place}.{name} is filled in by the training; leave it out")
+    check_keys(values, known, kind.__name__, f"{place}.")
+    arguments = {}
+    for name, parameter in known.items():
+        arguments[name] = parameter.default
+        if name in values:
+            arguments[name] = check_value(values[name], parameter.annotation, f"{place}.{name}", allowed)
+        elif parameter.default is parameter.empty:
+            raise DualencError(f"{place}.{name} is missing; {kind.__name__} needs it")
+    return CheckedClass(class_path=full_path, init_args=arguments)
 
 
-def _find_class(path: str, base: Any, allowed: Sequence[str]) -> tuple[str, type]:
+def check_keys(values: Mapping[Any, Any], known: Collection[str], owner: str, prefix: str) -> None:
+    """Refuse a key that is unknown, and name the nearest one that is known."""
+    for key in values:
+        if key not in known:
+            raise DualencError(f"{prefix}{key} is no key of {owner}{nearest(str(key), known)}")
+
+
+def _find_class(path: str, base: Any, place: str, allowed: Sequence[str]) -> tuple[str, type]:
     """The full path and the class that a recipe names, of those that fit the place: ours, or of an allowed module."""
     module, _, name = path.rpartition(".")
     ours = ("dualenc", *allowed)
     if module and not _is_within(module, ours):
-        problem = f"is {path!r}, not of dualenc, and making it would run its code; if you trust that"
-        raise DualencError(f".class_path {problem}, allow it: --allow-module {module.partition('.')[0]}")
-    classes = {}
+        advice = f"if you trust that, allow it: --allow-module {module.partition('.')[0]}"
+        raise DualencError(
+            f"{place} is {path!r}, not of dualenc, and making it would run its code; {advice}"
+        )
     packages = (module,) if _is_within(module, allowed) else PACKAGES
+    classes = {}
     for package in packages:
-        with explain(f".class_path is {path!r}; cannot import {package}", "correct it"):
+        with explain(f"{place} is {path!r}; cannot import {package}", "correct it"):
             values = vars(importlib.import_module(package))
         for key, value in values.items():
             if _fits(value, base) and _is_within(value.__module__, ours):
@@ -182,7 +190,7 @@ def _find_class(path: str, base: Any, allowed: Sequence[str]) -> tuple[str, type
     names = dict.fromkeys(full_path.rpartition(".")[2] for full_path in classes)
     others = nearest(name, names) or f"; there are {', '.join(names) or 'none'}"
     problem = f"which is no class of type {base.__name__} in the registry{others}"
-    raise DualencError(f".class_path is {path!r}, {problem}")
+    raise DualencError(f"{place} is {path!r}, {problem}")
 
 
 def _fits(value: Any, base: Any) -> bool:

@@ -19,7 +19,7 @@ import yaml
 from dualenc import cli
 from dualenc.errors import DualencError
 from dualenc.recipe import SECTIONS, make_recipe, read_recipe
-from dualenc.recipe_check import parameters
+from dualenc.recipe_check import build, parameters
 
 EVIL = "dualenc_evil_canary"
 """A module that exists in each test, and writes the canary when it is imported."""
@@ -75,6 +75,8 @@ PAYLOADS: dict[str, tuple[str, Any]] = {
     "as the name of a function": ("model.init_args.augment", f"{EVIL}.run"),
     "as a file to include": ("model.init_args.augment", "inner.yaml"),
     "as a section to include": ("objective", "inner.yaml"),
+    "as free data": ("model.init_args.backbone_args", call("subprocess.Popen", args=SHELL, shell=True)),
+    "as free data without arguments": ("model.init_args.backbone_args", {"class_path": f"{EVIL}.X"}),
     "dict_kwargs": ("objective.dict_kwargs", {"x": call(f"{EVIL}.X")}),
     "through a module of ours": ("model.init_args.augment", call("dualenc.cli.os.system", command=SHELL)),
     "a function of ours": ("model.init_args.augment", call("dualenc.files.remove", path="keep")),
@@ -115,6 +117,21 @@ def test_a_payload_is_refused_before_anything_runs(
     (canary.folder / "keep").write_text("")
     assert_refused(canary, capsys, placed(*PAYLOADS[name], canary))
     assert (canary.folder / "keep").exists()
+
+
+def test_plain_data_is_never_made_into_a_class(canary: Canary) -> None:
+    """Neither where any data may stand, nor in a table of texts; nor if a check ever let it pass."""
+    settings = recipe()
+    popen = call("subprocess.Popen", args=canary.shell, shell=True)
+    settings["model"]["init_args"]["backbone_args"] = popen
+    with pytest.raises(DualencError, match=r"model\.backbone_args holds class_path, but can name no class"):
+        make_recipe(settings)
+    mixture = call("Mixture", sources={}, left_prompts={"class_path": f"{EVIL}.X", "init_args": "x"})
+    with pytest.raises(DualencError, match=r"data\.left_prompts holds class_path, but can name no class"):
+        make_recipe(recipe() | {"data": mixture})
+    for value in (popen, {"class_path": f"{EVIL}.X"}):
+        assert build(value, "recipe") == value
+    canary.assert_silent()
 
 
 def test_the_payloads_would_run(canary: Canary) -> None:
