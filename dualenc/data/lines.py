@@ -41,7 +41,8 @@ _parse_json = partial(json.loads, parse_constant=lambda name: None)
 
 def file_format(path: PurePath) -> str:
     """The suffix that decides how a file is read, in lower case and without `.gz` or `.zst`."""
-    return PurePath(path.stem if path.suffix.lower() in _COMPRESSIONS else path.name).suffix.lower()
+    suffix = path.suffix.lower()
+    return PurePath(path.stem).suffix.lower() if suffix in _COMPRESSIONS else suffix
 
 
 def read_records(path: Path, bad_rows: BadRows, quotes: bool | None = None) -> Iterator[Numbered]:
@@ -134,7 +135,10 @@ def _json_records(path: Path, stream: TextIO, bad_rows: BadRows) -> Iterator[Num
                 raise DualencError(f"{position}: malformed JSON ({fault}); fix the file") from None
             bad_rows.add("malformed JSON line", position, f"{fault}; fix or remove the line")
             continue
-        for record_number, record in enumerate(value, 1) if is_list else [(number, value)]:
+        records = [(number, value)]
+        if is_list:
+            records = list(enumerate(value, 1))
+        for record_number, record in records:
             if isinstance(record, dict):
                 yield record_number, record
             else:
@@ -144,7 +148,11 @@ def _json_records(path: Path, stream: TextIO, bad_rows: BadRows) -> Iterator[Num
 def _separated(path: Path, stream: TextIO, bad_rows: BadRows, quotes: bool | None) -> Iterator[Numbered]:
     # The default refuses documents longer than 131,072 characters.
     csv.field_size_limit(_MAX_FIELD_BYTES)
-    skipped, first = next(((n, line) for n, line in enumerate(stream) if line.strip()), (0, ""))
+    skipped = 0
+    first = next(stream, "")
+    while first.isspace():
+        skipped += 1
+        first = next(stream, "")
     # The comma, or what divides the header into more fields: Excel writes semicolons in half of the world.
     delimiter = max(",;\t", key=re.sub('"[^"]*"', "", first).count)
     if file_format(path) == ".tsv":
@@ -164,9 +172,9 @@ def _separated(path: Path, stream: TextIO, bad_rows: BadRows, quotes: bool | Non
         if count > 1 and name.strip():
             position = f"{path}:{skipped + 1}"
             raise DualencError(f"{position}: two columns are called {name!r}; rename one of them")
-    option = (
-        "quotes=false if quotes are characters" if in_quotes else "quotes=true if quotes enclose fields"
-    )
+    option = "quotes=true if quotes enclose fields"
+    if in_quotes:
+        option = "quotes=false if quotes are characters"
     for start, row, fault in _read_rows(rows, header):
         if fault:
             # A stray quote swallows the lines up to the next quote: all of them are lost, and counted.

@@ -345,7 +345,7 @@ class ImageFolderPairs(ColumnPairs):
             caption_column = "captions"
         else:
             # Links among a folder's images are followed.
-            source = TableSource(file, bad_rows, quotes=quotes, root=folder, allow_outside=True)
+            source = TableSource(file, bad_rows, quotes=quotes, allow_outside=True)
             image_column = source.default_column(IMAGE_NAMES, "image_column")
             caption_column = source.default_column(CAPTION_NAMES, "caption_column")
             table = source.open({image_column: "value", caption_column: "list"})

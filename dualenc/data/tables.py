@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -22,7 +21,7 @@ from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import BATCH_ROWS, cache_option, cached_dataset, record_batches
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, detect
 from dualenc.data.lines import Record, file_format, read_records
-from dualenc.errors import DualencError, explain
+from dualenc.errors import DualencError, explain, nearest
 from dualenc.reading import glob_files
 
 if TYPE_CHECKING:
@@ -33,6 +32,11 @@ FILE = "__file__"
 LINE = "__line__"
 """Columns that hold the position of each row."""
 
+_TYPES: dict[ColumnKind, pa.DataType] = {
+    "value": pa.large_string(),
+    "list": pa.list_(pa.large_string()),
+    "vector": pa.large_list(pa.float32()),
+}
 _PARQUET_ADVICE = "write all files with the same types, or fetch it again"
 _RECORDS_EXAMINED = 1000  # of each file, to see what its columns hold
 
@@ -80,7 +84,6 @@ class TableSource:
         path: this, `split`, `subset`, `quotes` and `allow_outside` are as for `dualenc.data.TablePairs`.
         bad_rows: counts malformed lines.
         dataset: rows that are loaded already; `path` is their name.
-        root: where relative image paths start; by default the table's folder.
         reshape: makes the record of each line of another, whose columns are then taken; a function with a name.
     """
 
@@ -91,13 +94,14 @@ class TableSource:
     split: str = ONLY_SPLIT
     subset: str | None = None
     quotes: bool | None = None
-    root: Path | None = None
     allow_outside: bool = False
     reshape: Callable[[Record], Record] = dict
 
     def __post_init__(self) -> None:
-        self.files = [] if self.dataset is not None else find_files(self.path, self.split)
-        if not self.files and self.dataset is None:
+        self.files: list[Path] = []
+        if self.dataset is None:
+            self.files = find_files(self.path, self.split)
+        if self.dataset is None and not self.files:
             self.dataset = _from_datasets(str(self.path), self.subset, self.split)
         self._is_lines = bool(self.files) and file_format(self.files[0]) != ".parquet"
 
@@ -129,39 +133,42 @@ class TableSource:
     def open(self, columns: Mapping[str, ColumnKind], *, optional: Collection[str] = ()) -> DataTable:
         """Open some columns, each read as its kind; those in `optional` may be missing."""
         check_columns(self.path, self.kinds, [name for name in columns if name not in optional])
-        if self.dataset is not None:
-            dataset = self.dataset
-        else:
+        dataset = self.dataset
+        # The name of a data set of the hub is no folder here, so that no path of its rows leads to an image.
+        root = Path(self.path)
+        if dataset is None:
             dataset = self._read_lines(columns) if self._is_lines else self._read_parquet(columns)
-            name = split_name(self.split) if Path(self.path).is_dir() else ONLY_SPLIT
+            name = split_name(self.split) if root.is_dir() else ONLY_SPLIT
             dataset = select_split({name: dataset}, self.split, self.path)
+            root = self.files[0].parent
         # Columns are read as stored, without the indices of a selection.
         if dataset._indices is not None:
             dataset = dataset.flatten_indices()
-        # The name of a data set of the hub is no folder here, so that no path of its rows leads to an image.
-        root = self.root or (self.files[0].parent if self.files else Path(self.path))
         return DataTable(str(self.path), dataset, self.bad_rows, root, self.files, self.allow_outside)
 
     def _read_lines(self, columns: Mapping[str, ColumnKind]) -> Dataset:
         """The columns, null where a record lacks them, and the file number and line of each row."""
-        fields = [(name, _READERS[kind][0]) for name, kind in columns.items()]
+        fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
         schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
 
-        def rows(bad_rows: BadRows) -> Iterator[Record]:
-            for number, file in enumerate(self.files):
-                for line, record in read_records(file, bad_rows, self.quotes):
-                    record = self.reshape(record)
-                    try:
-                        row = {name: _READERS[kind][1](record.get(name)) for name, kind in columns.items()}
-                    except (TypeError, UnicodeEncodeError) as error:
-                        bad_rows.add("value of a wrong type", f"{file}:{line}", f"{error}; fix the line")
-                    else:
-                        yield {**row, FILE: number, LINE: line}
+        def batches(bad_rows: BadRows) -> Iterator[pa.RecordBatch]:
+            return record_batches(self._rows_of_lines(columns, bad_rows), schema)
 
         key = (columns, self.quotes, self.bad_rows.on_error, self.reshape.__qualname__)
-        return cached_dataset(
-            lambda bad_rows: record_batches(rows(bad_rows), schema), schema, self.files, key, self.bad_rows
-        )
+        return cached_dataset(batches, schema, self.files, key, self.bad_rows)
+
+    def _rows_of_lines(self, columns: Mapping[str, ColumnKind], bad_rows: BadRows) -> Iterator[Record]:
+        for number, file in enumerate(self.files):
+            for line, record in read_records(file, bad_rows, self.quotes):
+                values = self.reshape(record)
+                row = {FILE: number, LINE: line}
+                try:
+                    for name, kind in columns.items():
+                        row[name] = _CONVERTERS[kind](values.get(name))
+                except (TypeError, UnicodeEncodeError) as error:
+                    bad_rows.add("value of a wrong type", f"{file}:{line}", f"{error}; fix the line")
+                else:
+                    yield row
 
     @cached_property
     def _schema(self) -> pa.Schema:
@@ -203,10 +210,8 @@ def check_columns(source: str | Path, columns: Iterable[str], required: Iterable
     names = list(columns)
     for name in required:
         if name not in names:
-            hint = "it has no columns"
-            for nearest in difflib.get_close_matches(name, names, n=1, cutoff=0.0):
-                hint = f"did you mean {nearest!r}? (columns: {', '.join(names)})"
-            raise DualencError(f"{source}: no column {name!r}; {hint}")
+            known = ", ".join(names) or "none"
+            raise DualencError(f"{source}: no column {name!r}{nearest(name, names)}; there are: {known}")
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -245,7 +250,9 @@ def _text(value: Any) -> str | None:
 def _texts(value: Any) -> list[str | None]:
     if value is None:
         return []
-    return [_text(entry) for entry in value] if isinstance(value, list) else [_text(value)]
+    if not isinstance(value, list):
+        value = [value]
+    return [_text(entry) for entry in value]
 
 
 def _vector(value: Any) -> list[float] | None:
@@ -257,12 +264,7 @@ def _vector(value: Any) -> list[float] | None:
     return [math.nan if entry is None or abs(entry) > 1e300 else float(entry) for entry in value]
 
 
-# The Arrow type of each kind, and what makes a value of a line one of that type.
-_READERS: dict[ColumnKind, tuple[pa.DataType, Callable[[Any], Any]]] = {
-    "value": (pa.large_string(), _text),
-    "list": (pa.list_(pa.large_string()), _texts),
-    "vector": (pa.large_list(pa.float32()), _vector),
-}
+_CONVERTERS: dict[ColumnKind, Callable[[Any], Any]] = {"value": _text, "list": _texts, "vector": _vector}
 
 
 def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
@@ -332,6 +334,5 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str | Path) 
         splits[part.splitname].select(range(part.from_, part.to)) for part in parts if part.to > part.from_
     ]
     if not slices:
-        known = ", ".join(f"{name} {count:,}" for name, count in sizes.items())
-        raise DualencError(f"{source}: split {split!r} has no rows (of {known}); widen the slice")
+        raise DualencError(f"{source}: split {split!r} has no rows of {sizes}; widen the slice")
     return concatenate_datasets(slices)

@@ -78,7 +78,7 @@ def test_columns_of_beir_and_of_vectors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["yaer"], "no column 'yaer'; did you mean 'year'"),
+        (["yaer"], r"no column 'yaer' \(did you mean year\?\)"),
         (["year", "YEAR"], "asked for twice"),
         (["id"], "every result has its own id"),
         (["a b"], "letters, digits and _"),
