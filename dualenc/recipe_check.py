@@ -100,6 +100,8 @@ def check_value(value: Any, hint: Any, place: str, allowed: Sequence[str]) -> An
         ]
     if kind in (dict, Mapping) and isinstance(value, dict):
         return {key: check_value(item, inner[1], f"{place}.{key}", allowed) for key, item in value.items()}
+    if kind in CONTAINERS:
+        raise DualencError(f"{place} is {value!r}; it must hold several classes")
     return _check_class(value, kind, place, allowed)
 
 
@@ -114,7 +116,8 @@ def _is_plain(hint: Any) -> bool:
 
 def _check_plain(value: Any, hint: Any, place: str) -> Any:
     """Check plain data as pydantic does in JSON: true is no number, nor is "3", and a list may be a tuple."""
-    text = json.dumps(value, default=str)
+    with explain(f"{place} is no plain data", "give texts, numbers, lists and dictionaries"):
+        text = json.dumps(value)
     # A text before a colon is a key.
     for key in re.findall(r'"(class_path|init_args|dict_kwargs|__\w*)":', text):
         raise DualencError(f"{place} holds {key}, but can name no class; give plain values")

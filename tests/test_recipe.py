@@ -170,6 +170,8 @@ REFUSALS = [
         "data={class_path: Mixture, init_args: {sources: {faq: x}}}",
         "data.sources.faq is 'x'; it must name a class of type PairDataset",
     ),
+    ("data={class_path: Mixture, init_args: {sources: [faq]}}", r"data.sources is \['faq'\]; it must hold several"),
+    ("trainer.freeze=[!!binary aGk=]", "trainer.freeze is no plain data .*bytes.*; give texts, numbers"),
 ]
 
 
