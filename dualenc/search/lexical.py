@@ -12,18 +12,18 @@ Lucene's CJK analyzer; a document's single characters are terms as well, for que
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import os
+import sys
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import bm25s
 import numpy as np
 import regex
-from bm25s.stopwords import STOPWORDS_EN
-from bm25s.tokenization import Tokenized
 
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, is_folder_of, write_json
@@ -38,13 +38,28 @@ B = 0.75
 """Saturation of the term frequency, strength of the length normalisation."""
 AGAIN = "run dualenc index INDEX --bm25"
 
+
+def _import_bm25s() -> ModuleType:
+    """Import bm25s without JAX, where it is installed: its import tries JAX, which takes most of a GPU's memory."""
+    modules: dict[str, Any] = sys.modules
+    jax = modules.get("jax")
+    modules["jax"] = None  # whoever imports it is told that it is not there
+    try:
+        return importlib.import_module("bm25s")
+    finally:
+        del modules["jax"]
+        if jax is not None:
+            modules["jax"] = jax
+
+
+bm25s = _import_bm25s()
 _WORDS = regex.compile(r"\w+")
 # Line breaking class SA: Thai, Lao, Khmer, Myanmar and others of South East Asia.
 _WITHOUT_SPACES = regex.compile(
     r"(?V1)([\w&&[\p{lb=SA}\p{scx=Han}\p{scx=Hiragana}\p{scx=Katakana}\p{scx=Bopomofo}\p{scx=Hangul}]]+)"
 )
 _CHARACTERS = regex.compile(r"\X")
-_STOP_WORDS = frozenset(STOPWORDS_EN)
+_STOP_WORDS = frozenset(bm25s.stopwords.STOPWORDS_EN)
 
 
 def split_terms(text: str, *, is_query: bool = False) -> list[str]:
@@ -79,7 +94,7 @@ class Lexical:
         if not vocabulary:
             raise DualencError("BM25: no text holds a word; is the corpus empty?")
         scorer = bm25s.BM25(k1=K1, b=B)
-        scorer.index(Tokenized(ids, vocabulary), show_progress=False)
+        scorer.index(bm25s.tokenization.Tokenized(ids, vocabulary), show_progress=False)
         return cls(scorer, len(ids))
 
     def save(self, index: str | os.PathLike[str], ids: str) -> None:

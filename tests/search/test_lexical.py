@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -126,3 +129,15 @@ def test_mistakes(made: Path, tmp_path: Path) -> None:
         Searcher.open(tmp_path / "plain").search("fox", hybrid="rrf")
     with pytest.raises(DualencError, match="the query is vector, and the model of this index takes a text"):
         Searcher.open(tmp_path / "plain").search(np.ones(32))
+
+
+@pytest.mark.parametrize("before", ["", "import jax; "], ids=["alone", "beside jax"])
+def test_jax_is_not_asked_for_a_device(tmp_path: Path, before: str) -> None:
+    """bm25s tries JAX, which takes most of a GPU's memory; a program that uses JAX keeps it."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("")
+    (tmp_path / "jax" / "lax.py").write_text("raise SystemExit('JAX was used')")
+    after = "import sys; assert sys.modules.get('jax', ...) is not None; import jax; assert jax.__file__"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    code = f"{before}from dualenc.search.lexical import Lexical; Lexical.build(['a word']); {after}"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
