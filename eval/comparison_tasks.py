@@ -1,9 +1,10 @@
 """What comparisons of objectives train on: data, a model, and a measure of quality on held-out and on test data.
 
 "vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "text", a
-one-layer transformer from scratch on it, and "text_dropout", with a dropout of 0.1; "minilm", a pretrained one;
-"image_text", a small open_clip model on tables {train,dev,test}.parquet of images and captions; "images", a narrow
-ResNet on two views of labelled images, by its 20 nearest neighbours and, in the end, by a linear probe.
+one-layer transformer from scratch on it, and "text_dropout", with a dropout of 0.1; "minilm", a pretrained one, and
+"minilm_lora", adapters of rank 16 on it; "image_text", a small open_clip model on tables {train,dev,test}.parquet of
+images and captions; "images", a narrow ResNet on two views of labelled images, by its 20 nearest neighbours and, in the
+end, by a linear probe.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dualenc.data import BeirPairs, ImageViews, PairDataset, TablePairs
 from dualenc.data.beir import read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, VectorEncoder, train_tokenizer
+from dualenc.encoders.tokenizer import TokenCache
 from dualenc.evaluation.image_text import both_ways_ranks
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.retrieval import Result, retrieve
@@ -29,6 +31,8 @@ from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator
 
 HELD_OUT = 1000
 """Training queries that are held out where a folder has no dev.tsv, or a fifth of them."""
+DOCUMENTS = 10_000
+"""That queries of fine-tuned encoders are answered from, the judged ones among them."""
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Task:
         validation, test: two measures of the same kind, by which to tune and to report.
         learning_rate: about right at a batch of 32.
         temperatures: to choose from.
+        evaluations: of a training, besides the one before it; 0 is one when it has ended.
     """
 
     new_model: Callable[[], DualEncoder]
@@ -49,6 +54,7 @@ class Task:
     test: Quality
     learning_rate: float
     temperatures: tuple[float, ...] = (0.03, 0.05, 0.1)
+    evaluations: int = 4
 
 
 class Quality(Evaluator):
@@ -204,18 +210,29 @@ def text(path: Path, model: str, dropout: float = 0.0) -> Task:
     return Task(new_model, pairs, Retrieval(validation), Retrieval(test), learning_rate=3e-3)
 
 
-def minilm(path: Path, model: str) -> Task:
-    """A published encoder, fine-tuned on 128 tokens; documents are those that a held-out or a test query is about."""
+def minilm(path: Path, model: str, lora_rank: int = 0) -> Task:
+    """A published encoder, fine-tuned on 128 tokens; queries are answered from up to 10,000 documents of the folder."""
     pairs, validation, test = beginnings(path, words=128)
     judged = {document for part in (validation, test) for of_query in part.qrels.values() for document in of_query}
-    kept = {own: row for row, own in enumerate(test.corpus.ids) if own in judged}
-    documents = Corpus(list(kept), [test.corpus.items[row] for row in kept.values()])
+    is_judged = np.array([own in judged for own in test.corpus.ids])
+    others = np.random.default_rng(0).permutation(np.flatnonzero(~is_judged))
+    kept = np.sort(np.concatenate([np.flatnonzero(is_judged), others[: max(0, DOCUMENTS - is_judged.sum())]]))
+    documents = test.corpus.take(kept)
     validation, test = (part._replace(corpus=documents) for part in (validation, test))
 
-    def new_model() -> DualEncoder:
-        return TextEncoder(model, max_length=128)
+    tokens = TokenCache()  # all runs read the same texts
 
-    return Task(new_model, pairs, Retrieval(validation), Retrieval(test), learning_rate=2e-5)
+    def new_model() -> TextEncoder:
+        encoder = TextEncoder(model, max_length=128, lora_rank=lora_rank)
+        encoder.left.prepare.token_cache = encoder.right.prepare.token_cache = tokens
+        return encoder
+
+    prepare = new_model().right.prepare
+    for texts in (documents.items, pairs.left_items, pairs.right_items, validation.queries.items, test.queries.items):
+        for start in range(0, len(texts), 1000):
+            prepare([texts[row] for row in range(start, min(start + 1000, len(texts)))])
+    rate = 2e-4 if lora_rank else 2e-5
+    return Task(new_model, pairs, Retrieval(validation), Retrieval(test), rate, evaluations=0)
 
 
 def image_text(path: Path, model: str) -> Task:
@@ -261,6 +278,7 @@ TASKS: dict[str, Callable[[Path, str], Task]] = {
     "text": text,
     "text_dropout": partial(text, dropout=0.1),
     "minilm": minilm,
+    "minilm_lora": partial(minilm, lora_rank=16),
     "image_text": image_text,
     "images": images,
 }

@@ -22,9 +22,11 @@ Tasks: see `comparison_tasks.py`.
 from __future__ import annotations
 
 import base64
+import gc
 import itertools
 import math
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -77,8 +79,9 @@ TRAINER: dict[str, dict[str, Any]] = {
     "InfoNCE, 4 mined each epoch": {"mine_every": 1, "mine_negatives": 4},
     "GlobalCache, mined each epoch": {"mine_every": 1},
     "InfoNCE, 4 accumulated": {"gradient_accumulation": 4},
+    "InfoNCE, cached": {"chunk_size": 16},
 }
-"""Settings of the trainer: mined negatives; steps of several batches, of B pairs each."""
+"""Settings of the trainer: mined negatives; steps of several batches, of B pairs each; gradients cached by 16 items."""
 OBJECTIVES |= {name: OBJECTIVES[name.partition(",")[0]] for name in TRAINER}
 
 PROBES: dict[str, Callable[..., Objective]] = {
@@ -105,9 +108,6 @@ RATES = (FIRST_RATE, 0.5, 2.0)
 """Factors of a task's learning rate."""
 BEYOND_EDGE = 3
 """How often τ or the rate is moved beyond the edge of what was to be tried."""
-POINTS = 4
-"""Evaluations of a training, besides the one before it."""
-
 Cell = tuple[int, str]
 """Batch size and objective."""
 
@@ -168,7 +168,7 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
     trainer_settings = TRAINER.get(objective, {})
     pairs_per_step = batch_size * trainer_settings.get("gradient_accumulation", 1)
     steps = max(1, pairs_seen // pairs_per_step)
-    steps_between = -(-steps // POINTS)
+    steps_between = -(-steps // max(1, task.evaluations))
     passes, curve = Passes(model), Curve(task.validation, steps_between * pairs_per_step)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -185,15 +185,25 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
             deterministic=False,
             **trainer_settings,
         )
+        if torch.cuda.is_available():
+            gc.collect()  # the model of the run before
+            torch.cuda.reset_peak_memory_stats()
         batching = None
         if objective == "InfoNCE, teacher's batches":
             # The features themselves are the teacher.
             sides = np.asarray(pairs.left_items)[pairs.left_id], np.asarray(pairs.right_items)[pairs.right_id]
             batching = TeacherBatches(*sides, batch_size, seed=seed)
-        trainer.fit(model, pairs, criterion, batching, evaluator=curve)
+        begun = time.process_time()
+        trainer.fit(model, pairs, criterion, batching, evaluator=curve if task.evaluations else None)
+    outcome: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        outcome = {"device": torch.cuda.get_device_name(), "peak_memory": torch.cuda.max_memory_allocated()}
+    if task.evaluations == 0:
+        seconds = time.process_time() - begun
+        curve.points.append((pairs_seen, seconds, task.validation(model.eval())[task.validation.primary]))
     measured = task.test(model.eval())
     scores = np.round(255 * np.array(task.test.per_query)).astype(np.uint8)
-    outcome = {
+    outcome |= {
         "validation": curve.points[-1][2],  # of the last step, after which training evaluates
         "test": measured.pop(task.test.primary),
         "extra_encodes": passes.count / (steps * pairs_per_step) - 2,
@@ -202,7 +212,7 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
         "scores": base64.b64encode(zlib.compress(scores.tobytes(), 9)).decode(),
         **measured,
     }
-    return settings, outcome | ({"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+    return settings, outcome
 
 
 def run(
@@ -227,7 +237,7 @@ def run(
     """Tune objectives, train them with all seeds, and add every run to the results.
 
     Args:
-        task: one of vectors, text, text_dropout, minilm, image_text, images.
+        task: one of vectors, text, text_dropout, minilm, minilm_lora, image_text, images.
         path: the data.
         objectives: which.
         batch_sizes: B.
@@ -245,6 +255,9 @@ def run(
         processes: trainings at once.
         results: where finished runs are kept.
     """
+    # A forked process would wait for its parent's threads, and has no GPU if its parent has asked CUDA for one.
+    torch.set_num_threads(1)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     opened, runs = TASKS[task](path, model), Runs(results)
     for count in {pairs, tune_pairs}:
         part = opened if count is None else replace(opened, pairs=some_of(opened.pairs, count))
