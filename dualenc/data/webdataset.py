@@ -16,12 +16,14 @@ from tqdm import tqdm
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import cached_dataset, record_batches
+from dualenc.data.columns import ItemColumn
 from dualenc.data.corpus import Corpus
 from dualenc.data.detect import refuse_url
 from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES
-from dualenc.data.item_lists import Picked, number_items
-from dualenc.data.pairs import PairDataset
+from dualenc.data.item_lists import Picked
+from dualenc.data.table_pairs import ColumnPairs
+from dualenc.data.tables import FILE, LINE, DataTable
 from dualenc.decoding import MAX_BYTES, decode_image
 from dualenc.errors import BadSample, DualencError, first_line
 from dualenc.reading import glob_files, is_utf8, open_regular
@@ -32,11 +34,13 @@ _MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 # What files of an extension hold, and which of several files of a sample is taken: that of the lowest rank.
 _ROLES = {suffix[1:]: ("image", rank) for rank, suffix in enumerate(IMAGE_SUFFIXES)} | {"txt": ("text", 0)}
 _NAMES = {"image": "jpg;jpeg;png;webp;…", "text": "txt"}
+_FIX_NAME = "add it; a sample's name ends at its first dot"
 _POSITIONS = ("image_offset", "image_size", "text_offset", "text_size")
-_SCHEMA = pa.schema([("sample", pa.large_string()), *((name, pa.int64()) for name in _POSITIONS)])
+# The place of a sample in its file is its name.
+_SCHEMA = pa.schema([(LINE, pa.large_string()), *((name, pa.int64()) for name in _POSITIONS)])
 
 
-class WebDatasetPairs(PairDataset):
+class WebDatasetPairs(ColumnPairs):
     """Images and their captions (.txt) from tars as webdataset and img2dataset write them: one sample, one pair.
 
     Each tar is scanned for an index, which the cache folder keeps of large ones.
@@ -48,87 +52,71 @@ class WebDatasetPairs(PairDataset):
     """
 
     def __init__(self, path: str | Path, *, deduplicate: bool = True, on_error: OnError = "skip") -> None:
-        bad_rows = BadRows(path, on_error)
-        files = _open_tars(path, bad_rows)
-        images = files["image"]
-        texts = files["text"]
-        rows = images.usable("left", np.arange(len(images)), bad_rows)
-        # A sample without a left file is counted once.
-        rows = texts.usable("right", rows, bad_rows)
-        bad_rows.require(len(rows), "pair")
-        left_first, left_id = number_items(images, rows, deduplicate)
-        right_first, right_id = number_items(texts, rows, deduplicate)
-        super().__init__(
-            Picked(images, left_first),
-            Picked(texts, right_first),
-            left_id,
-            right_id,
-            left_modality="image",
-        )
-        self.skipped = bad_rows.report()
+        samples = _open_tars(path, BadRows(path, on_error))
+        super().__init__(_column(samples, "image"), _column(samples, "text"), deduplicate=deduplicate)
 
 
 def tar_corpus(path: str | Path, modality: Modality, bad_rows: BadRows) -> Corpus:
     """The images or the texts of the samples in tars, as items to embed; ids are the samples' names."""
-    files = _open_tars(path, bad_rows)[modality]
-    rows = files.usable("item", np.arange(len(files)), bad_rows)
+    samples = _open_tars(path, bad_rows)
+    files = _column(samples, modality)
+    files.skip(~files.usable())
+    rows = np.flatnonzero(files.usable())
     bad_rows.require(len(rows), "item")
-    names = [files.name(row) for row in rows]
+    names = samples.column(LINE).take(rows).to_pylist()
     # Samples of different tars may have the same name.
     if len(set(names)) < len(names):
-        names = [f"{files.tars[files.tar[row]].stem}/{files.name(row)}" for row in rows]
-    return Corpus(names, Picked(files, rows), modality)
+        tars = samples.column(FILE).take(rows).to_pylist()
+        names = [f"{samples.files[tar].stem}/{name}" for tar, name in zip(tars, names)]
+    return Corpus(names, Picked(files.items, rows), modality)
 
 
-def _open_tars(path: str | Path, bad_rows: BadRows) -> dict[str, _TarFiles]:
-    """The images and the texts of the samples in all tars of a file name, folder or glob, tar by tar."""
+def _open_tars(path: str | Path, bad_rows: BadRows) -> DataTable:
+    """The samples in all tars of a file name, folder or glob, with the positions of their files."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
     refuse_url(path)
     tars = glob_files(str(Path(path) / "*.tar") if Path(path).is_dir() else str(path))
     if not tars:
         fix = "give a .tar file, a folder of them or a glob like 'shards/*.tar'"
         raise DualencError(f"{path}: no such tar; {fix}")
-    indexes = [_index(tar, bad_rows) for tar in tars]
-    tar_of_sample = np.repeat(np.arange(len(tars)), [len(index) for index in indexes])
-    samples = pa.concat_tables(indexes)
-    return {modality: _TarFiles(tars, tar_of_sample, samples, modality) for modality in ("image", "text")}
+    indexes = []
+    for number, tar in enumerate(tars):
+        index = _index(tar, bad_rows)
+        indexes.append(index.append_column(FILE, pa.repeat(pa.scalar(number, pa.int32()), len(index))))
+    dataset = Dataset(InMemoryTable(pa.concat_tables(indexes)))
+    return DataTable(str(path), dataset, bad_rows, tars[0].parent, tars)
+
+
+def _column(samples: DataTable, modality: Modality) -> ItemColumn:
+    """The images or the texts of samples."""
+    files = _TarFiles(samples, modality)
+    faults = {
+        f"missing or empty file {_NAMES[modality]!r}": (files.size <= 0, _FIX_NAME),
+        f"file of more than {MAX_BYTES:,} bytes": (files.size > MAX_BYTES, "remove the sample"),
+    }
+    return ItemColumn(samples, modality, False, np.arange(len(samples)), files, faults)
 
 
 class _TarFiles:
     """The image or the text of each sample, as an item; offset and size are -1 where it has none."""
 
-    def __init__(self, tars: list[Path], tar: np.ndarray, samples: pa.Table, modality: Modality) -> None:
-        self.tars = tars
-        self.tar = tar
-        self.names = samples["sample"]
+    def __init__(self, samples: DataTable, modality: Modality) -> None:
+        self.samples = samples
         self.modality = modality
-        self.offset = pc.fill_null(samples[f"{modality}_offset"], -1).to_numpy()
-        self.size = pc.fill_null(samples[f"{modality}_size"], -1).to_numpy()
+        self.tar = samples.column(FILE).to_numpy()
+        self.offset = pc.fill_null(samples.column(f"{modality}_offset"), -1).to_numpy()
+        self.size = pc.fill_null(samples.column(f"{modality}_size"), -1).to_numpy()
         # Texts are stripped: those of different sizes may be equal.
         self.key_sizes = self.size if modality == "image" else np.zeros(len(self.size))
-
-    def usable(self, side: str, rows: np.ndarray, bad_rows: BadRows) -> np.ndarray:
-        """Those of some samples (n,) that have a file that is not empty; the others are bad."""
-        bad = rows[self.size[rows] <= 0]
-        if len(bad):
-            reason = f"missing or empty {side} file {_NAMES[self.modality]!r}"
-            fix = "add it; a sample's name ends at its first dot"
-            bad_rows.add(reason, self.position(bad[0]), fix, len(bad))
-        return rows[self.size[rows] > 0]
-
-    def name(self, row: int) -> str:
-        """The sample's name in its tar."""
-        return self.names[int(row)].as_py().removeprefix("./")
-
-    def position(self, row: int) -> str:
-        """Its tar and its name, for messages."""
-        return f"{self.tars[self.tar[row]]}: {self.name(row)}"
 
     def __len__(self) -> int:
         return len(self.size)
 
     def __getitem__(self, index: int) -> Any:
         data = self.read(index)
-        position = self.position(index)
+        position = self.samples.position(index)
         if self.modality == "image":
             return decode_image(data, position)
         text = data.decode("utf-8-sig", "surrogateescape").strip()
@@ -143,21 +131,16 @@ class _TarFiles:
         return self.read(index) if self.modality == "image" else self[index]
 
     def read(self, index: int) -> bytes:
-        """The contents of the file of a sample; a `BadSample` if it is too large or cannot be read."""
-        size = int(self.size[index])
-        # Checked before the bytes are read.
-        if size > MAX_BYTES:
-            reason = f"file of {size:,} bytes, where {MAX_BYTES:,} are allowed"
-            raise BadSample(f"{self.position(index)}: {reason}; remove the sample")
-        tar = self.tars[self.tar[index]]
+        """The contents of the file of a sample; a `BadSample` if it cannot be read."""
+        tar = self.samples.files[self.tar[index]]
         try:
             # Opened for each read: safe to fork, and thousands of shards do not exceed the limit of open files.
             with open_regular(tar) as stream:
                 stream.seek(self.offset[index])
-                data = stream.read(size)
+                data = stream.read(self.size[index])
         except (OSError, DualencError) as error:
             raise BadSample(f"{tar}: cannot be read ({error}); check the path") from None
-        if len(data) < size:
+        if len(data) < self.size[index]:
             raise BadSample(f"{tar}: ends inside a sample; fetch it again")
         return data
 
@@ -167,7 +150,8 @@ class _TarFiles:
 
     @cached_property
     def _tar_identities(self) -> list[bytes]:
-        return [tar.name.encode(errors="surrogateescape") + b" " + file_identity(tar) for tar in self.tars]
+        names = [tar.name.encode(errors="surrogateescape") for tar in self.samples.files]
+        return [name + b" " + file_identity(tar) for name, tar in zip(names, self.samples.files)]
 
 
 def _index(tar: Path, bad_rows: BadRows) -> pa.Table:
@@ -218,7 +202,8 @@ def _add_member(
     if not member.isreg() or member.issparse():
         bad_rows.add("link, device, pipe or sparse file in a tar", position, "pack the file itself")
         return
-    sample = samples.setdefault(match[1], {"sample": match[1]})
+    name = match[1].removeprefix("./")
+    sample = samples.setdefault(name, {LINE: name})
     extension = match[2].lower()
     if extension not in _ROLES:
         return
