@@ -237,7 +237,7 @@ def _over_index(
 
 
 def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet:
-    """Pairs as a test: left items are the queries, the right items of all pairs the corpus."""
+    """Pairs as a test: left items are the queries, all right items the corpus, at most 100,000 of them."""
     try:
         pairs = open_pairs(source, **vars(columns), split=split)
     except DualencError as error:

@@ -24,6 +24,8 @@ from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, Side
 
 SNIPPET_LENGTH = 240
+MAX_DOCUMENTS = 100_000
+"""Right items among which held-out pairs are searched."""
 _WHOLE_FLOAT = re.compile(r"-?[0-9]+\.0")
 Labels = tuple[np.ndarray, list[str]]
 """Class numbers (N,) int64, -1 where there is none, and the name of each class number."""
@@ -122,14 +124,24 @@ class RetrievalSet(NamedTuple):
     qrels: dict[str, dict[str, int]]
 
 
-def held_out(pairs: PairDataset) -> RetrievalSet:
-    """Held-out pairs as a retrieval test: left items are the queries, the right items of all pairs the corpus."""
-    queries, left_rows = used_items(pairs, "left")
-    corpus, right_rows = used_items(pairs, "right")
-    qrels: dict[str, dict[str, int]] = {name: {} for name in queries.ids}
-    for left, right in zip(left_rows, right_rows, strict=True):
-        query = queries.ids[left]
-        qrels[query][corpus.ids[right]] = 1
+def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
+    """Pairs as a retrieval test: their left items are the queries, all right items of their data the corpus.
+
+    Of more than `most` right items those of the pairs stay, and a seeded sample of the others. Every right item that is
+    a positive of a query, also by pairs that are not among these, is relevant.
+    """
+    queries, _ = used_items(pairs, "left")
+    left_ids = np.unique(pairs.left_id)
+    positives = pairs.positives("left", left_ids)  # (Q, K)
+    relevant = np.unique(positives[positives >= 0])
+    others = np.setdiff1d(np.arange(pairs.num_right), relevant)
+    if len(others) > most - len(relevant):
+        others = np.random.default_rng(0).choice(others, max(0, most - len(relevant)), replace=False)
+    kept = np.union1d(relevant, others)
+    corpus = Corpus(_side_ids("right", kept), Picked(pairs.right_items, kept), pairs.right_modality)
+    qrels: dict[str, dict[str, int]] = {}
+    for query, own in zip(queries.ids, positives, strict=True):
+        qrels[query] = dict.fromkeys(_side_ids("right", own[own >= 0]), 1)
     return RetrievalSet(queries, corpus, qrels)
 
 
@@ -137,9 +149,12 @@ def used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
     """The items of a side that belong to a pair, and each pair's row among them."""
     modality = pairs.left_modality if side == "left" else pairs.right_modality
     used, rows = np.unique(pairs.item_ids(side), return_inverse=True)
-    # Prefix ids, so that removing self-matches does not drop documents.
-    ids = [f"{side}-{item}" for item in used]
-    return Corpus(ids, Picked(pairs.items(side), used), modality), rows
+    return Corpus(_side_ids(side, used), Picked(pairs.items(side), used), modality), rows
+
+
+def _side_ids(side: Side, items: np.ndarray) -> list[str]:
+    """Names of a side's items: prefixed, so that removing self-matches does not drop documents."""
+    return [f"{side}-{item}" for item in items]
 
 
 def table_corpus(

@@ -65,7 +65,7 @@ class RetrievalEvaluator(Evaluator):
     Args:
         path: BEIR folder; or give pairs.
         split: its judgements, qrels/SPLIT.tsv.
-        pairs: held-out pairs; the right items that they bring are the corpus.
+        pairs: held-out pairs; all right items of their data are the corpus, at most 100,000 of them.
         batch_size: items encoded at once.
         primary: the metric to keep the best weights by: ndcg, recall, mrr, map, precision or hit at 1, 3, 5, 10 or 100.
     """
@@ -88,7 +88,8 @@ class RetrievalEvaluator(Evaluator):
         else:
             raise DualencError("RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs")
         report_self_matches(self.name, self.collection, keep_self_matches=False)
-        self.data = (self.name, split if pairs is None else None)
+        documents = f"{len(self.collection.corpus):,} documents"
+        self.data = (self.name, split) if pairs is None else (f"{self.name} among {documents}", None)
         self.modalities = {
             "left": self.collection.queries.modality,
             "right": self.collection.corpus.modality,

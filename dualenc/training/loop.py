@@ -363,7 +363,9 @@ class Loop:
             metrics = self.best.evaluate(self.steps)
         if metrics:
             self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
-            self.log.info(f"step {self.steps}: {self.best.primary} {metrics[self.best.primary]:.4f}")
+            value = f"{self.best.primary} {metrics[self.best.primary]:.4f}"
+            data, _ = getattr(self.best.evaluator, "data", ("held-out data", None))
+            self.log.info(f"step {self.steps}: {value} on {data}")
         self.evaluation_due = False
 
     def _fail_if_bad(self, step: int | None) -> None:

@@ -9,6 +9,7 @@ from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
 
 from dualenc.data import ImageViews, PairDataset
+from dualenc.data.corpus import held_out
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.errors import DualencError
 from dualenc.training.evaluators import ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
@@ -69,18 +70,50 @@ def model():
 
 
 def test_held_out_pairs_are_a_retrieval_test(model):
-    """Two queries share each document; rows of a score matrix give the ranks by hand."""
+    """Two queries share each of the first documents; rows of a score matrix give the ranks by hand."""
     pairs = tiny_pairs(12, right_id=np.arange(12) // 2)
     evaluator = RetrievalEvaluator(pairs=pairs)
     metrics = evaluator(model)
     with torch.no_grad():
         left = model("left", model.left.prepare(list(pairs.left_items)))
-        right = model("right", model.right.prepare([pairs.item("right", i) for i in range(6)]))
+        right = model("right", model.right.prepare([pairs.item("right", i) for i in range(12)]))
     order = (-(left @ right.T)).argsort(dim=1)
     ranks = (order == torch.from_numpy(pairs.right_id)[:, None]).nonzero()[:, 1] + 1
-    assert metrics["mrr@10"] == pytest.approx((1 / ranks).mean().item())
-    assert metrics["ndcg@10"] == pytest.approx((1 / torch.log2(1.0 + ranks)).mean().item())
+    found = (ranks <= 10).float()
+    assert metrics["mrr@10"] == pytest.approx((found / ranks).mean().item())
+    assert metrics["ndcg@10"] == pytest.approx((found / torch.log2(1.0 + ranks)).mean().item())
     assert metrics["recall@100"] == 1
+
+
+def test_held_out_pairs_are_searched_among_all_right_items_of_their_data():
+    """Trained right items are distractors; of two queries the second is held out, and so is its other positive."""
+    pairs = PairDataset(["q0", "q1"], ["d0", "d1", "d2", "unused"], [0, 1, 1], [0, 1, 2])
+    rest, part = pairs.split(0.5, seed=0)
+    collection = held_out(part)
+    other = int(rest.left_id[0])
+    relevant = {"right-0"} if other else {"right-1", "right-2"}
+    assert list(collection.corpus.items) == ["d0", "d1", "d2", "unused"]
+    assert {name: set(own) for name, own in collection.qrels.items()} == {f"left-{1 - other}": relevant}
+    assert "among 4 documents" in RetrievalEvaluator(pairs=part).data[0]
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 40])
+def test_a_sample_of_a_large_corpus_has_what_is_relevant(most):
+    pairs = tiny_pairs(40).take(np.array([3, 5]))
+    corpus = held_out(pairs, most).corpus
+    assert {"right-3", "right-5"} <= set(corpus.ids)
+    assert len(corpus) == max(2, most)
+    assert corpus.ids == held_out(pairs, most).corpus.ids
+    numbers = [int(name.removeprefix("right-")) for name in corpus.ids]
+    expected = [pairs.item("right", number) for number in numbers]
+    np.testing.assert_array_equal(np.stack(list(corpus.items)), np.stack(expected))
+
+
+def test_positives_of_other_pairs_are_relevant_too():
+    """A part of pairs that knows more positives than it has, as after mining, counts none of them as wrong."""
+    pairs = PairDataset(["q"], ["d0", "d1", "d2"], [0, 0], [0, 1])
+    part = pairs.take(np.array([0]), positives_of=pairs)
+    assert held_out(part).qrels == {"left-0": {"right-0": 1, "right-1": 1}}
 
 
 def beir(folder, documents, queries, qrels):
