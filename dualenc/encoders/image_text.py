@@ -21,7 +21,7 @@ from dualenc.encoders.card import base_metadata
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import model_folder
 from dualenc.encoders.image import ImagePrepare, check_crop_scale, seeded_transform
-from dualenc.encoders.lora import ALL_LAYERS, add_adapters, merge_adapters
+from dualenc.encoders.lora import add_adapters, merge_adapters
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
 from dualenc.encoders.weights import save_weights
 from dualenc.errors import DualencError, explain
@@ -88,7 +88,7 @@ class ImageTextEncoder(DualEncoder):
         crop_scale: tuple[float, float] = (0.9, 1.0),
         gradient_checkpointing: bool = False,
         lora_rank: int = 0,
-        lora_targets: str | list[str] = ALL_LAYERS,
+        lora_targets: str | list[str] = "all-linear",
     ) -> None:
         check_crop_scale(crop_scale)
         _check_arguments(name, pretrained, config, tokenizer)

@@ -10,15 +10,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dualenc.errors import DualencError, explain
 
-ALPHA_PER_RANK = 2
-"""LoRA's alpha / rank, the scale of BA."""
-ALL_LAYERS = "all-linear"
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 """Matrices of torch's attention, which are no layers of their own."""
 
 
-def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = ALL_LAYERS) -> None:
-    """Freeze a module and add trainable adapters W + 2·BA to its layers, in place.
+def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-linear") -> None:
+    """Freeze a module and add trainable adapters W + 2·BA in float32 to its layers, in place.
 
     LoRA (Hu et al. 2021, arXiv 2106.09685). Layers that are never called get none, since peft's adapters take part in
     calls: the pooler of BERT, and the output projection inside torch's attention.
@@ -32,13 +29,15 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = ALL_LA
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise DualencError("LoRA needs the package peft: pip install 'dualenc[lora]'") from None
-    weights: list[str] = []
+    endings = tuple(targets) if isinstance(targets, list) else ()
+    projections: list[str] = []
     excluded: list[str] = []
     for name, layer in module.named_modules():
         is_attention = isinstance(layer, nn.MultiheadAttention)
-        is_target = name.endswith(tuple(targets)) if isinstance(targets, list) else targets == ALL_LAYERS
-        if is_attention and is_target:
-            weights += [f"{name}.{key}" for key in PROJECTIONS if getattr(layer, key, None) is not None]
+        if is_attention and (targets == "all-linear" or name.endswith(endings)):
+            projections += [
+                f"{name}.{key}" for key in PROJECTIONS if getattr(layer, key, None) is not None
+            ]
         # Around attention as a whole, peft would add to its weights and subtract again in each pass, with rounding.
         if (
             is_attention
@@ -49,14 +48,14 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = ALL_LA
     with explain(f"LoRA of rank {rank}, targets {targets}", "correct them"):
         config = LoraConfig(
             r=rank,
-            lora_alpha=ALPHA_PER_RANK * rank,
+            lora_alpha=2 * rank,
             target_modules=targets,
-            target_parameters=weights or None,
+            target_parameters=projections,
             exclude_modules=excluded or None,
         )
         inject_adapter_in_model(config, module)
     for weight in module.parameters():
-        if weight.requires_grad:  # whatever precision the frozen weights have
+        if weight.requires_grad:
             weight.data = weight.data.float()
 
 

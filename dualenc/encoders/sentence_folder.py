@@ -52,20 +52,20 @@ def check_sentence_folder(folder: Path) -> list[Path]:
 def check_settings(settings: Any, where: str) -> None:
     """Refuse settings, at any depth, by which transformers or sentence-transformers would run foreign code."""
     for key, value in _entries(settings):
-        shown = f"{where}: {key} {str(value)[:80]!r}"
+        methods = {method for name, method in _entries(value) if name == "method"}
         # In transformers' configurations an activation is a plain word such as gelu.
         is_class = key == "activation_function" and "." in str(value)
         if is_class and not ACTIVATION.fullmatch(str(value)):
-            raise DualencError(
-                f"{shown} is no activation of torch.nn, and is not run; choose one of these"
-            )
-        if ARGUMENTS.fullmatch(key) and value:
-            raise DualencError(f"{shown} would be passed on to transformers; leave it out")
-        methods = [method for name, method in _entries(value) if name == "method"]
-        if key == "modality_config" and any(method != "forward" for method in methods):
-            raise DualencError(f"{shown} names a method other than forward; leave it out")
-        if key.endswith("attn_implementation") and "/" in str(value):
-            raise DualencError(f"{shown} is code from the hub, which is not run; leave it out")
+            problem = "is no activation of torch.nn, and is not run"
+        elif key == "modality_config" and methods != {"forward"}:
+            problem = "names a method other than forward, which is not called"
+        elif key.endswith("attn_implementation") and "/" in str(value):
+            problem = "is code from the hub, which is not run"
+        elif value and ARGUMENTS.fullmatch(key):
+            problem = "would be passed on to transformers"
+        else:
+            continue
+        raise DualencError(f"{where}: {key} {str(value)[:80]!r} {problem}; leave it out")
 
 
 def _modules(

@@ -75,10 +75,7 @@ def open_sides(
 def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
     """Load a folder of sentence-transformers or transformers; code in it is never run, and pickles are not read."""
     places = check_sentence_folder(folder)
-    problem = explain(
-        f"{folder}: the text model does not load", "restore its files, or choose another model"
-    )
-    with quiet_transformers(), problem:
+    with quiet_transformers(), explain(f"{folder}: does not load", "restore it, or choose another model"):
         model = SentenceTransformer(
             str(folder),
             device="cpu",
@@ -86,39 +83,33 @@ def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
             trust_remote_code=False,
             model_kwargs={"dtype": dtype, "use_safetensors": True},
         )
-        classes = {
-            m.config.model_type: type(m.model) for m in model.modules() if isinstance(m, Transformer)
-        }
+        transformers = [module.model for module in model.modules() if isinstance(module, Transformer)]
         for place in places:
-            _check_weights(place, classes.get(read_json(place / "config.json").get("model_type")))
+            _check_weights(place, {one.config.model_type: type(one) for one in transformers})
     return model
 
 
-def _check_weights(place: Path, model_class: Any) -> None:
-    """Refuse a folder that lacks weights of its class of transformer, which would be drawn at random."""
-    if model_class is None:
+def _check_weights(place: Path, classes: dict[str, Any]) -> None:
+    """Refuse a folder that lacks weights of its kind of transformer, which would be drawn at random."""
+    kind = read_json(place / "config.json").get("model_type")
+    if kind not in classes:
         return
     # On the meta device names and shapes alone are read.
     options = {"device_map": "meta", "use_safetensors": True, "local_files_only": True}
-    _, report = model_class.from_pretrained(place, output_loading_info=True, **options)
+    _, report = classes[kind].from_pretrained(place, output_loading_info=True, **options)
     missing = sorted(key for key in report["missing_keys"] if "pooler." not in key)
     if missing:
-        raise DualencError(
-            f"{place}: {len(missing)} weights are missing, {missing[0]} first; restore the folder"
-        )
+        raise DualencError(f"{place}: {len(missing)} weights are missing, {missing[0]} first; restore it")
 
 
 def new_model(
     config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> SentenceTransformer:
     """A transformer with random weights by a configuration's fields, for the vocabulary of a tokenizer."""
-    size = len(tokenizer)
     special_ids = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
-    fields = {"vocab_size": size, **special_ids, **copy.deepcopy(config)}
-    if fields["vocab_size"] < size:
-        raise DualencError(
-            f"config has vocab_size {fields['vocab_size']}, the tokenizer {size} tokens: leave it out"
-        )
+    fields = {"vocab_size": len(tokenizer), **special_ids, **copy.deepcopy(config)}
+    if fields["vocab_size"] < len(tokenizer):
+        raise DualencError(f"vocab_size is below the tokenizer's {len(tokenizer)} tokens: leave it out")
     check_settings(fields, "config")
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         full_config = AutoConfig.for_model(**fields)
@@ -155,9 +146,7 @@ def set_up(
 ) -> None:
     """Set the modules of a model up by the arguments of `TextEncoder`, in one pass."""
     if max_length is not None and max_length < MIN_LENGTH:
-        raise DualencError(
-            f"max_length is {max_length}: give at least {MIN_LENGTH}, special tokens take two"
-        )
+        raise DualencError(f"max_length is {max_length}: give at least {MIN_LENGTH} tokens")
     modules = list(model.modules())
     if pooling is not None and not any(isinstance(module, Pooling) for module in modules):
         raise DualencError(f"pooling is {pooling!r}, but the model has no Pooling module; leave it out")
@@ -189,9 +178,7 @@ def _set_up_transformer(module: Any, max_length: int | None) -> None:
     limits = [limit for limit in (wanted, positions) if limit and 0 < limit < NO_LIMIT]
     module.max_seq_length = min(limits, default=MAX_LENGTH)
     if module.max_seq_length < wanted < NO_LIMIT:
-        warnings.warn(
-            f"texts are cut to {module.max_seq_length} tokens, the model's positions", stacklevel=4
-        )
+        warnings.warn(f"texts are cut to {positions} tokens, the model's positions", stacklevel=4)
     pad_behind(module.tokenizer)
 
 
@@ -230,10 +217,8 @@ def save_model(sides: dict[str, list[Any]], folder: Path, **settings: Any) -> No
     only = next(iter(routes.values()))
     modules = only if len(routes) == 1 else [Router(routes, default_route="document")]
     with quiet_transformers():
-        model = SentenceTransformer(
-            modules=modules, device=str(device), similarity_fn_name="cosine", **settings
-        )
-        model.save(str(folder), create_model_card=False)
+        settings |= {"modules": modules, "device": str(device), "similarity_fn_name": "cosine"}
+        SentenceTransformer(**settings).save(str(folder), create_model_card=False)
 
 
 @contextmanager

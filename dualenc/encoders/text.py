@@ -74,14 +74,12 @@ class TextEncoder(DualEncoder):
         gradient_checkpointing: bool = False,
         dtype: WeightType = "float32",
     ) -> None:
-        # Takes seconds to import.
-        from dualenc.encoders import sentence_model
+        from dualenc.encoders import sentence_model  # takes seconds
 
         if dtype not in get_args(WeightType) or (dtype != "float32" and not lora_rank):
             raise DualencError(f"dtype is {dtype!r}: choose float32, or bfloat16 with lora_rank")
         towers = []
-        shown = name if isinstance(name, str) else "the text model"
-        with explain(f"{shown}: makes no encoder of texts", "correct the arguments, or choose another"):
+        with explain("no encoder of texts", "correct its arguments, or choose another model"):
             model = sentence_model.open_sides(name, config, tokenizer, shared, getattr(torch, dtype))
             sentence_model.set_up(model, max_length, pooling, lora_rank, lora_targets)
             if gradient_checkpointing:
@@ -93,9 +91,7 @@ class TextEncoder(DualEncoder):
                 towers.append(TextTower(parts, TextPrepare(parts, own_prompt, role), dim))
         super().__init__(towers[0], towers[1], kind="query-document")
         if self.shares_weights and self.left.parts != self.right.parts:
-            raise DualencError(
-                "the sides of the Router share weights, but not modules; leave the Router out"
-            )
+            raise DualencError("the sides share weights, but not modules; leave the Router out")
         self.prompts = dict(model.prompts)
         if isinstance(name, str):
             self.base = base_metadata(name)
@@ -159,11 +155,12 @@ class TextPrepare(Prepare):
         texts = list(items)
         cache = self.token_cache
         tokens = self._tokenize(texts) if cache is None else cache.tokenize(texts, self._tokenize)
-        ones = [torch.ones(len(row["input_ids"]), dtype=torch.int64) for row in tokens]
-        inputs = {
-            name: self._stack(name, [torch.from_numpy(row[name]) for row in tokens]) for name in tokens[0]
-        }
-        return inputs | {"attention_mask": self._stack("attention_mask", ones)}
+        inputs: Inputs = {}
+        for name in tokens[0]:
+            rows = [torch.from_numpy(row[name]) for row in tokens]
+            inputs[name] = self._stack(name, rows)
+        inputs["attention_mask"] = self._stack("attention_mask", [torch.ones_like(row) for row in rows])
+        return inputs
 
     def cache_tokens(self) -> None:
         """Tokenize each text once only, for training."""
@@ -185,16 +182,12 @@ class TextPrepare(Prepare):
             # Workers are parallel already; this also spares tokenizers' warning about forked threads.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         features = self._preprocess(texts)
-        arrays = {
-            name: features[name].numpy().astype(np.int32) for name in self._padding if name in features
-        }
+        names = [name for name in self._padding if name in features]
+        arrays = {name: features[name].numpy().astype(np.int32) for name in names}
         if "offsets" in features:  # the texts of a StaticEmbedding are in one row
             return [{"input_ids": row} for row in np.split(arrays["input_ids"], features["offsets"][1:])]
-        masks = features["attention_mask"].numpy().astype(bool)
-        return [
-            {name: array[number][mask] for name, array in arrays.items()}
-            for number, mask in enumerate(masks)
-        ]
+        masks = enumerate(features["attention_mask"].numpy().astype(bool))
+        return [{name: arrays[name][number][mask] for name in names} for number, mask in masks]
 
 
 class TextTower(Tower):
@@ -209,13 +202,10 @@ class TextTower(Tower):
 
     modality = "text"
 
-    def __init__(
-        self, parts: Sequence[Any], prepare: TextPrepare, truncate_dim: int | None = None
-    ) -> None:
+    def __init__(self, parts: list[Any], prepare: TextPrepare, truncate_dim: int | None = None) -> None:
         super().__init__()
-        self.parts = list(parts)
-        if type(parts[-1]).__name__ == "Normalize":
-            self.parts.pop()
+        has_last = type(parts[-1]).__name__ == "Normalize"
+        self.parts = parts[:-1] if has_last else parts
         self.prepare: TextPrepare = prepare
         self.is_static = type(parts[0]).__name__ == "StaticEmbedding"
         if self.is_static and not isinstance(parts[0].embedding, TokenTable):
@@ -228,9 +218,7 @@ class TextTower(Tower):
         with torch.no_grad():
             dim = self.eval()._embed(prepare(["a"])).shape[1]
         if truncate_dim is not None and not 1 <= truncate_dim <= dim:
-            raise DualencError(
-                f"truncate_dim is {truncate_dim}: give 1 to {dim}, the size of the model's vectors"
-            )
+            raise DualencError(f"truncate_dim is {truncate_dim}: give 1 to {dim}, the model's size")
         self.dim = self.feature_dim = truncate_dim or dim
 
     def forward(self, inputs: Inputs) -> Tensor:

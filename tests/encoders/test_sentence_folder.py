@@ -100,7 +100,7 @@ def test_a_length_above_the_positions_is_cut(
     ("file", "change", "message"),
     [
         ("modules.json", [{"path": "", "type": "sentence_transformers.models.CLIPModel"}], "CLIPModel is not supp"),
-        ("modules.json", [{"idx": 0, "name": "0", "path": "", "type": TRANSFORMER}], "makes no encoder of texts"),
+        ("modules.json", [{"idx": 0, "name": "0", "path": "", "type": TRANSFORMER}], "no encoder of texts"),
         ("modules.json", {"0": {}}, "is no list of modules"),
         ("modules.json", [], "empty modules list"),
         ("1_Pooling/config.json", {"embedding_dimension": 32, "pooling_mode": "sum"}, "Invalid pooling mode"),
@@ -178,7 +178,7 @@ def test_vectors_are_truncated_as_the_folder_says_and_the_argument_wins(
         assert (encode(model, "left", texts) - expected).abs().max() < 1e-5
     assert SentenceTransformer(str(tmp_path / "again"), device="cpu").truncate_dim == 12
     assert TextEncoder(str(tmp_path / "short"), truncate_dim=32).dim == 32
-    with pytest.raises(DualencError, match="truncate_dim is 33: give 1 to 32"):
+    with pytest.raises(DualencError, match="truncate_dim is 33: give 1 to 32, the model's size"):
         TextEncoder(str(saved), truncate_dim=33)
 
 
