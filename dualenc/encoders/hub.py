@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub
@@ -47,3 +49,20 @@ def hub_name(name: str | os.PathLike[str]) -> str | None:
 def looks_like_path(text: str) -> bool:
     """Whether a name can only be meant as a path, and not as `owner/name` on the hub."""
     return text.startswith((".", "~", os.sep)) or text.count("/") > 1 or (os.sep == "\\" and "\\" in text)
+
+
+@contextmanager
+def no_foreign_code() -> Iterator[None]:
+    """Have transformers refuse a model's own code even where `trust_remote_code=False` is not passed on.
+
+    It is not to models inside a model, nor by open_clip, and transformers would ask on the terminal whether to run the
+    code.
+    """
+    from transformers import dynamic_module_utils
+
+    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds to answer the question; at 0 none is asked
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from dualenc.encoders.card import base_metadata
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
-from dualenc.encoders.hub import model_folder
+from dualenc.encoders.hub import model_folder, no_foreign_code
 from dualenc.encoders.image import ImagePrepare, check_crop_scale, seeded_transform
 from dualenc.encoders.lora import add_adapters, merge_adapters
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
@@ -317,7 +317,7 @@ def load_clip(
             {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
         )
         with (
-            _no_foreign_code(),
+            no_foreign_code(),
             explain(f"{where}: its tokenizer does not load", "restore the tokenizer's files"),
         ):
             tokenize = open_clip.get_tokenizer(place, context_length=context_length, **options)
@@ -411,29 +411,13 @@ def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTok
 
 
 @contextmanager
-def _no_foreign_code() -> Iterator[None]:
-    """Have transformers refuse a model's own code even where `trust_remote_code=False` is not passed on.
-
-    open_clip's text towers do not pass it, and transformers would ask on the terminal whether to run the code.
-    """
-    from transformers import dynamic_module_utils
-
-    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds to answer the question; at 0 none is asked
-    try:
-        yield
-    finally:
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
-
-
-@contextmanager
 def _open_clip_errors(where: str) -> Iterator[None]:
     """Silence open_clip's log, and report its errors in one line."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
         with (
-            _no_foreign_code(),
+            no_foreign_code(),
             explain(f"{where}: open_clip does not load it", "check name, weights and configuration"),
         ):
             yield

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from dualenc.encoders.hub import model_folder
+from dualenc.encoders.hub import model_folder, no_foreign_code
 from dualenc.encoders.lora import add_adapters, merge_adapters
 from dualenc.encoders.sentence_folder import check_sentence_folder, check_settings
 from dualenc.encoders.tokenizer import forget_last_call, load_tokenizer, pad_behind
@@ -223,13 +223,14 @@ def save_model(sides: dict[str, list[Any]], folder: Path, **settings: Any) -> No
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switch off the progress bars, reports and warnings of transformers and sentence-transformers."""
+    """Switch off the bars, reports and warnings of transformers, and its question whether to run a model's code."""
     verbosity = logging.get_verbosity()
     shows_bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with no_foreign_code():
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if shows_bars:

@@ -15,7 +15,7 @@ import pytest
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, load_model, with_map
+from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, load_model, with_map
 from dualenc.encoders.vector import VectorTower
 from dualenc.errors import DualencError
 
@@ -129,6 +129,18 @@ def test_a_text_model_of_code(evil: Path, text_encoder: Any, bert: dict[str, Any
     refuses(lambda: text_encoder(config={"model_type": "made-up", "auto_map": AUTO_MAP}), canary)
     refuses(lambda: text_encoder(tokenizer=str(evil)), canary)
     assert not canary.exists()
+
+
+@pytest.mark.slow
+def test_code_of_a_model_inside_a_model(evil: Path, text_encoder: Any, answers: None) -> None:
+    """transformers passes no `trust_remote_code` on to it, and would ask."""
+    canary, model = evil.parent / "canary", evil.parent / "model"
+    text_encoder().save(model)
+    inner = {"model_type": "align_text_model", "auto_map": {"AutoModel": f"{evil}--evil.Model"}}
+    config = {"model_type": "vision-text-dual-encoder", "vision_config": {"model_type": "vit"}, "text_config": inner}
+    edit(model / "config.json", **config)
+    assert "requires you to execute custom code" in refuses(lambda: TextEncoder(str(model)), canary)
+    assert "requires you to execute custom code" in refuses(lambda: text_encoder(config=config), canary)
 
 
 @pytest.mark.slow
