@@ -109,7 +109,9 @@ def new_model(
     special_ids = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
     fields = {"vocab_size": len(tokenizer), **special_ids, **copy.deepcopy(config)}
     if fields["vocab_size"] < len(tokenizer):
-        raise DualencError(f"vocab_size is below the tokenizer's {len(tokenizer)} tokens: leave it out")
+        raise DualencError(
+            f"config: vocab_size is below the {len(tokenizer)} of the tokenizer; leave it out"
+        )
     check_settings(fields, "config")
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         full_config = AutoConfig.for_model(**fields)

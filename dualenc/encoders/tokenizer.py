@@ -120,7 +120,7 @@ def pad_behind(tokenizer: PreTrainedTokenizerBase) -> None:
     """Have a tokenizer pad behind texts, where padding moves no positions, by its end token if it has no other."""
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token is None:
-        raise DualencError("the tokenizer has no padding token: set its pad_token and save it again")
+        raise DualencError(f"tokenizer {tokenizer.name_or_path} has no padding token: set its pad_token")
     # Some classes default to the left, unless a saved folder says otherwise.
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
 

@@ -66,7 +66,7 @@ def folder(model: TextEncoder, tmp_path: Path) -> Path:
     [
         ({"model_type": "no-such-model"}, "no encoder of texts .*no-such-model"),
         ({"num_attention_heads": 5}, "no encoder of texts .*attention heads"),
-        ({"vocab_size": 7}, "vocab_size is below the tokenizer's"),
+        ({"vocab_size": 7}, "vocab_size is below the 300 of the tokenizer"),
         ({"model_type": "vit"}, "no encoder of texts"),
     ],
 )
