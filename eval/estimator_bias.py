@@ -4,7 +4,6 @@
     python eval/estimator_bias.py --views true --batch_size 32 --embeddings pairs.npy
     python eval/estimator_bias.py --mixing 8
     python eval/estimator_bias.py --pool 3 --num_pairs 1000
-    python eval/estimator_bias.py --visits 20 --num_pairs 1000000
 
 Gradients are taken with respect to the embeddings themselves and compared with the gradient of the global loss
 (`gradient_bias.py`).
@@ -17,8 +16,6 @@ step error: distance of a single step's gradient from the exact gradient of the 
 With --mixing: how the bias of the chains' gradient falls with the epochs, for chains that start on recent items and
 for chains that start cold.
 With --pool: GlobalCache that looks at 6 % of what is remembered per step, by epochs.
-With --visits: GlobalCache with its default pool, where a few anchors are visited again and again: how far its log of
-the partition function is from the exact one, and the bias of its gradient into these anchors, by visits.
 value: mean of the reported loss minus the exact loss. encodes: out-of-batch items encoded per step.
 """
 
@@ -52,7 +49,6 @@ from dualenc.objectives import (
     SigLIP,
     SogCLR,
 )
-from dualenc.objectives.anchors import Anchors
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,
@@ -65,8 +61,6 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SACLR row": lambda **common: SACLR(form="row", **common),
     "SACLR matrix": lambda **common: SACLR(form="matrix", rho=0.99, **common),
     "GlobalCache": GlobalCache,
-    "GlobalCache α=1": lambda **common: GlobalCache(control=1.0, **common),
-    "GlobalCache by memory": lambda **common: GlobalCache(partition="memory", **common),
     "GlobalCache, 2 encodes": lambda **common: GlobalCache(extra_encodes=2.0, **common),
     "NegativeCache": NegativeCache,
     "EMC2 stored": EMC2,
@@ -240,61 +234,6 @@ def pool_table(frozen: FrozenPairs, replicas: int, looks: Sequence[int] = (2, 5,
     return Table(f"N = {len(frozen)}, pool = {pool}, B = {batch_size}, {replicas} runs", rows)
 
 
-class OfLeftAnchors(GlobalCache):
-    """The gradient of left anchors alone."""
-
-    def losses(self, anchors: Anchors, plan: Any = None, outside: torch.Tensor | None = None) -> torch.Tensor:
-        left, right = super().losses(anchors, plan, outside)
-        return torch.stack([left, right.detach()])
-
-
-def visits_table(frozen: FrozenPairs, num_visits: int, num_anchors: int = 60, batch_size: int = 16) -> Table:
-    """A row per τ. Of every batch one pair is one of the anchors', the others are any; these anchors' hard
-    negatives are in the clusters' other pairs, which are visited as often, as they would be in epochs."""
-    rows, looks = [], sorted({2, 3, 5, 10, num_visits})
-    all_left, all_right = frozen.left.detach(), frozen.right.detach()
-    # Whole clusters.
-    anchors = (all_left @ all_left[: num_anchors // 20].T).topk(20, dim=0).indices.flatten().unique()
-    for temperature in (0.02, 0.07):
-        draw = torch.Generator().manual_seed(0)
-        criterion = frozen.build(OfLeftAnchors, temperature)
-        all_items = torch.arange(len(frozen))
-        for memory, embeddings in zip(criterion.memories, (all_right, all_left), strict=True):
-            memory.write(all_items, embeddings)
-        scores = all_left[anchors] @ all_right.T / temperature
-        scores[torch.arange(len(anchors)), anchors] = -torch.inf
-        positives = all_right[anchors]
-        exact_value = torch.logsumexp(scores, dim=1) - (all_left[anchors] * positives).sum(dim=1) / temperature
-        exact = (torch.softmax(scores, dim=1) @ all_right - positives) / temperature
-        del scores
-        seconds, errors, deviations = [], {}, []
-        for visit in range(1, num_visits + 1):
-            found, values = torch.zeros_like(exact), []
-            for number in torch.randperm(len(anchors), generator=draw).tolist():
-                others = torch.randint(len(frozen), (batch_size - 1,), generator=draw)
-                ids = torch.cat([anchors[number, None], others]).unique()
-                own = int((ids == anchors[number]).nonzero())
-                left, right = (table[ids].requires_grad_() for table in (all_left, all_right))
-                start = time.perf_counter()
-                out = criterion(left, right, ids, encode=frozen.encode)
-                found[number] = torch.autograd.grad(out.loss, left)[0][own] * 2 * len(ids)
-                seconds.append(time.perf_counter() - start)
-                values.append(float(out.per_anchor[own] - exact_value[number]))
-            errors[visit] = (statistics.mean(values), statistics.mean(map(abs, values)))
-            deviations.append(found - exact)
-        row: dict[str, Any] = {"τ": temperature}
-        for look in looks:
-            row[f"value, visit {look}"], row[f"|value|, visit {look}"] = errors[look]
-        late = torch.stack(deviations[num_visits // 2 :]).transpose(0, 1)
-        gram = late @ late.mT
-        # Products of the deviations of two visits have no noise in them.
-        products = float(gram.sum() - gram.diagonal(dim1=1, dim2=2).sum()) / (late.shape[1] * (late.shape[1] - 1))
-        row["bias, later half"] = max(0.0, products / float(exact.square().sum())) ** 0.5
-        row["ms per step"] = 1000 * statistics.median(seconds)
-        rows.append(row)
-    return Table(f"N = {len(frozen)}, B = {batch_size}, {len(anchors)} anchors", rows)
-
-
 def draw(results: dict[str, Found], out: Path, title: str) -> None:
     """Error of the mean gradient as epochs add up, and error of a single step."""
     import matplotlib
@@ -327,7 +266,6 @@ def main(
     embeddings: Path | None = None,
     mixing: int = 0,
     pool: int = 0,
-    visits: int = 0,
     out: Path | None = None,
 ) -> None:
     """Print one line per objective.
@@ -343,12 +281,10 @@ def main(
         embeddings: real ones instead: a .npy file of shape (2, N, D), left then right, unit norm.
         mixing: show instead how fast chains mix, from so many independent runs, at several τ and B.
         pool: show instead what GlobalCache gives with a pool, by epochs, from so many independent runs.
-        visits: show instead what it gives where few anchors of many are visited so often.
         out: a PNG file to draw to.
     """
-    if pool or visits:
-        frozen = clustered(num_pairs)
-        print_table(pool_table(frozen, pool) if pool else visits_table(frozen, visits))
+    if pool:
+        print_table(pool_table(clustered(num_pairs), pool))
         return
     frozen = synthetic(num_pairs, dimension)
     if embeddings is not None:

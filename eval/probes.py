@@ -10,8 +10,6 @@ item: no ids, nothing to remember of items seen once (NeuCLIP, Wei et al. 2025, 
 `DualBank`: the last batches of both sides join the batch as anchors and as candidates, which makes up for the negatives
 that gradient accumulation loses (ContAccum, Kim et al. 2024, arXiv:2406.12356).
 
-`LatestItems`: GlobalCache that looks at the latest items of the batches alone, each of which stands for as many others.
-
 `TeacherBatches`: batches of communities of a teacher's hard negatives (B3, Thirukovalluru et al. 2025,
 arXiv:2505.11293): an edge joins two pairs where the document of one is among the teacher's nearest to the query of the
 other, without the very nearest, which are likely positives; groups along the graph are dealt to batches at random.
@@ -19,7 +17,6 @@ other, without the very nearest, which are likely positives; groups along the gr
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -29,9 +26,8 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor, nn
 
 from dualenc.batching import BatchSelector
-from dualenc.objectives import GlobalCache, ISogCLR, MomentumQueue, SogCLR
+from dualenc.objectives import ISogCLR, MomentumQueue, SogCLR
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.global_cache import Pool
 
 HIDDEN = 128
 
@@ -120,37 +116,6 @@ class DualBank(MomentumQueue):
                 queue = self.queues[direction]
                 queue.write(anchors.candidate_ids[direction], anchors.candidates[direction].detach())
         return both.mean(dim=1, keepdim=True).expand(2, len(left))
-
-
-class LatestItems(GlobalCache):
-    """GlobalCache whose pool is what the latest batches brought, without items that anchors keep; on one rank.
-
-    Args:
-        pool: how many.
-        **common: see `GlobalCache`.
-    """
-
-    def __init__(self, *, pool: int, **common: Any) -> None:
-        super().__init__(pool=pool, **common)
-        self.num_latest = pool
-        self.hardest = self.hardest[:, :0]
-        self.latest = [torch.zeros(0, dtype=torch.long) for _ in self.directions]
-
-    def remember(self, anchors: Anchors, items: Tensor, embeddings: Tensor) -> None:
-        """Write them, and note what the batch brought."""
-        super().remember(anchors, items, embeddings)
-        for x in range(len(anchors.directions)):
-            self.latest[x] = torch.cat([self.latest[x], items[x, : anchors.num_batch]])[-self.num_latest :]
-
-    def _pool(self, anchors: Anchors, x: int) -> Pool | None:
-        if self._chance(anchors.directions[x]) == 1:
-            return None
-        memory = self.memories[anchors.directions[x]]
-        slots = self.latest[x].unique()
-        log_chance = math.log(max(len(slots), 1) / memory.num_items)
-        in_pool = torch.zeros(memory.num_slots, dtype=torch.bool)
-        in_pool[slots] = True
-        return Pool(slots, torch.full(slots.shape, -log_chance), in_pool, log_chance)
 
 
 class TeacherBatches(BatchSelector):

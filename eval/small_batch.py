@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from comparison_table import FIRST_RATE, ORDINARY_BATCH, RESULTS, Runs, Settings, report, spread
 from comparison_tasks import TASKS, Quality, Task, some_of
-from probes import DualBank, LatestItems, PredictedPartition, SharedRobustTemperature, TeacherBatches
+from probes import DualBank, PredictedPartition, SharedRobustTemperature, TeacherBatches
 from quality import COMPARED
 
 from dualenc.encoders import DualEncoder
@@ -63,9 +63,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SACLR": SACLR,
     "SigLIP": SigLIP,
     "GlobalCache": GlobalCache,
-    "GlobalCache, no control": lambda **common: GlobalCache(control=0.0, **common),
-    "GlobalCache, by memory": lambda **common: GlobalCache(partition="memory", **common),
-    "GlobalCache, pool 2048": lambda **common: GlobalCache(pool=2048, **common),
+    "GlobalCache, pool of all": lambda **common: GlobalCache(pool=10**9, **common),
     "ExactGlobal": lambda **common: ExactGlobal(corpus_chunk_size=4096, **common),
     "GlobalCache 0.5": lambda **common: GlobalCache(extra_encodes=0.5, **common),
     "GlobalCache 2": lambda **common: GlobalCache(extra_encodes=2.0, **common),
@@ -97,7 +95,6 @@ PROBES: dict[str, Callable[..., Objective]] = {
     "two banks of 128, 4 accumulated": lambda **common: DualBank(queue_size=128, **common),
     "two banks of 128": lambda **common: DualBank(queue_size=128, **common),
     "two banks of 512": lambda **common: DualBank(queue_size=512, **common),
-    "GlobalCache, latest 2048": lambda **common: LatestItems(pool=2048, **common),
     "InfoNCE, teacher's batches": OBJECTIVES["InfoNCE"],
 }
 """Methods that are tried: FastCLIP's schedule of γ (Wei et al. 2024, arXiv:2407.01445), and those of `probes.py`."""

@@ -39,7 +39,6 @@ class Attention(NamedTuple):
     shares: Tensor  # (n,) each item's share of their softmax, averaged over the anchors that see anything
     mean: Tensor  # (G, D) each anchor's mean of what it sees; 0 for nothing
     log_sum: Tensor  # (G,) see `MemoryDraws`
-    hardest: Tensor  # (G, k) the items most similar to each anchor, padded with -1
 
 
 class MemoryPart(NamedTuple):
@@ -49,7 +48,6 @@ class MemoryPart(NamedTuple):
     embeddings: Tensor  # (n, D)
     shares: Tensor  # (G, n) each anchor's softmax over these rows; 0 where it sees nothing
     log_sum: Tensor  # (G,) of these rows, see `MemoryDraws`
-    hardest: Tensor  # (G, k, 2) the items most similar to each anchor, and their s/τ
 
 
 class EmbeddingMemory(nn.Module):
@@ -80,7 +78,6 @@ class EmbeddingMemory(nn.Module):
         self.keys_per_item = keys_per_item
         self.block_size = max(MIN_BLOCK_SIZE, math.ceil(self.num_slots / MAX_BLOCKS))
         self.num_blocks = math.ceil(self.num_slots / self.block_size)
-        self.stride = _stride(self.num_slots)
         # This rank's rows, allocated with the first write, when the dimension is known.
         self.register_buffer("keys", torch.full((0,), PADDING))
         self.register_buffer("embeddings", torch.zeros(0, 0))
@@ -142,13 +139,6 @@ class EmbeddingMemory(nn.Module):
         # One rank at most knows an item.
         return distributed.all_reduce(remembered), distributed.all_reduce(is_known.long()) > 0
 
-    def scattered(self, blocks: Tensor) -> Tensor:
-        """(n,) slots in blocks (k,) of a fixed permutation, -1 beyond the last: slots of one block are far apart, since
-        neighbouring ids are often of one topic."""
-        position = blocks[:, None] * self.block_size + torch.arange(self.block_size, device=blocks.device)
-        slots = position * self.stride % self.num_slots
-        return slots.masked_fill(position >= self.num_slots, PADDING).flatten()
-
     def num_negatives(self, hidden: Tensor, counts: Tensor | None = None) -> Tensor:
         """(G,) remembered items that anchors see, each as often as counts (N,) say; `hidden` (G, K) see `draw`."""
         _, is_known = self._find(hidden)
@@ -202,39 +192,29 @@ class EmbeddingMemory(nn.Module):
         hidden: Tensor,
         counts: Tensor | None = None,
         slots: Tensor | None = None,
-        log_weights: Tensor | None = None,
-        num_hardest: int = 0,
     ) -> Attention:
         """The anchors' softmax: the shares of this rank's items, and the mean that each anchor sees.
 
         Args:
             queries, hidden, counts: see `draw`.
             slots: (n,) ascending slots to look at; by default all.
-            log_weights: (n,) log of how many slots each of them stands for; by default 0.
-            num_hardest: how many of the most similar items to return.
         """
 
         def weigh(rows: Tensor) -> MemoryPart:
             items, embeddings, logits = self._logits(rows, queries, hidden, counts)
-            # Before weights come in: an item is no harder for standing for others.
-            hardest = _hardest(items, logits, num_hardest)
-            if slots is not None and log_weights is not None:
-                logits += log_weights[torch.searchsorted(slots, rows + self._own_slots.start)]
             # NaN for an anchor that sees nothing.
             shares = torch.softmax(logits, dim=1).nan_to_num_(0.0)
             # The largest share is 1/Σ exp(s/τ − peak): no second pass over all exponents.
             log_sum = logits.amax(dim=1) - shares.amax(dim=1).log()
             log_sum = log_sum.nan_to_num(nan=-torch.inf, posinf=-torch.inf)
-            return MemoryPart(items, embeddings, shares, log_sum, hardest)
+            return MemoryPart(items, embeddings, shares, log_sum)
 
         all_rows = self._parts(queries, slots)
         # A single part is kept for the second pass; several would not fit, and are computed again.
         single = [weigh(all_rows[0])] if len(all_rows) == 1 else None
         log_sum = queries.new_full((len(queries),), -torch.inf)
-        hardest = [queries.new_zeros(len(queries), 0, 2, dtype=torch.float64)]
         for part in single or map(weigh, all_rows):
             log_sum = torch.logaddexp(log_sum, part.log_sum)
-            hardest.append(part.hardest)
         log_sum = _by_rank(log_sum).logsumexp(dim=0)
 
         sees = log_sum.isfinite()
@@ -248,8 +228,7 @@ class EmbeddingMemory(nn.Module):
             shares.append(share_of_part / num_seeing @ part.shares)
             mean += share_of_part[:, None] * (part.shares @ part.embeddings)
         mean = distributed.all_reduce(mean)
-        hardest_items = _hardest_of_all(torch.cat(hardest, dim=1), num_hardest)
-        return Attention(torch.cat(items), torch.cat(shares), mean, log_sum, hardest_items)
+        return Attention(torch.cat(items), torch.cat(shares), mean, log_sum)
 
     def _parts(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
         """Ascending rows (n,) of this rank, of slots or all, in parts of whole blocks."""
@@ -413,15 +392,6 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     return column.clamp(max=weights.shape[-1] - 1)
 
 
-def _stride(number: int) -> int:
-    """The first number above the golden section of `number` that has no divisor in common with it: its multiples mod
-    `number` are a permutation, in which any stretch is spread evenly."""
-    stride = round(number * (math.sqrt(5) - 1) / 2)
-    while math.gcd(stride, number) > 1:
-        stride += 1
-    return stride
-
-
 def _by_rank(value: Tensor) -> Tensor:
     """(ranks, …) every rank's value (…)."""
     return distributed.gather(value[None], [1] * distributed.world_size())
@@ -440,28 +410,3 @@ def _counts_of(items: Tensor, counts: Tensor | None) -> Tensor:
     if counts is None:
         return is_item
     return is_item * counts.double()[items.clamp(min=0)]
-
-
-def _hardest(items: Tensor, logits: Tensor, number: int) -> Tensor:
-    """(G, k, 2) those of items (n,) with the largest logits (G, n), and these; exact in double precision."""
-    best, column = logits.topk(min(number, logits.shape[1]), dim=1)
-    best_items = items[column].masked_fill(best == -torch.inf, PADDING)
-    return torch.stack([best_items.double(), best.double()], dim=-1)
-
-
-def _hardest_of_all(hardest: Tensor, number: int) -> Tensor:
-    """(G, k) of items and logits (G, n, 2) of this rank and others the items with the largest logits; -1 for none."""
-    if not number:
-        return hardest[..., 0].long()
-    by_rank = _by_rank(_largest(hardest, number))  # (ranks, G, k, 2)
-    largest = _largest(torch.cat(by_rank.unbind(), dim=1), number)
-    items = largest[..., 0]
-    return items.masked_fill(largest[..., 1] == -torch.inf, PADDING).long()
-
-
-def _largest(hardest: Tensor, number: int) -> Tensor:
-    """(G, k, 2) of items and logits (G, n, 2) those with the largest logits; -inf for none."""
-    # So that topk always finds `number` entries.
-    hardest = pad(hardest, (0, 0, 0, number), value=-torch.inf)
-    column = hardest[..., 1].topk(number, dim=1).indices
-    return hardest.gather(1, column[..., None].expand(-1, -1, 2))

@@ -34,7 +34,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "ISIR": ISIR,
     "NegativeCache": lambda **common: NegativeCache(refresh=0.0, **common),
     "GlobalCache": GlobalCache,
-    "GlobalCache, pool=None": lambda **common: GlobalCache(pool=None, **common),
+    "GlobalCache, pool=65536": lambda **common: GlobalCache(pool=65_536, **common),
 }
 WRITTEN = 1 << 16
 # Items of both sides.

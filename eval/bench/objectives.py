@@ -54,7 +54,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SACLR row": SACLR,
     "SACLR-1 matrix": lambda **common: SACLR(form="matrix", negatives=1, **common),
     "GlobalCache": GlobalCache,
-    "GlobalCache pool=2048": lambda **common: GlobalCache(pool=2048, **common),
+    "GlobalCache pool=65536": lambda **common: GlobalCache(pool=65_536, **common),
     "NegativeCache ρ=0": lambda **common: NegativeCache(refresh=0.0, **common),
     "EMC2 stored": EMC2,
     "EMC2 fresh": lambda **common: EMC2(score="fresh", **common),

@@ -25,7 +25,7 @@ CLASSES = [
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "EMC2": [{}, {"score": "fresh", "burn_in": 0.2}, {"proposals": 7}],
-    "GlobalCache": [{}, {"pool": 64, "extra_encodes": 2.0, "control": 1.0}, {"partition": "memory"}],
+    "GlobalCache": [{}, {"pool": 7, "extra_encodes": 2.0}],
     "HCL": [{"hardness": 0.5}, {"annealing_steps": 3}],
     "ISIR": [{}, {"proposals": 7}, {"shared_chain": True}],
     # With views the first batch is larger than the queue.

@@ -56,36 +56,29 @@ def test_draws_follow_the_softmax_over_the_filled_slots(counted: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("weighed", [False, True])
-def test_attention_is_the_softmax_over_the_slots_looked_at(weighed: bool) -> None:
+@pytest.mark.parametrize("some", [False, True])
+def test_attention_is_the_softmax_over_the_slots_looked_at(some: bool) -> None:
     found, vectors = filled_memory(torch.float64)
     draw = torch.Generator().manual_seed(1)
     queries, hidden = vectors[:7] / TAU, torch.tensor([[-1, i, 200 + i] for i in range(7)])
     counts = torch.randint(1, 4, (N,), generator=draw)
-    slots, log_weights = None, None
     logits = queries @ vectors.T + counts.log()
     logits[:, EMPTY] = -torch.inf
     logits[torch.arange(7)[:, None], hidden[:, 1:]] = -torch.inf
-    hardest = logits.topk(3, dim=1).indices
-    if weighed:
-        slots, log_weights = torch.arange(20, 220, 2), torch.rand(100, generator=draw, dtype=torch.float64)
-        keep = torch.zeros(N, dtype=torch.bool).index_fill(0, slots, True)
-        logits[:, ~keep] = -torch.inf
-        hardest = logits.topk(3, dim=1).indices
-        logits[:, slots] += log_weights
-    softmax, seen = torch.softmax(logits, dim=1), found.attend(queries, hidden, counts, slots, log_weights, 3)
+    slots = torch.arange(20, 220, 2) if some else None
+    is_looked_at = torch.zeros(N, dtype=torch.bool).index_fill(0, torch.arange(N) if slots is None else slots, True)
+    logits[:, ~is_looked_at] = -torch.inf
+    softmax, seen = torch.softmax(logits, dim=1), found.attend(queries, hidden, counts, slots)
     is_item = seen.items >= 0
     shares = torch.zeros(N, dtype=torch.float64).index_add(0, seen.items[is_item], seen.shares[is_item])
     torch.testing.assert_close(shares, softmax.mean(dim=0))
     torch.testing.assert_close(seen.mean, softmax @ vectors)
     torch.testing.assert_close(seen.log_sum, torch.logsumexp(logits, dim=1))
-    assert torch.equal(seen.hardest, hardest)
-    if not weighed:
-        remembered, is_known = found.recall(torch.arange(N), queries)
-        assert torch.equal(is_known, ~EMPTY)
-        known = (queries, hidden, seen.log_sum, torch.arange(N), remembered)
-        alike = mean_shares(*(tensor[None] for tensor in known), pools=[None])[0] * is_known
-        torch.testing.assert_close(alike * counts, softmax.mean(dim=0))
+    remembered, is_known = found.recall(torch.arange(N), queries)
+    assert torch.equal(is_known, ~EMPTY)
+    known = (queries, hidden, seen.log_sum, torch.arange(N), remembered, is_looked_at)
+    alike = mean_shares(*(tensor[None] for tensor in known), torch.zeros(1, 1))[0] * (is_known & is_looked_at)
+    torch.testing.assert_close(alike * counts, softmax.mean(dim=0))
 
 
 def test_runs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +87,7 @@ def test_runs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for entries in (memory.PART_ENTRIES, 9 * found.block_size):
         monkeypatch.setattr(memory, "PART_ENTRIES", entries)
-        results.append((*found.attend(*query, num_hardest=2), *draw_for(found, *query)))
+        results.append((*found.attend(*query), *draw_for(found, *query)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -105,11 +98,10 @@ def test_a_memory_with_nothing_to_see_draws_nothing() -> None:
     draws = draw_for(found, queries, torch.full((3, 1), 5))
     assert draws.keys.tolist() == [-1, -1, -1]
     assert (draws.log_sum == -torch.inf).all()
-    seen = found.attend(queries, torch.full((3, 1), 5), num_hardest=2)
+    seen = found.attend(queries, torch.full((3, 1), 5))
     assert not seen.mean.any()
     assert not seen.shares.any()
     assert (sample(seen, 4, torch.rand(1)) == -1).all()
-    assert (seen.hardest == -1).all()
     assert draw_for(found, queries, torch.full((3, 1), 6)).keys.tolist() == [5, 5, 5]
 
 
@@ -121,7 +113,7 @@ def test_an_item_is_drawn_as_often_as_its_share_says_up_to_rounding(seed: int, n
     shares = shares / shares.sum()
     nothing = torch.zeros(0)
     drawn = sample(
-        Attention(torch.arange(size), shares, nothing, nothing, nothing),
+        Attention(torch.arange(size), shares, nothing, nothing),
         num_draws,
         torch.rand(1, generator=draw, dtype=torch.float64),
     )
@@ -178,11 +170,3 @@ def test_every_item_is_due_once_per_round(share: float) -> None:
     assert len(due) == round(500 * share * N)
     counts = torch.bincount(due, minlength=N)
     assert counts.max() - counts.min() <= 1
-
-
-def test_neighbouring_ids_are_in_different_blocks() -> None:
-    memory = EmbeddingMemory(2000)
-    slots = memory.scattered(torch.arange(memory.num_blocks)).view(memory.num_blocks, -1)
-    assert sorted(slots[slots >= 0].tolist()) == list(range(2000))
-    spread = slots[:-1].sort(dim=1).values.diff(dim=1)
-    assert int(spread.min()) > 20, "of 2,000 / 64 = 31 on average"

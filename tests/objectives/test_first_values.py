@@ -31,7 +31,7 @@ ESTIMATE_BOUNDS = (-0.7, 0.2)
 
 IN_SOFTMAX = [
     Setting(kind, views, {**arguments, "positive_in_softmax": True})
-    for kind, arguments in ((GlobalCache, {}), (GlobalCache, {"partition": "memory"}), (NegativeCache, {}))
+    for kind, arguments in ((GlobalCache, {}), (NegativeCache, {}))
     for views in (False, True)
 ]
 POOLED = [Setting(GlobalCache, views, {"pool": 64, "positive_in_softmax": True}) for views in (False, True)]
