@@ -1,27 +1,34 @@
-"""Fill docs/commands.md when mkdocs builds the site: all commands with their arguments, as `--help` prints them."""
+"""What mkdocs calls for each page of the site: add the help of all commands, publish the Markdown."""
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
+from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from dualenc.cli import COMMANDS, build_app
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called by mkdocs for every page: the page of commands gets a section for each, others stay."""
-    os.environ["COLUMNS"] = "100"
-    return "\n\n".join([markdown, *sections()]) if page.file.src_uri == "commands.md" else markdown
+    if page.file.src_uri != "commands.md":
+        return markdown
+    sections = [f"## dualenc {command}\n\n```text\n{help_text(command)}```" for command in COMMANDS]
+    return "\n\n".join([markdown, *sections])
 
 
-def sections() -> list[str]:
-    """A section for each command, in Markdown."""
-    app = build_app()
-    parts: list[str] = []
-    for command in COMMANDS:
-        with contextlib.redirect_stdout(io.StringIO()) as shown:
-            app.help_print(command.split())
-        parts.append(f"## dualenc {command}\n\n```text\n{shown.getvalue()}```")
-    return parts
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Called by mkdocs for every finished page: publish its Markdown as well, which llms.txt links to."""
+    target = Path(config["site_dir"], page.file.src_uri)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page.markdown, encoding="utf-8")
+    return output
+
+
+def help_text(command: str, columns: int = 100) -> str:
+    """What `dualenc COMMAND --help` prints on a terminal of so many columns."""
+    printed = io.StringIO()
+    build_app().help_print(command.split(), console=Console(file=printed, width=columns))
+    return printed.getvalue()

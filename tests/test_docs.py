@@ -96,6 +96,30 @@ def test_objective_of_the_contributing_guide_is_the_softmax_over_batch_and_harde
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
+def test_llms_txt_lists_every_page_of_the_site() -> None:
+    listed = LINK.findall((ROOT / "docs" / "llms.txt").read_text("utf-8"))
+    pages = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), flags=re.M)
+    assert sorted(listed) == sorted(set(pages) - {"index.md"})
+
+
+@pytest.mark.slow
+def test_entry_points_have_the_signatures_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import entry_points
+
+    assert entry_points.PAGE.read_text("utf-8") == entry_points.page(), "run python docs/entry_points.py"
+    stub = entry_points.stub(Changed, "open")
+    assert (
+        stub == "    @classmethod\n    def open(cls, folder: str, *, verify: bool = True, **more: int) -> Changed: ..."
+    )
+
+
+class Changed:
+    @classmethod
+    def open(cls, folder: str, *, verify: bool = True, **more: int) -> Changed:
+        return cls()
+
+
 @pytest.mark.nightly
 def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason='the site needs pip install ".[docs]"')
@@ -114,3 +138,7 @@ def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
         assert part in shown
     assert "items per forward pass. [default: 32]" in shown
     assert not list((tmp_path / "site").glob("*.py"))
+    # What llms.txt links to is published as Markdown, with the commands filled in.
+    for link in LINK.findall((tmp_path / "site" / "llms.txt").read_text("utf-8")):
+        assert (tmp_path / "site" / link).is_file(), link
+    assert "## dualenc evaluate zero-shot" in (tmp_path / "site" / "commands.md").read_text("utf-8")
