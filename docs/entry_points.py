@@ -113,11 +113,13 @@ def stub(cls: type, method: str) -> str:
 
 def argument(parameter: inspect.Parameter) -> str:
     """An argument as a definition has it."""
-    name = f"**{parameter.name}" if parameter.kind is parameter.VAR_KEYWORD else parameter.name
+    text = f"**{parameter.name}" if parameter.kind is parameter.VAR_KEYWORD else parameter.name
     if parameter.annotation is not parameter.empty:
         # Annotations are texts: their modules import annotations from the future.
-        name = f"{name}: {parameter.annotation}"
-    return name if parameter.default is parameter.empty else f"{name} = {parameter.default!r}"
+        text += f": {parameter.annotation}"
+    if parameter.default is not parameter.empty:
+        text += f" = {parameter.default!r}"
+    return text.replace("'", '"')
 
 
 def choices(entry: EntryPoint) -> list[str]:
