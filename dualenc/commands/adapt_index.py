@@ -21,7 +21,7 @@ from dualenc.encoders.frozen import interpolate
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import paired_bootstrap
-from dualenc.evaluation.plots import lines
+from dualenc.evaluation.plots import MISSING, can_draw, lines
 from dualenc.evaluation.report import Figure, Table, print_table, write_report
 from dualenc.evaluation.retrieval import divide_by_training
 from dualenc.files import check_folder_target, check_writable, remove, removed_if_refused, write_json
@@ -257,12 +257,16 @@ def _report(
         advice = ["nothing was measured: no query was held out, and no --test was named"]
     for line in advice:
         print(printable(line))
-    plot = lines(curves, xlabel="share of the adapted weights", ylabel="nDCG@10")
-    figure = Figure("Between the original model (0) and the adapted one (1)", plot)
+    figures = []
+    if can_draw():
+        plot = lines(curves, xlabel="share of the adapted weights", ylabel="nDCG@10")
+        figures.append(Figure("Between the original model (0) and the adapted one (1)", plot))
+    else:
+        print(f"report.html has no curves: {MISSING}")
     if advice:
         facts = {**facts, "forgetting": " ".join(advice)}
     title = "Queries adapted to an index"
-    write_report(folder / "report.html", title, facts=facts, figures=[figure], tables=[quality])
+    write_report(folder / "report.html", title, facts=facts, figures=figures, tables=[quality])
     write_json(folder / RESULT, {"task": TASK, **facts, "quality": rows})
     print(printable(f"checksum of the index: {facts['checksum of the index']}"))
     print(printable(f"model, metrics and report.html are in {folder}"))

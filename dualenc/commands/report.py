@@ -18,6 +18,7 @@ def report(run: str, *others: str, out: str | None = None) -> None:
     """Write one HTML page about a training run: curves of the metrics and the loss, metrics before and after training.
 
     Several runs are drawn over one another. The page holds all it shows, and can be mailed.
+    Curves need matplotlib: pip install 'dualenc[plots]'.
 
     Args:
         run: folder of a run, with the metrics.jsonl that training wrote.
@@ -35,12 +36,12 @@ def report(run: str, *others: str, out: str | None = None) -> None:
         runs = [each._replace(name=folder.rstrip("/")) for each, folder in zip(runs, folders)]
     ends = [row for each in runs for row in _ends(each)]
     tables = [Table("Metrics on held-out data", ends)] if ends else []
-    for table in tables:
-        print_table(table)
     figures = []
     for name in _drawn_names(runs):
         curves = {each.name: each.curve(name) for each in runs if each.curve(name)[0]}
         figures.append(Figure(name, lines(curves, xlabel="step")))
+    for table in tables:
+        print_table(table)
     facts = {each.name: f"{each.lines[-1]['step']:,} steps" for each in runs}
     title = "Training" if len(runs) == 1 else "Trainings side by side"
     write_report(target, title, facts=facts, figures=figures, tables=tables)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dualenc.errors import DualencError
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -13,13 +15,25 @@ if TYPE_CHECKING:
 
 # Okabe & Ito's palette, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+MISSING = "drawing curves needs the package matplotlib: pip install 'dualenc[plots]'"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def lines(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, xlabel: str = "", ylabel: str = ""
 ) -> Figure:
-    """Curves of (x, y) points by name."""
-    # matplotlib is imported where a figure is drawn: `dualenc search` prints tables without it.
+    """Curves of (x, y) points by name.
+
+    Raises:
+        DualencError: if matplotlib is not installed.
+    """
+    if not can_draw():
+        raise DualencError(MISSING)
+    # An optional package, whose import takes a second.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,18 @@ def test_a_linear_map_turns_queries_back(turned: Path, tmp_path: Path, capsys: p
     np.save(tmp_path / "query.npy", np.array(query, np.float32))
     hits = found(capsys, turned / "index", tmp_path / "query.npy", "--model", tmp_path / "run" / "model")
     assert hits[0]["id"] == "d299"
+
+
+def test_without_matplotlib_the_page_has_no_curves(
+    turned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = [turned / "index", turned / "clicks.parquet", "--out", tmp_path / "run", "--train", "linear"]
+    run("adapt", *words, "--epochs", 1)
+    assert "report.html has no curves: drawing curves needs the package matplotlib" in capsys.readouterr().out
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "new documents" in page
+    assert "<figure>" not in page
 
 
 @pytest.fixture(scope="module")

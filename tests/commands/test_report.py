@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,15 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "a<b" not in page
     assert re.findall(r"<figcaption>(.*?)</figcaption>", page) == ["evaluation/ndcg@10", "loss"]
     assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page)) == {"a&lt;b": "20 steps", "other": "20 steps"}
+
+
+def test_without_matplotlib_one_line_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder = write_run(tmp_path / "run", [0.1, 0.4])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert failure(capsys, "report", run_folder).endswith("matplotlib: pip install 'dualenc[plots]'")
+    assert not (run_folder / "report.html").exists()
 
 
 @pytest.mark.slow
