@@ -13,6 +13,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
 
 import dualenc
 
@@ -42,6 +43,11 @@ def test_every_name_is_what_its_package_offers() -> None:
 def test_an_import_loads_no_more_than_it_needs(module: str, unwanted: str) -> None:
     code = f"import sys, {module}; sys.exit({unwanted!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_all_files_have_the_same_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert PROJECT["version"] == citation["version"] == dualenc.__version__
 
 
 def test_extras_that_errors_and_documents_name_exist() -> None:

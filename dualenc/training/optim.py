@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -59,6 +60,16 @@ def build_optimizer(
     optimizer = create_optimizer_v2(groups, name, lr=learning_rate, momentum=momentum, **arguments)
     optimizer.register_step_pre_hook(_densify_gradients)
     return optimizer
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients so that the norm of all together is at most `max_norm`; returns the norm before."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # torch before 2.14 has no norm of a sparse tensor.
+    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    norm = get_total_norm(values)
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
 
 
 def _densify_gradients(optimizer: Optimizer, *_: Any) -> None:

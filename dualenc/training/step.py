@@ -16,7 +16,12 @@ from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.training.averages import AveragedWeights
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.loader import Batch, ItemEncoder
-from dualenc.training.optim import build_optimizer, build_schedule, trainable_parameters
+from dualenc.training.optim import (
+    build_optimizer,
+    build_schedule,
+    clip_gradients,
+    trainable_parameters,
+)
 from dualenc.training.settings import TrainerSettings
 from dualenc.types import Inputs, Side
 
@@ -129,7 +134,7 @@ class TrainStep:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.settings.max_gradient_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_gradient_norm)
+            norm = clip_gradients(self.parameters, self.settings.max_gradient_norm)
         if self.scaler is None:
             self.optimizer.step()
         else:
