@@ -131,7 +131,11 @@ class Row:
 def spread(seeds: Sequence[dict[str, Any]], what: str = "test") -> str:
     """Mean and standard deviation of the test quality, or of another measure."""
     values = [one[what] for one in seeds if what in one]
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}" if len(values) > 1 else "not run"
+    if not values:
+        return "not run"
+    if len(values) == 1:
+        return f"{values[0]:.3f} (one seed)"
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
 
 
 def rows_of(runs: Runs, task: str, pairs_seen: int | None = None) -> list[Row]:

@@ -14,7 +14,8 @@ the quality on held-out data, both on past any edge; then all seeds. Learning ra
 batch size. One line per run is added to --results, and a run that is there already is not made again: tables grow.
 --processes makes several at once, also on one GPU.
 
-Objectives with a + have the positive in the softmax.
+Objectives with a + have the positive in the softmax. A name that is an import path, such as my_package.MyLoss, is a
+class of your own or of another library: see `outside.py`.
 
 Tasks: see `comparison_tasks.py`.
 """
@@ -22,6 +23,7 @@ Tasks: see `comparison_tasks.py`.
 from __future__ import annotations
 
 import base64
+import difflib
 import gc
 import itertools
 import math
@@ -41,10 +43,12 @@ import numpy as np
 import torch
 from comparison_table import FIRST_RATE, ORDINARY_BATCH, RESULTS, Runs, Settings, report, spread
 from comparison_tasks import TASKS, Quality, Task, some_of
+from outside import import_objective
 from probes import DualBank, PredictedPartition, SharedRobustTemperature, TeacherBatches
 from quality import COMPARED
 
 from dualenc.encoders import DualEncoder
+from dualenc.errors import DualencError
 from dualenc.objectives import (
     SACLR,
     ExactGlobal,
@@ -100,6 +104,22 @@ PROBES: dict[str, Callable[..., Objective]] = {
 """Methods that are tried: FastCLIP's schedule of γ (Wei et al. 2024, arXiv:2407.01445), and those of `probes.py`."""
 OBJECTIVES |= PROBES
 TRAINER |= {name: {"gradient_accumulation": 4} for name in PROBES if name.endswith("4 accumulated")}
+
+
+def objective_of(name: str) -> Callable[..., Objective]:
+    """What makes the objective of a row: by its name here, or by an import path.
+
+    Raises:
+        DualencError: there is none.
+    """
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]
+    if "." in name:
+        return import_objective(name)
+    alike = difflib.get_close_matches(name, OBJECTIVES, n=1)
+    advice = f"did you mean {alike[0]}?" if alike else f"give one of {', '.join(OBJECTIVES)}, or an import path"
+    raise DualencError(f"objectives: there is no {name}; {advice}")
+
 
 RATES = (FIRST_RATE, 0.5, 2.0)
 """Factors of a task's learning rate."""
@@ -161,7 +181,7 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
     torch.manual_seed(seed)
     model, pairs = task.new_model(), task.pairs
     common = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
-    criterion = OBJECTIVES[objective](temperature=tau, seed=seed, **common)
+    criterion = objective_of(objective)(temperature=tau, seed=seed, **common)
     trainer_settings = TRAINER.get(objective, {})
     pairs_per_step = batch_size * trainer_settings.get("gradient_accumulation", 1)
     steps = max(1, pairs_seen // pairs_per_step)
@@ -236,7 +256,7 @@ def run(
     Args:
         task: one of vectors, text, text_dropout, minilm, minilm_lora, image_text, images.
         path: the data.
-        objectives: which.
+        objectives: which, by name or import path.
         batch_sizes: B.
         epochs: pairs seen, over M; those of InfoNCE where passes are equal.
         pairs: train on a random part of so many pairs.
@@ -255,6 +275,8 @@ def run(
     # A forked process would wait for its parent's threads, and has no GPU if its parent has asked CUDA for one.
     torch.set_num_threads(1)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    for objective in objectives:
+        objective_of(objective)  # before data are opened
     opened, runs = TASKS[task](path, model), Runs(results)
     for count in {pairs, tune_pairs}:
         part = opened if count is None else replace(opened, pairs=some_of(opened.pairs, count))
@@ -335,4 +357,7 @@ def name_of(task: str, path: Path, pairs: int | None) -> str:
 if __name__ == "__main__":
     from jsonargparse import auto_cli
 
-    auto_cli([run, report])
+    try:
+        auto_cli([run, report])
+    except DualencError as error:
+        raise SystemExit(f"error: {error}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dualenc.errors import DualencError
 from tests.eval.scripts import load_script
 
 WORDS = [f"word{number}" for number in range(50)]
@@ -77,3 +78,35 @@ def test_runs_are_tuned_kept_and_reported(
         "few_toy_48_pairs.svg",
         "few_toy_48_seconds.svg",
     }
+
+
+@pytest.mark.slow
+def test_a_loss_named_by_its_import_path_is_a_row(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = """
+class Attraction:
+    def __init__(self, temperature):
+        self.temperature = temperature
+
+    def __call__(self, left, right):
+        return -(left * right).sum(dim=1).mean() / self.temperature
+"""
+    (tmp_path / "attraction_alone.py").write_text(loss)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    script = load_script("small_batch.py")
+    tasks = sys.modules["comparison_tasks"]
+    monkeypatch.setattr(tasks, "HELD_OUT", 6)
+    script.TASKS["few"] = lambda path, model: tasks.on_features(*tasks.beir_parts(path), 1e-3, dim=8)
+    how = {"batch_sizes": [4], "pairs": 8, "epochs": 1, "seeds": 1, "temperatures": [0.1], "rates": [1.0]}
+    results = tmp_path / "results.jsonl"
+    script.run("few", folder, objectives=["attraction_alone.Attraction"], results=results, **how)
+    (line,) = results.read_text().splitlines()
+    found = json.loads(line)
+    assert found["settings"]["objective"] == "attraction_alone.Attraction"
+    # Two steps of four pairs, which move the held-out quality.
+    assert found["curve"][-1][0] == 8
+    assert found["curve"][-1][2] != found["curve"][0][2]
+    assert "attraction_alone.Attraction B=4: 0." in capsys.readouterr().out
+    with pytest.raises(DualencError, match=r"attraction_alone\.Other: module .* has no attribute 'Other'; install"):
+        script.run("few", tmp_path / "no data", objectives=["attraction_alone.Other"], results=results, **how)

@@ -1,0 +1,158 @@
+"""Losses of other libraries, and your own, as objectives of `small_batch.py`: classes that are named by import path.
+
+    PYTHONPATH=. python eval/small_batch.py run vectors PAPERS --objectives '["InfoNCE","my_package.MyLoss"]'
+
+A class is a `dualenc.objectives.Objective`, or a plain loss that returns a scalar for a batch's embeddings (B, D) of
+both sides: `loss(left, right)`, or with ids (B,) `loss(left, right, left_id, right_id)`, by these names. Its
+constructor gets those of `temperature`, `num_left`, `num_right`, `views` and `seed` that it names. A method
+`set_progress(fraction)` is called before each step with the share of the training that is done.
+
+Adapters import code that is not part of dualenc:
+
+- `outside.LibAUCViews` and `outside.LibAUCPairs`: `GCLoss_v1` and `GCLoss_v2` of LibAUC, `pip install libauc`;
+- `outside.FastCLIP`: `FastCLIPLoss` of a checkout of https://github.com/Optimization-AI/fast_clip whose src folder is
+  in PYTHONPATH. The package `fastclip` on PyPI is another program.
+
+They scale losses so that the gradient of an anchor's first visit is that of `SogCLR`, and clipping treats all alike.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualenc.errors import DualencError
+from dualenc.objectives import Objective
+from dualenc.objectives.anchors import Anchors
+
+GAMMA = 0.5
+"""Rate of LibAUC's moving averages: that of `SogCLR` in the same tables."""
+LIBAUC = "pip install libauc"
+FAST_CLIP = "clone https://github.com/Optimization-AI/fast_clip and put its src folder into PYTHONPATH"
+
+
+def import_objective(path: str) -> Callable[..., Objective]:
+    """The class at an import path, or what makes a `PlainLoss` of it; takes what every objective takes.
+
+    Raises:
+        DualencError: there is no such class.
+    """
+    found = import_class(path, "install its package, or put its folder into PYTHONPATH")
+    return found if issubclass(found, Objective) else partial(PlainLoss, found)
+
+
+def import_class(path: str, advice: str) -> type:
+    """The class at an import path; DualencError with advice where there is none."""
+    module_name, _, class_name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DualencError(f"objective {path}: {error}; {advice}") from error
+    if not inspect.isclass(found):
+        raise DualencError(f"objective {path} is no class; name an Objective, or a class of a loss")
+    return found
+
+
+class PlainLoss(Objective):
+    """A scalar loss of a batch as an objective, on one process; its value is no estimate of L(θ).
+
+    Args:
+        loss_class: see the top of this file.
+        **common: see `Objective`.
+    """
+
+    takes_mined = False
+    reports_loss = False
+
+    def __init__(self, loss_class: type, **common: Any) -> None:
+        super().__init__(**common)
+        accepted = inspect.signature(loss_class).parameters
+        self.loss = loss_class(**{name: value for name, value in common.items() if name in accepted})
+        call = self.loss.forward if isinstance(self.loss, nn.Module) else self.loss
+        self.takes = {"left_id", "right_id"} & set(inspect.signature(call).parameters)
+
+    def set_progress(self, fraction: float) -> None:
+        if hasattr(self.loss, "set_progress"):
+            self.loss.set_progress(fraction)
+
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        if self.views:
+            left, right = anchors.embeddings[0].chunk(2)
+            left_id, right_id = anchors.candidate_ids[0].chunk(2)
+        else:
+            left, right = anchors.embeddings
+            right_id, left_id = anchors.candidate_ids  # each direction's candidates are the other side
+        ids = {"left_id": left_id, "right_id": right_id}
+        loss = self.loss(left, right, **{name: ids[name] for name in self.takes})
+        if not isinstance(loss, Tensor) or loss.dim():
+            returned = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise DualencError(f"{type(self.loss).__name__} returns {returned}; it must return a scalar tensor")
+        return loss.expand(anchors.rows.shape)
+
+
+class LibAUCViews(nn.Module):
+    """SogCLR of two views by LibAUC: one moving average per image, of exp(s/τ)."""
+
+    def __init__(self, temperature: float, num_left: int) -> None:
+        super().__init__()
+        loss_class = import_class("libauc.losses.contrastive.GCLoss_v1", LIBAUC)
+        self.loss = loss_class(N=num_left, tau=temperature, gamma=GAMMA)
+
+    def forward(self, left: Tensor, right: Tensor, left_id: Tensor) -> Tensor:
+        # Theirs is the sum over both views, of τ·L.
+        return self.loss(left, right, left_id.cpu()) / (2 * self.loss.tau)
+
+
+class LibAUCPairs(nn.Module):
+    """SogCLR of two towers by LibAUC: moving averages of exp((s − s⁺)/τ), of both sides by the left id."""
+
+    def __init__(self, temperature: float, num_left: int) -> None:
+        super().__init__()
+        loss_class = import_class("libauc.losses.contrastive.GCLoss_v2", LIBAUC)
+        self.loss = loss_class(N=num_left, tau=temperature, gamma=GAMMA)
+
+    def forward(self, left: Tensor, right: Tensor, left_id: Tensor) -> Tensor:
+        loss, _ = self.loss(left, right, left_id.cpu())
+        # Theirs grows with the number of negatives, and is of τ·L.
+        return loss / (self.loss.tau * max(len(left) - 1, 1))
+
+
+class FastCLIP(nn.Module):
+    """FastCLIP-v1 (Wei et al. 2024, arXiv:2407.01445): the global loss at a constant τ.
+
+    γ falls as a cosine to 0.2 in the first half of the training.
+    """
+
+    def __init__(self, temperature: float, num_left: int, num_right: int) -> None:
+        super().__init__()
+        loss_class = import_class("fast_clip.loss.FastCLIPLoss", FAST_CLIP)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.temperature = temperature
+        self.loss = loss_class(
+            data_size=max(num_left, num_right),
+            gamma=0.2,
+            gamma_schedule="cosine",
+            gamma_decay_epochs=1,
+            multiply_tau=False,
+            device=device,
+        )
+
+    def set_progress(self, fraction: float) -> None:
+        self.loss.adjust_hyperparams(2 * fraction)
+
+    def forward(self, left: Tensor, right: Tensor, left_id: Tensor, right_id: Tensor) -> Tensor:
+        features = left, right
+        ids = left_id.cpu(), right_id.cpu()
+        scale = torch.as_tensor(1 / self.temperature).to(left)
+        left_loss, right_loss, left_scores, right_scores, averages = self.loss.local(features, ids, features, scale, 0)
+        self.loss.set_params(*ids, *averages)
+        # What other processes compute is this one's own.
+        scores = right_scores.T, left_scores.T
+        both = self.loss(features, features, averages, (left_loss, right_loss), averages, scores, scale, 0)
+        return both / 2
