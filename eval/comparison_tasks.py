@@ -1,6 +1,7 @@
 """What comparisons of objectives train on: data, a model, and a measure of quality on held-out and on test data.
 
-"vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "text", a
+"vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "copies", the
+same on 4,000 of its pairs, a fifth of which come twice, and "copies_known", where training knows of them; "text", a
 one-layer transformer from scratch on it, and "text_dropout", with a dropout of 0.1; "minilm", a pretrained one, and
 "minilm_lora", adapters of rank 16 on it; "image_text", a small open_clip model on tables {train,dev,test}.parquet of
 images and captions; "images", a narrow ResNet on two views of labelled images, by its 20 nearest neighbours and, in the
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,8 @@ HELD_OUT = 1000
 """Training queries that are held out where a folder has no dev.tsv, or a fifth of them."""
 DOCUMENTS = 10_000
 """That queries of fine-tuned encoders are answered from, the judged ones among them."""
+COPIED_PAIRS, COPIED_SHARE, DROPPED_SHARE = 4000, 0.2, 0.1
+"""Pairs of the task with copies, the share that is copied, and the share of words that a copy lacks."""
 
 
 @dataclass
@@ -184,6 +187,59 @@ def on_features(
     return Task(lambda: VectorEncoder(dim, tower="mlp", dim=64, hidden=512, shared=False), train, *parts, learning_rate)
 
 
+def copies(path: Path, model: str, known: bool = False) -> Task:
+    """Perceptrons on features where a fifth of the documents have a near copy under another id, as false negatives.
+
+    A copied training pair comes again, as a copy of its query with a copy of its document: the document of either is a
+    false negative of the other's query. `known`: they are known positives. A test or held-out query whose document has
+    a copy has two relevant documents.
+    """
+    pairs, validation, test = beir_parts(path)
+    draw = np.random.default_rng(0)
+    pairs = some_of(pairs, COPIED_PAIRS)
+    copied = draw.permutation(len(pairs))[: round(COPIED_SHARE * len(pairs))]
+    left, left_id = with_copies(pairs.left_items, pairs.left_id, copied, draw)
+    right, right_id = with_copies(pairs.right_items, pairs.right_id, copied, draw)
+    train = PairDataset(left, right, left_id, right_id)
+
+    documents = test.corpus
+    rows = draw.permutation(len(documents.ids))[: round(COPIED_SHARE * len(documents.ids))].tolist()
+    copy_ids = {documents.ids[row]: f"{documents.ids[row]}-copy" for row in rows}
+    texts = [*documents.items, *(without_words(documents.items[row], draw) for row in rows)]
+    corpus = Corpus([*documents.ids, *copy_ids.values()], texts)
+    parts = []
+    for part in (validation, test):
+        qrels = {
+            query: grades | {copy_ids[own]: grade for own, grade in grades.items() if own in copy_ids}
+            for query, grades in part.qrels.items()
+        }
+        parts.append(part._replace(corpus=corpus, qrels=qrels))
+    task = replace(on_features(train, *parts, learning_rate=1e-3), evaluations=0)
+    if not known:
+        return task
+    # Each query with the document of its copy, the other way round as well.
+    every = np.arange(len(pairs), len(train))
+    crossed_left = np.concatenate([left_id, left_id[copied], left_id[every]])
+    crossed_right = np.concatenate([right_id, right_id[every], right_id[copied]])
+    items = task.pairs.left_items, task.pairs.right_items
+    knowing = PairDataset(*items, crossed_left, crossed_right, left_modality="vector", right_modality="vector")
+    return replace(task, pairs=knowing.take(np.arange(len(train)), positives_of=knowing))
+
+
+def with_copies(
+    texts: Sequence[str], ids: np.ndarray, pairs: np.ndarray, draw: np.random.Generator
+) -> tuple[list[str], np.ndarray]:
+    """One side with a copy of the item of each of some pairs (n,), and (M + n,) ids, those of the copies last."""
+    made = [without_words(texts[item], draw) for item in ids[pairs].tolist()]
+    return [*texts, *made], np.concatenate([ids, len(texts) + np.arange(len(made))])
+
+
+def without_words(text: str, draw: np.random.Generator) -> str:
+    """A near copy: a tenth of the words are missing."""
+    words = text.split()
+    return " ".join(word for word, dropped in zip(words, draw.random(len(words)) < DROPPED_SHARE) if not dropped)
+
+
 def beginnings(path: Path, words: int) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
     """The same parts with texts cut behind so many words: what encoders do not read need not be tokenized."""
     pairs, *tests = beir_parts(path)
@@ -275,6 +331,8 @@ def some_of(pairs: PairDataset, count: int) -> PairDataset:
 
 TASKS: dict[str, Callable[[Path, str], Task]] = {
     "vectors": vectors,
+    "copies": copies,
+    "copies_known": partial(copies, known=True),
     "text": text,
     "text_dropout": partial(text, dropout=0.1),
     "minilm": minilm,

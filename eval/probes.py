@@ -13,10 +13,15 @@ that gradient accumulation loses (ContAccum, Kim et al. 2024, arXiv:2406.12356).
 `TeacherBatches`: batches of communities of a teacher's hard negatives (B3, Thirukovalluru et al. 2025,
 arXiv:2505.11293): an edge joins two pairs where the document of one is among the teacher's nearest to the query of the
 other, without the very nearest, which are likely positives; groups along the graph are dealt to batches at random.
+
+`GlobalFalseNegatives`: each anchor learns the similarity that only a share α of all its negatives exceeds, and these
+are left out as likely false negatives (GloFND, Balmaseda et al. 2025, arXiv:2502.20612). Mixed into `InfoNCE` and
+`SogCLR`. Where embeddings are remembered, the threshold needs no learning: `FilteredGlobalCache`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,8 +31,10 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor, nn
 
 from dualenc.batching import BatchSelector
-from dualenc.objectives import ISogCLR, MomentumQueue, SogCLR
-from dualenc.objectives.anchors import Anchors
+from dualenc.objectives import GlobalCache, InfoNCE, ISogCLR, MomentumQueue, Objective, SogCLR
+from dualenc.objectives.anchors import PADDING, Anchors, is_listed
+from dualenc.objectives.items import OutsideEncoder
+from dualenc.objectives.tables import first_occurrence, mean_over_duplicates, write_rows
 
 HIDDEN = 128
 
@@ -116,6 +123,118 @@ class DualBank(MomentumQueue):
                 queue = self.queues[direction]
                 queue.write(anchors.candidate_ids[direction], anchors.candidates[direction].detach())
         return both.mean(dim=1, keepdim=True).expand(2, len(left))
+
+
+class FalseNegativeFilter(Objective):
+    """Mixed into an objective: what `false_negatives` finds is no negative of an anchor. On one rank.
+
+    Args:
+        start: share of the training before which all are negatives.
+        **objective: see the objective that this is mixed into.
+    """
+
+    def __init__(self, *, start: float = 0.4, **objective: Any) -> None:
+        super().__init__(**objective)
+        self.start = start
+        self.has_begun = start == 0
+
+    def set_progress(self, fraction: float) -> None:
+        super().set_progress(fraction)
+        self.has_begun = fraction >= self.start
+
+    def anchor_losses(self, anchors: Anchors, encoder: OutsideEncoder | None) -> Tensor:
+        if self.has_begun:
+            with torch.no_grad():
+                anchors = with_positives(anchors, self.false_negatives(anchors))
+        return super().anchor_losses(anchors, encoder)
+
+    def false_negatives(self, anchors: Anchors) -> Tensor:
+        """(X, A, K) ids of likely false negatives, padded with -1."""
+        raise NotImplementedError
+
+
+class GlobalFalseNegatives(FalseNegativeFilter):
+    """The (1 − α)-quantile λ of an anchor's similarities to its negatives minimises λ·α + E[max(s − λ, 0)]:
+
+        λ ← λ − η·(α − share of the batch's negatives with s > λ)/α
+
+    starting at 1. Candidates of the batch with s > λ are left out.
+
+    Args:
+        alpha: α in (0, 1).
+        threshold_rate: η.
+        **objective: `start`, after which thresholds are learned and used, and see `FalseNegativeFilter`.
+    """
+
+    threshold: Tensor
+
+    def __init__(self, *, alpha: float, threshold_rate: float = 0.05, **objective: Any) -> None:
+        super().__init__(**objective)
+        self.alpha = alpha
+        self.threshold_rate = threshold_rate
+        self.register_buffer("threshold", torch.ones(self.corpus.num_rows))
+
+    def false_negatives(self, anchors: Anchors) -> Tensor:
+        similarities = anchors.similarities.masked_fill(anchors.not_negative, -torch.inf)  # (X, A, C)
+        if self.updates_state:
+            self._move_thresholds(anchors, similarities)
+        threshold = self.threshold[anchors.rows].to(similarities)
+        is_beyond = similarities > threshold[..., None]
+        self.record(threshold=threshold, left_out=is_beyond.sum(dim=-1).to(similarities))
+        return anchors.candidate_ids[:, None].where(is_beyond, PADDING)
+
+    def _move_thresholds(self, anchors: Anchors, similarities: Tensor) -> None:
+        """A step against the subgradient, by the similarities (X, A, C) of the batch's negatives, -inf elsewhere."""
+        rows = anchors.rows.flatten()
+        beyond = similarities > self.threshold[anchors.rows].to(similarities)[..., None]
+        share = beyond.sum(dim=-1) / anchors.num_negatives.clamp(min=1)  # (X, A)
+        slope = (1 - share / self.alpha).flatten().to(self.threshold)
+        slope, written = mean_over_duplicates(slope, (anchors.num_negatives > 0).flatten(), first_occurrence(rows))
+        moved = (self.threshold[rows] - self.threshold_rate * slope).clamp(-1, 1)
+        write_rows(self.threshold, rows, moved, written)
+
+
+class FilteredInfoNCE(GlobalFalseNegatives, InfoNCE):
+    """InfoNCE of the batch's negatives below the threshold."""
+
+
+class FilteredSogCLR(GlobalFalseNegatives, SogCLR):
+    """SogCLR, whose averages are of the negatives below the threshold."""
+
+
+class FilteredGlobalCache(FalseNegativeFilter, GlobalCache):
+    """GlobalCache without the remembered items beyond each anchor's exact (1 − count/N)-quantile.
+
+    Args:
+        count: remembered items to leave out of each anchor's negatives.
+        **objective: see `GlobalCache`.
+    """
+
+    def __init__(self, *, count: int, **objective: Any) -> None:
+        super().__init__(**objective)
+        self.count = count
+
+    def false_negatives(self, anchors: Anchors) -> Tensor:
+        nearest = []
+        for x, direction in enumerate(anchors.directions):
+            memory = self.memories[direction]
+            if not len(memory.keys):
+                nearest.append(anchors.rows.new_full((anchors.rows.shape[1], 0), PADDING))
+                continue
+            similarities = anchors.embeddings[x] @ memory.embeddings.to(anchors.embeddings).T  # (A, N)
+            is_positive = is_listed(memory.keys, anchors.positive_ids[x])
+            hidden = similarities.masked_fill(is_positive | (memory.keys == PADDING), -torch.inf)
+            values, slots = hidden.topk(min(self.count, len(memory.keys)), dim=1)
+            nearest.append(memory.keys[slots].where(values > -torch.inf, PADDING))
+        return torch.stack(nearest)
+
+
+def with_positives(anchors: Anchors, ids: Tensor) -> Anchors:
+    """The same anchors, with ids (X, A, K), or -1, that are no negatives either."""
+    listed = torch.cat([anchors.positive_ids, ids], dim=-1).sort(dim=-1).values
+    is_repeated = torch.zeros_like(listed, dtype=torch.bool)
+    is_repeated[..., 1:] = listed[..., 1:] == listed[..., :-1]
+    return replace(anchors, positive_ids=listed.masked_fill(is_repeated, PADDING).sort(dim=-1).values)
 
 
 class TeacherBatches(BatchSelector):

@@ -36,6 +36,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +45,15 @@ import torch
 from comparison_table import FIRST_RATE, ORDINARY_BATCH, RESULTS, Runs, Settings, report, spread
 from comparison_tasks import TASKS, Quality, Task, some_of
 from outside import import_objective
-from probes import DualBank, PredictedPartition, SharedRobustTemperature, TeacherBatches
+from probes import (
+    DualBank,
+    FilteredGlobalCache,
+    FilteredInfoNCE,
+    FilteredSogCLR,
+    PredictedPartition,
+    SharedRobustTemperature,
+    TeacherBatches,
+)
 from quality import COMPARED
 
 from dualenc.encoders import DualEncoder
@@ -100,6 +109,12 @@ PROBES: dict[str, Callable[..., Objective]] = {
     "two banks of 128": lambda **common: DualBank(queue_size=128, **common),
     "two banks of 512": lambda **common: DualBank(queue_size=512, **common),
     "InfoNCE, teacher's batches": OBJECTIVES["InfoNCE"],
+    **{f"InfoNCE, α = {alpha}": partial(FilteredInfoNCE, alpha=alpha) for alpha in (0.001, 0.01)},
+    **{
+        f"SogCLR+, α = {alpha}": partial(FilteredSogCLR, alpha=alpha, gamma=0.5, positive_in_softmax=True)
+        for alpha in (0.001, 0.01)
+    },
+    **{f"GlobalCache, nearest {count} left out": partial(FilteredGlobalCache, count=count) for count in (1, 5, 50)},
 }
 """Methods that are tried: FastCLIP's schedule of γ (Wei et al. 2024, arXiv:2407.01445), and those of `probes.py`."""
 OBJECTIVES |= PROBES
@@ -254,7 +269,7 @@ def run(
     """Tune objectives, train them with all seeds, and add every run to the results.
 
     Args:
-        task: one of vectors, text, text_dropout, minilm, minilm_lora, image_text, images.
+        task: one of vectors, copies, copies_known, text, text_dropout, minilm, minilm_lora, image_text, images.
         path: the data.
         objectives: which, by name or import path.
         batch_sizes: B.
