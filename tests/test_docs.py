@@ -142,3 +142,54 @@ def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
     for link in LINK.findall((tmp_path / "site" / "llms.txt").read_text("utf-8")):
         assert (tmp_path / "site" / link).is_file(), link
     assert "## dualenc evaluate zero-shot" in (tmp_path / "site" / "commands.md").read_text("utf-8")
+
+
+SEARCHED = [
+    "out of memory",
+    "multi-GPU",
+    "multiple positives",
+    "streaming",
+    "Qwen3",
+    "ModernBERT",
+    "EmbeddingGemma",
+    "QLoRA",
+    "instruction",
+    "TEI",
+    "vLLM",
+    "infinity",
+    "Ollama",
+    "Docker",
+    "Colab",
+    "forgetting",
+    "reranker",
+    "ColBERT",
+    "sparse",
+    "audio",
+    "macOS",
+    "Windows",
+    "pgvector",
+    "re-embed",
+]
+"""What people search for."""
+
+
+@pytest.mark.parametrize("words", SEARCHED)
+def test_what_people_search_for_has_an_entry(words: str) -> None:
+    sections = re.split(r"^#+ ", (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"), flags=re.M)
+    entries = sections[2:]  # without the table of contents
+    headings = [
+        heading
+        for page in PAGES
+        if page.name == "README.md" or (page.parent.name == "docs" and page.name != "results.md")
+        for heading in re.findall(r"^#+ (.+)$", page.read_text("utf-8"), flags=re.M)
+    ]
+    pattern = re.compile(rf"(?<!\w){re.escape(words)}", flags=re.I)
+    assert any(map(pattern.search, [*entries, *headings])), f"{words!r}: no heading and no entry of troubleshooting.md"
+
+
+def test_entries_of_troubleshooting_give_a_command_or_a_page() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    entries = re.split(r"^### ", page, flags=re.M)[1:]
+    assert len(entries) >= 30
+    for entry in entries:
+        assert re.search(r"`[^`]*dualenc|```|\]\([\w#-]", entry), f"no way out: {entry.splitlines()[0]}"
