@@ -114,6 +114,9 @@ PROBES: dict[str, Callable[..., Objective]] = {
         f"SogCLR+, α = {alpha}": partial(FilteredSogCLR, alpha=alpha, gamma=0.5, positive_in_softmax=True)
         for alpha in (0.001, 0.01)
     },
+    "SogCLR+, α = 0.01 at once": lambda **common: FilteredSogCLR(
+        alpha=0.01, threshold_rate=0.3, start=0.0, gamma=0.5, positive_in_softmax=True, **common
+    ),
     **{f"GlobalCache, nearest {count} left out": partial(FilteredGlobalCache, count=count) for count in (1, 5, 50)},
 }
 """Methods that are tried: FastCLIP's schedule of γ (Wei et al. 2024, arXiv:2407.01445), and those of `probes.py`."""
