@@ -134,7 +134,7 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content
         ("x.jsonl.zst", pa.compress(b'{"a": 1}\n' * 99, "zstd", asbytes=True)[:-8], "Truncated"),
         ("x.csv", b'a,"b\n1,2\n', "cannot be read (unexpected end of data); check the path and its first line"),
         ("x.csv", b"a,b,b\n1,2,3\n", "x.csv:1: two columns are called 'b'; rename one"),
-        ("x.json", b'[{"a": 1},\n]', "x.json:2: malformed JSON"),
+        ("x.json", b'[{"a": 1},\n,]', "x.json:2: malformed JSON"),
         ("x.json", b"[" * 100_000, "x.json:1: malformed JSON (maximum recursion depth"),
         ("x.jsonl.gz", b"no gzip", "zlib inflate failed"),
         ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-20], "Truncated"),
