@@ -30,9 +30,8 @@ def embed(
 
     Args:
         model: model folder or name.
-        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, data set by hub name, or the URL of
-            a table or of tars (https, s3, hf); for adapters a folder of embeddings, .npy file, or table with a
-            column of vectors.
+        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, or data set by hub name; for
+            adapters a folder of embeddings, .npy file, or table with a column of vectors.
         out: folder to write: data-*.arrow, order.npy, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         device: such as cpu or cuda:0; by default a GPU if there is one.

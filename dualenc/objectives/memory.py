@@ -232,8 +232,9 @@ class EmbeddingMemory(nn.Module):
 
     def _parts(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
         """Ascending rows (n,) of this rank, of slots or all, in parts of whole blocks."""
-        rows = torch.arange(len(self.keys), device=queries.device)
-        if slots is not None:
+        if slots is None:
+            rows = torch.arange(len(self.keys), device=queries.device)
+        else:
             rows = slots - self._own_slots.start
             rows = rows[(rows >= 0) & (rows < len(self.keys))]
         if not len(rows):
@@ -280,7 +281,8 @@ class EmbeddingMemory(nn.Module):
 
     def _items_at(self, rows: Tensor | slice) -> Tensor:
         """(…) the items in rows (…) of this rank; -1 for an empty one, which floor division keeps."""
-        return self.keys[rows] // self.keys_per_item
+        keys = self.keys[rows]
+        return keys if self.keys_per_item == 1 else keys // self.keys_per_item
 
     def _embeddings_at(self, rows: Tensor, like: Tensor) -> Tensor:
         """(…, D) the embeddings in rows (…) of this rank."""
