@@ -15,18 +15,16 @@ already is not made again. --processes runs at once share the GPU, so that secon
 from __future__ import annotations
 
 import math
-import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from comparison_table import Runs
+from comparison_table import Runs, in_processes
 from small_batch import OBJECTIVES
 from torch import Tensor
 from torch.nn import functional as F
@@ -248,17 +246,12 @@ def run(
         processes: trainings at once.
         results: where finished runs are kept.
     """
+    compute = in_processes(partial(train, folder=folder), processes)
     for part in ("train", "test"):
         open_images(folder / f"{part}.parquet")  # processes inherit them
     common = {"batch_size": batch_size, "epochs": epochs, "temperature": temperature, "rate": rate, "images": images}
     wanted = [{"objective": name, "seed": seed, **common} for seed in range(seeds) for name in objectives]
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-
-        def compute(missing: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-            for one in as_completed([pool.submit(train, settings, folder) for settings in missing]):
-                yield one.result()
-
-        Runs(results).get(wanted, compute)
+    Runs(results).get(wanted, compute)
     report(results)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import multiprocessing
+import os
 import statistics
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from dualenc.evaluation.metrics import paired_bootstrap
@@ -59,6 +63,20 @@ class Runs:
             with self.path.open("a") as file:
                 file.write(json.dumps(self.found[self.key(settings)]) + "\n")
         return [self.found[self.key(settings)] for settings in settings_of_runs]
+
+
+def in_processes(train: Callable[[Settings], tuple[Settings, dict[str, Any]]], count: int) -> Compute:
+    """What makes runs in so many processes at once, also on one GPU; to be called before data and models are opened."""
+    # A forked process would wait for its parent's threads, and has no GPU if its parent has asked CUDA for one.
+    torch.set_num_threads(1)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+    def compute(missing: list[Settings]) -> Iterator[tuple[Settings, dict[str, Any]]]:
+        with ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
+            for one in as_completed([pool.submit(train, settings) for settings in missing]):
+                yield one.result()
+
+    return compute
 
 
 class Row:

@@ -34,8 +34,11 @@ HELD_OUT = 1000
 """Training queries that are held out where a folder has no dev.tsv, or a fifth of them."""
 DOCUMENTS = 10_000
 """That queries of fine-tuned encoders are answered from, the judged ones among them."""
-COPIED_PAIRS, COPIED_SHARE, DROPPED_SHARE = 4000, 0.2, 0.1
-"""Pairs of the task with copies, the share that is copied, and the share of words that a copy lacks."""
+COPIED_PAIRS = 4000
+"""Pairs of the task with copies."""
+COPIED_SHARE = 0.2
+DROPPED_SHARE = 0.1
+"""Share of the words that a copy lacks."""
 
 
 @dataclass

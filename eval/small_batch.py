@@ -27,14 +27,11 @@ import difflib
 import gc
 import itertools
 import math
-import multiprocessing
-import os
 import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +39,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from comparison_table import FIRST_RATE, ORDINARY_BATCH, RESULTS, Runs, Settings, report, spread
+from comparison_table import FIRST_RATE, ORDINARY_BATCH, RESULTS, Runs, Settings, in_processes, report, spread
 from comparison_tasks import TASKS, Quality, Task, some_of
 from outside import import_objective
 from probes import (
@@ -290,9 +287,7 @@ def run(
         processes: trainings at once.
         results: where finished runs are kept.
     """
-    # A forked process would wait for its parent's threads, and has no GPU if its parent has asked CUDA for one.
-    torch.set_num_threads(1)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    compute = in_processes(train, processes)
     for objective in objectives:
         objective_of(objective)  # before data are opened
     opened, runs = TASKS[task](path, model), Runs(results)
@@ -310,51 +305,45 @@ def run(
         own |= {"pairs_seen": round(share * length * len(OPENED[name].pairs)), "rate": rate, "temperature": tau}
         return own | {"seed": seed, "equal": "pairs" if share == 1 else equal}
 
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+    def best(values: Sequence[float], settings_with: Callable[[Cell, float], Settings]) -> dict[Cell, float]:
+        """Of each cell, the value whose run has the highest quality on held-out data, also beyond the edges."""
+        tried = {cell: sorted(values) for cell in cells}
+        quality: dict[tuple[Cell, float], float] = {}
+        for _ in range(1 + BEYOND_EDGE):
+            missing = [(c, value) for c in cells for value in tried[c] if (c, value) not in quality]
+            found = runs.get([settings_with(c, value) for c, value in missing], compute)
+            quality |= {key: one["validation"] for key, one in zip(missing, found, strict=True)}
+            for cell, own in tried.items():
+                if len(own) == 1:
+                    continue
+                winner = max(own, key=lambda value: quality[cell, value])
+                if winner == own[0]:
+                    own.insert(0, float(f"{winner * own[0] / own[1]:.2g}"))
+                elif winner == own[-1]:
+                    own.append(float(f"{winner * own[-1] / own[-2]:.2g}"))
+        known = {cell: [value for value in own if (cell, value) in quality] for cell, own in tried.items()}
+        return {cell: max(own, key=lambda value: quality[cell, value]) for cell, own in known.items()}
 
-        def compute(missing: list[Settings]) -> Iterator[tuple[Settings, dict[str, Any]]]:
-            for one in as_completed([pool.submit(train, settings) for settings in missing]):
-                yield one.result()
-
-        def best(values: Sequence[float], settings_with: Callable[[Cell, float], Settings]) -> dict[Cell, float]:
-            """Of each cell, the value whose run has the highest quality on held-out data, also beyond the edges."""
-            tried = {cell: sorted(values) for cell in cells}
-            quality: dict[tuple[Cell, float], float] = {}
-            for _ in range(1 + BEYOND_EDGE):
-                missing = [(c, value) for c in cells for value in tried[c] if (c, value) not in quality]
-                found = runs.get([settings_with(c, value) for c, value in missing], compute)
-                quality |= {key: one["validation"] for key, one in zip(missing, found, strict=True)}
-                for cell, own in tried.items():
-                    if len(own) == 1:
-                        continue
-                    winner = max(own, key=lambda value: quality[cell, value])
-                    if winner == own[0]:
-                        own.insert(0, float(f"{winner * own[0] / own[1]:.2g}"))
-                    elif winner == own[-1]:
-                        own.append(float(f"{winner * own[-1] / own[-2]:.2g}"))
-            known = {cell: [value for value in own if (cell, value) in quality] for cell, own in tried.items()}
-            return {cell: max(own, key=lambda value: quality[cell, value]) for cell, own in known.items()}
-
-        cells: list[Cell] = list(itertools.product(batch_sizes, objectives))
-        tau = best(temperatures or opened.temperatures, lambda c, t: settings(c, rates[0], t, tuning=True))
-        rate = best(rates, lambda c, r: settings(c, r, tau[c], tuning=True))
-        final = [(cell, seed) for cell in cells for seed in range(seeds)]
-        found = runs.get([settings(c, rate[c], tau[c], seed) for c, seed in final], compute)
-        if equal == "passes":
-            shares = [1 / (1 + one["extra_encodes"] / 2) if one["extra_encodes"] > 0.01 else 1.0 for one in found]
-            again = zip(final, shares, strict=True)
-            found = runs.get([settings(c, rate[c], tau[c], seed, share) for (c, seed), share in again], compute)
-        if equal == "seconds":
-            spent = {cell: statistics.mean(o["seconds"] for o in own) for cell, own in by_cell(final, found).items()}
-            # Of two lengths, the whole budget and the geometric mean of it and one, the better one is chosen.
-            budget = {cell: (seconds or max(spent.values())) / own for cell, own in spent.items()}
-            tried = [(cell, share) for cell, most in budget.items() for share in (math.sqrt(most), most) if most > 1.02]
-            lengths = {(c, share): settings(c, rate[c], tau[c], share=share) for c, share in tried}
-            quality = {(cell, 1.0): own[0]["validation"] for cell, own in by_cell(final, found).items()}
-            tuned = runs.get(lengths.values(), compute)
-            quality |= {key: one["validation"] for key, one in zip(lengths, tuned, strict=True)}
-            length = {c: max((key for key in quality if key[0] == c), key=quality.__getitem__)[1] for c in cells}
-            found = runs.get([settings(c, rate[c], tau[c], seed, length[c]) for c, seed in final], compute)
+    cells: list[Cell] = list(itertools.product(batch_sizes, objectives))
+    tau = best(temperatures or opened.temperatures, lambda c, t: settings(c, rates[0], t, tuning=True))
+    rate = best(rates, lambda c, r: settings(c, r, tau[c], tuning=True))
+    final = [(cell, seed) for cell in cells for seed in range(seeds)]
+    found = runs.get([settings(c, rate[c], tau[c], seed) for c, seed in final], compute)
+    if equal == "passes":
+        shares = [1 / (1 + one["extra_encodes"] / 2) if one["extra_encodes"] > 0.01 else 1.0 for one in found]
+        again = zip(final, shares, strict=True)
+        found = runs.get([settings(c, rate[c], tau[c], seed, share) for (c, seed), share in again], compute)
+    if equal == "seconds":
+        spent = {cell: statistics.mean(o["seconds"] for o in own) for cell, own in by_cell(final, found).items()}
+        # Of two lengths, the whole budget and the geometric mean of it and one, the better one is chosen.
+        budget = {cell: (seconds or max(spent.values())) / own for cell, own in spent.items()}
+        tried = [(cell, share) for cell, most in budget.items() for share in (math.sqrt(most), most) if most > 1.02]
+        lengths = {(c, share): settings(c, rate[c], tau[c], share=share) for c, share in tried}
+        quality = {(cell, 1.0): own[0]["validation"] for cell, own in by_cell(final, found).items()}
+        tuned = runs.get(lengths.values(), compute)
+        quality |= {key: one["validation"] for key, one in zip(lengths, tuned, strict=True)}
+        length = {c: max((key for key in quality if key[0] == c), key=quality.__getitem__)[1] for c in cells}
+        found = runs.get([settings(c, rate[c], tau[c], seed, length[c]) for c, seed in final], compute)
     for (batch_size, objective), row in itertools.groupby(zip(final, found, strict=True), key=lambda item: item[0][0]):
         print(f"{name_of(task, path, pairs)} {objective} B={batch_size}: {spread([one for _, one in row])}", flush=True)
 
