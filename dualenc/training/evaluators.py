@@ -59,6 +59,12 @@ class Evaluator(ABC):
         return embed(model.tower(side), corpus, batch_size=self.batch_size, progress=progress, **options)
 
 
+def evaluated_data(evaluator: object) -> tuple[str, str | None]:
+    """What an evaluator measures on, and its split; any callable may be one."""
+    data: tuple[str, str | None] = getattr(evaluator, "data", Evaluator.data)
+    return data
+
+
 class RetrievalEvaluator(Evaluator):
     """Retrieval of right items by left items: nDCG@10, recall@10 and @100, MRR@10, MAP@100.
 

@@ -22,7 +22,7 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective
 from dualenc.recipe_yaml import dump_recipe
-from dualenc.training.evaluators import Evaluator
+from dualenc.training.evaluators import Evaluator, evaluated_data
 
 
 class Meter:
@@ -201,7 +201,7 @@ def training_card(
         rows[name] = {column: values[name] for column, values in columns.items() if name in values}
     evaluated_on = None
     if metrics:
-        name, split = getattr(evaluator, "data", ("held-out data", None))
+        name, split = evaluated_data(evaluator)
         evaluated_on = name if split is None else f"{name}, {split}"
     # Through JSON, to be without tuples and paths.
     plain = json.loads(json.dumps(recipe or {"trainer": settings}, default=os.fspath))

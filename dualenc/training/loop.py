@@ -26,7 +26,7 @@ from dualenc.recipe_yaml import dump_recipe
 from dualenc.seeds import seed_everything
 from dualenc.training.best import BestModel
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
-from dualenc.training.evaluators import Evaluator
+from dualenc.training.evaluators import Evaluator, evaluated_data
 from dualenc.training.loader import Batch, BatchLoader
 from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.mining import NegativeMiner
@@ -364,7 +364,7 @@ class Loop:
         if metrics:
             self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
             value = f"{self.best.primary} {metrics[self.best.primary]:.4f}"
-            data, _ = getattr(self.best.evaluator, "data", ("held-out data", None))
+            data, _ = evaluated_data(self.best.evaluator)
             self.log.info(f"step {self.steps}: {value} on {data}")
         self.evaluation_due = False
 
