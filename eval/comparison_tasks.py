@@ -3,9 +3,10 @@
 "vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "copies", the
 same on 4,000 of its pairs, a fifth of which come twice, and "copies_known", where training knows of them; "text", a
 one-layer transformer from scratch on it, and "text_dropout", with a dropout of 0.1; "minilm", a pretrained one, and
-"minilm_lora", adapters of rank 16 on it; "image_text", a small open_clip model on tables {train,dev,test}.parquet of
-images and captions; "images", a narrow ResNet on two views of labelled images, by its 20 nearest neighbours and, in the
-end, by a linear probe.
+"minilm_lora", adapters of rank 16 on it; "minilm_beginnings" and
+"minilm_lora_beginnings", the same on so few tokens and documents that a CPU can; "image_text", a small open_clip model
+on tables {train,dev,test}.parquet of images and captions; "images", a narrow ResNet on two views of labelled images, by
+its 20 nearest neighbours and, in the end, by a linear probe.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from quality import new_encoder, open_parts
@@ -34,6 +36,8 @@ HELD_OUT = 1000
 """Training queries that are held out where a folder has no dev.tsv, or a fifth of them."""
 DOCUMENTS = 10_000
 """That queries of fine-tuned encoders are answered from, the judged ones among them."""
+BEGINNINGS: dict[str, Any] = {"max_tokens": 32, "max_documents": 4000, "max_queries": 500, "autocast": "bfloat16"}
+"""Of fine-tuning on a CPU."""
 COPIED_PAIRS = 4000
 """Pairs of the task with copies."""
 COPIED_SHARE = 0.2
@@ -52,6 +56,7 @@ class Task:
         learning_rate: about right at a batch of 32.
         temperatures: to choose from.
         evaluations: of a training, besides the one before it; 0 is one when it has ended.
+        mixed_precision: of training.
     """
 
     new_model: Callable[[], DualEncoder]
@@ -61,6 +66,7 @@ class Task:
     learning_rate: float
     temperatures: tuple[float, ...] = (0.03, 0.05, 0.1)
     evaluations: int = 4
+    mixed_precision: str = "no"
 
 
 class Quality(Evaluator):
@@ -79,12 +85,15 @@ class Retrieval(Quality):
 
     primary = "ndcg@10"
 
-    def __init__(self, collection: RetrievalSet) -> None:
+    def __init__(self, collection: RetrievalSet, autocast: Literal["bfloat16"] | None = None) -> None:
         self.collection = collection
+        self.autocast = autocast
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        queries = embed(model.left, self.collection.queries, batch_size=256, progress=False)
-        documents = embed(model.right, self.collection.corpus, batch_size=256, progress=False)
+        queries, documents = (
+            embed(tower, corpus, batch_size=256, autocast=self.autocast, progress=False)
+            for tower, corpus in ((model.left, self.collection.queries), (model.right, self.collection.corpus))
+        )
         qrels = self.collection.qrels
         run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, depth=10, qrels=qrels)
         scores = Result("model", "held-out", run, qrels, len(documents.ids)).per_query
@@ -269,20 +278,29 @@ def text(path: Path, model: str, dropout: float = 0.0) -> Task:
     return Task(new_model, pairs, Retrieval(validation), Retrieval(test), learning_rate=3e-3)
 
 
-def minilm(path: Path, model: str, lora_rank: int = 0) -> Task:
-    """A published encoder, fine-tuned on 128 tokens; queries are answered from up to 10,000 documents of the folder."""
-    pairs, validation, test = beginnings(path, words=128)
+def minilm(
+    path: Path,
+    model: str,
+    lora_rank: int = 0,
+    max_tokens: int = 128,
+    max_documents: int = DOCUMENTS,
+    max_queries: int | None = None,
+    autocast: Literal["bfloat16"] | None = None,
+) -> Task:
+    """A published encoder, fine-tuned; queries are answered from documents of the folder, judged ones among them."""
+    pairs, validation, test = beginnings(path, words=max_tokens)
+    validation, test = (some_queries(part, max_queries) for part in (validation, test))
     judged = {document for part in (validation, test) for of_query in part.qrels.values() for document in of_query}
     is_judged = np.array([own in judged for own in test.corpus.ids])
     others = np.random.default_rng(0).permutation(np.flatnonzero(~is_judged))
-    kept = np.sort(np.concatenate([np.flatnonzero(is_judged), others[: max(0, DOCUMENTS - is_judged.sum())]]))
+    kept = np.sort(np.concatenate([np.flatnonzero(is_judged), others[: max(0, max_documents - is_judged.sum())]]))
     documents = test.corpus.take(kept)
     validation, test = (part._replace(corpus=documents) for part in (validation, test))
 
     tokens = TokenCache()  # all runs read the same texts
 
     def new_model() -> TextEncoder:
-        encoder = TextEncoder(model, max_length=128, lora_rank=lora_rank)
+        encoder = TextEncoder(model, max_length=max_tokens, lora_rank=lora_rank)
         encoder.left.prepare.token_cache = encoder.right.prepare.token_cache = tokens
         return encoder
 
@@ -290,8 +308,24 @@ def minilm(path: Path, model: str, lora_rank: int = 0) -> Task:
     for texts in (documents.items, pairs.left_items, pairs.right_items, validation.queries.items, test.queries.items):
         for start in range(0, len(texts), 1000):
             prepare([texts[row] for row in range(start, min(start + 1000, len(texts)))])
-    rate = 2e-4 if lora_rank else 2e-5
-    return Task(new_model, pairs, Retrieval(validation), Retrieval(test), rate, evaluations=0)
+    return Task(
+        new_model,
+        pairs,
+        Retrieval(validation, autocast),
+        Retrieval(test, autocast),
+        learning_rate=2e-4 if lora_rank else 2e-5,
+        evaluations=0,
+        mixed_precision="bf16" if autocast == "bfloat16" else "no",
+    )
+
+
+def some_queries(collection: RetrievalSet, count: int | None) -> RetrievalSet:
+    """A random part of the judged queries."""
+    if count is None or count >= len(collection.queries.ids):
+        return collection
+    rows = np.sort(np.random.default_rng(0).permutation(len(collection.queries.ids))[:count])
+    queries = collection.queries.take(rows)
+    return collection._replace(queries=queries, qrels={own: collection.qrels[own] for own in queries.ids})
 
 
 def image_text(path: Path, model: str) -> Task:
@@ -340,6 +374,8 @@ TASKS: dict[str, Callable[[Path, str], Task]] = {
     "text_dropout": partial(text, dropout=0.1),
     "minilm": minilm,
     "minilm_lora": partial(minilm, lora_rank=16),
+    "minilm_beginnings": partial(minilm, **BEGINNINGS),
+    "minilm_lora_beginnings": partial(minilm, lora_rank=16, **BEGINNINGS),
     "image_text": image_text,
     "images": images,
 }

@@ -88,8 +88,9 @@ TRAINER: dict[str, dict[str, Any]] = {
     "GlobalCache, mined each epoch": {"mine_every": 1},
     "InfoNCE, 4 accumulated": {"gradient_accumulation": 4},
     "InfoNCE, cached": {"chunk_size": 16},
+    "InfoNCE, cached by 8": {"chunk_size": 8},
 }
-"""Settings of the trainer: mined negatives; steps of several batches, of B pairs each; gradients cached by 16 items."""
+"""Settings of the trainer: mined negatives; steps of several batches, of B pairs each; gradients cached."""
 OBJECTIVES |= {name: OBJECTIVES[name.partition(",")[0]] for name in TRAINER}
 
 PROBES: dict[str, Callable[..., Objective]] = {
@@ -215,6 +216,7 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
             overwrite=True,
             progress=False,
             deterministic=False,
+            mixed_precision=task.mixed_precision,
             **trainer_settings,
         )
         if torch.cuda.is_available():
@@ -269,7 +271,7 @@ def run(
     """Tune objectives, train them with all seeds, and add every run to the results.
 
     Args:
-        task: one of vectors, copies, copies_known, text, text_dropout, minilm, minilm_lora, image_text, images.
+        task: a name of `comparison_tasks.TASKS`.
         path: the data.
         objectives: which, by name or import path.
         batch_sizes: B.
