@@ -13,7 +13,6 @@ A recipe is untrusted input; `dualenc.recipe_check` says what it may name. Value
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pkgutil
@@ -61,23 +60,24 @@ class Recipe:
         """Make all parts, by section; `trainer.seed` determines the model's initial weights."""
         from dualenc.seeds import seed_everything
 
-        def make(section: str, **filled: Any) -> Any:
-            return build(self.sections[section], self.source, **filled)
-
         # The trainer's mistakes are reported before data and models are read, which takes longer.
-        trainer = make("trainer")
-        batches = {"batch_size": trainer.batch_size, "seed": trainer.seed}
+        trainer = build(self.sections["trainer"], self.source, {})
         seed_everything(trainer.seed)
-        data = make("data")
-        sizes = {"num_left": data.num_left, "num_right": data.num_right, "views": data.views}
-        return {
-            "trainer": trainer,
-            "data": data,
-            "model": make("model", input_dim=data.left_dim, right_input_dim=data.right_dim),
-            "objective": make("objective", seed=trainer.seed, **sizes),
-            "batching": make("batching", num_pairs=len(data), **batches),
-            "evaluator": make("evaluator"),
+        data = build(self.sections["data"], self.source, {})
+        filled = {
+            "seed": trainer.seed,
+            "batch_size": trainer.batch_size,
+            "num_pairs": len(data),
+            "num_left": data.num_left,
+            "num_right": data.num_right,
+            "views": data.views,
+            "input_dim": data.left_dim,
+            "right_input_dim": data.right_dim,
         }
+        parts = {"trainer": trainer, "data": data}
+        for section in ("model", "objective", "batching", "evaluator"):
+            parts[section] = build(self.sections[section], self.source, filled)
+        return parts
 
     def train(self, resume: bool = False) -> TrainingResult:
         """Make all parts and train; `resume` continues from the latest checkpoint in `trainer.output`."""
@@ -98,7 +98,8 @@ def read_recipe(
     Args:
         path: YAML file.
         overrides: `section.key=value` each, such as "trainer.epochs=3" or "objective.class_path=SogCLR"; `init_args.`
-            may be left out: "objective.temperature=0.05". A value is YAML, but a text without quotes is as typed.
+            may be left out behind the section: "objective.temperature=0.05". A value is YAML, but a text without
+            quotes is as typed.
         allow_modules: modules other than `dualenc` whose classes the recipe may name, such as "my_package".
 
     Raises:
@@ -130,10 +131,9 @@ def make_recipe(
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), RecipeLoader)
-    except OSError as error:
-        raise DualencError(f"{path}: cannot be read ({error.strerror}); name a recipe") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise DualencError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = " ".join(str(error).split())
+        raise DualencError(f"{path}: cannot be read ({problem}); name a recipe in YAML") from None
     if not isinstance(settings, dict):
         raise DualencError(f"{path}: holds no sections; a recipe has model, data, objective and trainer")
     return settings
@@ -142,24 +142,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _apply(settings: dict[str, Any], override: str) -> None:
     """Set one value in place; a new class drops the arguments of the old one."""
     key, separator, text = override.partition("=")
-    names = key.split(".")
-    if not separator or not all(names):
+    *parents, name = key.split(".")
+    if not separator or not all([*parents, name]):
         raise DualencError(f"'{override}' is no override; write section.key=value: trainer.epochs=3")
+    if parents and parents[0] != "trainer" and (*parents, name)[1] not in CLASS_KEYS:
+        parents.insert(1, "init_args")
     section = settings
-    for parent, name in itertools.pairwise(names):
-        section = _subsection(section, parent)
-        if "class_path" in section and name not in CLASS_KEYS:
-            section = _subsection(section, "init_args")
-    if names[-1] == "class_path" and section.get("class_path") != text:
+    for parent in parents:
+        if not isinstance(section.get(parent), dict):
+            section[parent] = {}
+        section = section[parent]
+    if name == "class_path" and section.get("class_path") != text:
         section.pop("init_args", None)
-    section[names[-1]] = _override_value(text)
-
-
-def _subsection(section: dict[str, Any], name: str) -> dict[str, Any]:
-    """The dictionary behind a key, an empty one in place of any other value."""
-    if not isinstance(section.get(name), dict):
-        section[name] = {}
-    return section[name]
+    section[name] = _override_value(text)
 
 
 def _override_value(text: str) -> Any:

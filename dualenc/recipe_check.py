@@ -13,10 +13,12 @@ import json
 import os
 import pkgutil
 import re
+import sys
 import types
 import typing
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
@@ -35,27 +37,25 @@ FILLED = {
 }
 """Arguments that `Recipe.build` fills in and a recipe must leave out, by base class."""
 CLASS_KEYS = ("class_path", "init_args")
-UNIONS = (typing.Union, types.UnionType)
-CONTAINERS = (list, tuple, Sequence, dict, Mapping)
+CONTAINERS = (typing.Union, types.UnionType, list, tuple, Sequence, dict, Mapping)
+PLAIN = (bool, int, float, str, Path, os.PathLike, types.NoneType, Literal, Any, object, ...)
 
 
 class CheckedClass(dict[str, Any]):
     """class_path and init_args of a class that was checked; `build` makes no other dictionary into a class."""
 
 
-def build(value: Any, source: str, **filled: Any) -> Any:
-    """Make the classes in a checked value, from the inside out; each takes of `filled` what its constructor has."""
-    if isinstance(value, list):
-        return [build(item, source, **filled) for item in value]
+def build(value: Any, source: str, filled: Mapping[str, Any]) -> Any:
+    """Make the classes in a checked value, from the inside out; each takes of `filled` what it was not given."""
     if not isinstance(value, dict):
         return value
     if not isinstance(value, CheckedClass):
-        return {key: build(item, source, **filled) for key, item in value.items()}
+        return {key: build(item, source, filled) for key, item in value.items()}
     kind = pkgutil.resolve_name(value["class_path"])
-    taken = {name: filled[name] for name in parameters(kind).keys() & filled.keys()}
-    arguments = build(value["init_args"], source, **filled)
+    arguments = {name: filled[name] for name in parameters(kind).keys() & filled.keys()}
+    arguments |= build(value["init_args"], source, filled)
     try:
-        return kind(**taken | arguments)
+        return kind(**arguments)
     except (DualencError, OSError) as error:
         message = str(error).removeprefix(f"{kind.__name__}: ")
         raise DualencError(f"{source}: {kind.__name__}: {message}") from error
@@ -64,11 +64,11 @@ def build(value: Any, source: str, **filled: Any) -> Any:
 def parameters(kind: type) -> dict[str, inspect.Parameter]:
     """The parameters of a constructor with their types, those behind `**arguments` of its base classes included."""
     known: dict[str, inspect.Parameter] = {}
-    for base in inspect.getmro(kind):
-        constructor = vars(base).get("__init__", object.__init__)
-        names = vars(builtins) | getattr(inspect.unwrap(constructor), "__globals__", {})
+    constructors = [(base, vars(base)["__init__"]) for base in kind.__mro__ if "__init__" in vars(base)]
+    for base, constructor in constructors:
         # A type that is imported for type checkers only is none that a recipe can give.
-        hints = typing.get_type_hints(constructor, localns=defaultdict(lambda: type(None), names))
+        names = defaultdict(lambda: types.NoneType, vars(builtins) | vars(sys.modules[base.__module__]))
+        hints = typing.get_type_hints(constructor, localns=names)
         _, *declared = inspect.signature(constructor).parameters.values()
         for parameter in declared:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -80,38 +80,24 @@ def parameters(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def check_value(value: Any, hint: Any, place: str, allowed: Sequence[str]) -> Any:
-    """Check a value by a constructor's type: classes by name, wherever they may stand, and plain data by pydantic."""
-    kind = typing.get_origin(hint) or hint
-    inner = typing.get_args(hint)
+    """Check a value by a constructor's type: a class, one that may be missing, several by name, or plain data."""
     if _is_plain(hint):
         return _check_plain(value, hint, place)
-    if kind in UNIONS:
-        refusals = []
-        # Refusals of classes say more than those of plain data.
-        for member in sorted(inner, key=_is_plain):
-            try:
-                return check_value(value, member, place, allowed)
-            except DualencError as error:
-                refusals.append(error)
-        raise refusals[0]
-    if kind in (list, Sequence) and isinstance(value, list):
-        return [
-            check_value(item, inner[0], f"{place}[{number}]", allowed) for number, item in enumerate(value)
-        ]
-    if kind in (dict, Mapping) and isinstance(value, dict):
+    kind = typing.get_origin(hint) or hint
+    inner = [member for member in typing.get_args(hint) if member is not types.NoneType]
+    if len(inner) < len(typing.get_args(hint)):
+        return None if value is None else check_value(value, inner[0], place, allowed)
+    if kind is Mapping:
+        if not isinstance(value, dict):
+            raise DualencError(f"{place} is {value!r}; it must name several classes, each by a key")
         return {key: check_value(item, inner[1], f"{place}.{key}", allowed) for key, item in value.items()}
-    if kind in CONTAINERS:
-        raise DualencError(f"{place} is {value!r}; it must hold several classes")
     return _check_class(value, kind, place, allowed)
 
 
 def _is_plain(hint: Any) -> bool:
     """Whether a type holds plain data alone, and no class that a recipe would name."""
     kind = typing.get_origin(hint) or hint
-    if kind in (*UNIONS, *CONTAINERS):
-        return all(map(_is_plain, typing.get_args(hint)))
-    is_path = inspect.isclass(kind) and issubclass(kind, os.PathLike)
-    return is_path or kind in (bool, int, float, str, types.NoneType, Literal, Any, object, ...)
+    return all(map(_is_plain, typing.get_args(hint))) if kind in CONTAINERS else kind in PLAIN
 
 
 def _check_plain(value: Any, hint: Any, place: str) -> Any:
@@ -142,16 +128,11 @@ def _check_class(value: Any, base: Any, place: str, allowed: Sequence[str]) -> C
         raise DualencError(f"{place} is {value!r}; it must name {form}")
     check_keys(value, CLASS_KEYS, "a class", f"{place}.")
     full_path, kind = _find_class(value["class_path"], base, f"{place}.class_path", allowed)
-    values = {} if value.get("init_args") is None else value["init_args"]
+    values = value.get("init_args") or {}
     if not isinstance(values, Mapping):
-        raise DualencError(
-            f"{place}.init_args is {values!r}; it must hold the arguments of {kind.__name__}"
-        )
-    known = parameters(kind)
-    for name in FILLED.get(base.__name__, ()):
-        known.pop(name, None)
-        if name in values:
-            raise DualencError(f"{place}.{name} is filled in by the training; leave it out")
+        raise DualencError(f"{place} has arguments {values!r}; give those of {kind.__name__} by name")
+    filled = FILLED.get(base.__name__, ())
+    known = {name: parameter for name, parameter in parameters(kind).items() if name not in filled}
     check_keys(values, known, kind.__name__, f"{place}.")
     arguments = {}
     for name, parameter in known.items():
@@ -173,27 +154,18 @@ def check_keys(values: Mapping[Any, Any], known: Collection[str], owner: str, pr
 def _find_class(path: str, base: Any, place: str, allowed: Sequence[str]) -> tuple[str, type]:
     """The full path and the class that a recipe names, of those that fit the place: ours, or of an allowed module."""
     module, _, name = path.rpartition(".")
-    ours = ("dualenc", *allowed)
-    if module and not _is_within(module, ours):
-        advice = f"if you trust that, allow it: --allow-module {module.partition('.')[0]}"
-        raise DualencError(
-            f"{place} is {path!r}, not of dualenc, and making it would run its code; {advice}"
-        )
-    packages = (module,) if _is_within(module, allowed) else PACKAGES
-    classes = {}
-    for package in packages:
+    names = []
+    for package in (module,) if _is_within(module, allowed) else PACKAGES:
         with explain(f"{place} is {path!r}; cannot import {package}", "correct it"):
-            values = vars(importlib.import_module(package))
-        for key, value in values.items():
-            if _fits(value, base) and _is_within(value.__module__, ours):
-                classes[f"{package}.{key}"] = value
-    for full_path, kind in classes.items():
-        if f".{full_path}".endswith(f".{path}"):
-            return full_path, kind
-    names = dict.fromkeys(full_path.rpartition(".")[2] for full_path in classes)
-    others = nearest(name, names) or f"; there are {', '.join(names) or 'none'}"
-    problem = f"which is no class of type {base.__name__} in the registry{others}"
-    raise DualencError(f"{place} is {path!r}, {problem}")
+            classes = vars(importlib.import_module(package))
+        for key, kind in classes.items():
+            if _fits(kind, base) and _is_within(kind.__module__, ("dualenc", *allowed)):
+                if path in (key, f"{package}.{key}"):
+                    return f"{package}.{key}", kind
+                names.append(key)
+    advice = nearest(name, names) or f"; there are {', '.join(names) or 'none'}"
+    problem = f"no class of type {base.__name__} in dualenc or a module of --allow-module"
+    raise DualencError(f"{place} is {path!r}, {problem}{advice}")
 
 
 def _fits(value: Any, base: Any) -> bool:

@@ -130,7 +130,7 @@ def test_plain_data_is_never_made_into_a_class(canary: Canary) -> None:
     with pytest.raises(DualencError, match=r"data\.left_prompts holds class_path, but can name no class"):
         make_recipe(recipe() | {"data": mixture})
     for value in (popen, {"class_path": f"{EVIL}.X"}):
-        assert build(value, "recipe") == value
+        assert build(value, "recipe", {}) == value
     canary.assert_silent()
 
 
@@ -218,28 +218,25 @@ def test_modules_that_the_user_allows(canary: Canary) -> None:
     settings = recipe() | {"objective": call(f"{parts}.Mine", sharpness=2)}
     settings["model"]["init_args"]["augment"] = call(f"{parts}.View", inner=call("dualenc.data.views.SimCLR", size=32))
     for allowed in ([], ["dualenc_own"], [f"{parts[:-1]}"]):
-        with pytest.raises(DualencError, match="--allow-module dualenc_own_package"):
+        with pytest.raises(DualencError, match="or a module of --allow-module"):
             make_recipe(settings, allow_modules=allowed)
     assert "dualenc_own_package" not in sys.modules
     for allowed in (["dualenc_own_package"], ["os", parts]):
         config = make_recipe(settings, allow_modules=allowed).settings
         assert config["objective"]["init_args"]["sharpness"] == 2
     settings["model"]["init_args"]["augment"] = call(f"{parts}.NotCallable")
-    with pytest.raises(DualencError, match=r"NotCallable', which is no class of type Callable"):
+    with pytest.raises(DualencError, match=r"NotCallable', no class of type Callable"):
         make_recipe(settings, allow_modules=[parts])
     for name in "abcd":
         for value in (f"{EVIL}.X", [f"{EVIL}.X"], call(f"{EVIL}.X")):
-            # Where a class or a text may stand, a text is no more than that.
-            is_text = isinstance(value, str) and name in "ac"
-            with contextlib.nullcontext() if is_text else pytest.raises(DualencError):
+            with pytest.raises(DualencError):
                 settings = recipe() | {"objective": call(f"{parts}.Odd", **{name: value})}
-                resolved = make_recipe(settings, allow_modules=[parts]).settings
-                assert resolved["objective"]["init_args"][name] == value
+                make_recipe(settings, allow_modules=[parts])
             canary.assert_silent()
-    with pytest.raises(DualencError, match=r"'os\.system', which is no class of type Objective"):
+    with pytest.raises(DualencError, match=r"'os\.system', no class of type Objective"):
         make_recipe(recipe() | {"objective": call("os.system", command="true")}, allow_modules=["os"])
     # A class that an allowed module only imports is not its own.
-    with pytest.raises(DualencError, match=r"Linear', which is no class of type Objective"):
+    with pytest.raises(DualencError, match=r"Linear', no class of type Objective"):
         make_recipe(recipe() | {"objective": call(f"{parts}.Linear")}, allow_modules=[parts])
 
 
