@@ -63,19 +63,12 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "GlobalCache": GlobalCache,
     "GlobalCache, 2 encodes": lambda **common: GlobalCache(extra_encodes=2.0, **common),
     "NegativeCache": NegativeCache,
-    "EMC2 stored": EMC2,
-    "EMC2 fresh": lambda **common: EMC2(score="fresh", **common),
-    "EMC2 fresh draws": lambda batch_size, **common: EMC2(score="fresh", proposals=batch_size, **common),
+    "EMC2": EMC2,
+    "EMC2 draws": lambda batch_size, **common: EMC2(proposals=batch_size, **common),
     "ISIR": ISIR,
     "ISIR draws": lambda batch_size, **common: ISIR(proposals=batch_size, **common),
     "ExactGlobal": ExactGlobal,
 }
-VIEWS_ONLY: dict[str, Callable[..., Objective]] = {
-    "ISIR shared chain": lambda **common: ISIR(shared_chain=True, **common),
-    "EMC2 shared chain": lambda **common: EMC2(shared_chain=True, **common),
-}
-
-
 STRETCHES = 8
 
 
@@ -297,7 +290,7 @@ def main(
     _, exact_value = frozen.exact(temperature)
     how: dict[str, Any] = {"warm_up": warm_up, "stretch": max(1, epochs // STRETCHES)}
     results, rows = {}, []
-    for name, build in (OBJECTIVES | (VIEWS_ONLY if views else {})).items():
+    for name, build in OBJECTIVES.items():
         kind = partial(build, batch_size=batch_size) if "draws" in name else build
         found = results[name] = measure_stretches(frozen, kind, temperature, batch_size, **how)
         rows.append(

@@ -5,7 +5,7 @@
 A class is a `dualenc.objectives.Objective`, or a plain loss that returns a scalar for a batch's embeddings (B, D) of
 both sides: `loss(left, right)`, or with ids (B,) `loss(left, right, left_id, right_id)`, by these names. Its
 constructor gets those of `temperature`, `num_left`, `num_right`, `views` and `seed` that it names. A method
-`set_progress(fraction)` is called before each step with the share of the training that is done.
+`set_progress(fraction)` is called before each batch with the share of the training that is done.
 
 Adapters import code that is not part of dualenc:
 
@@ -57,6 +57,21 @@ def import_class(path: str, advice: str) -> type:
     if not inspect.isclass(found):
         raise DualencError(f"objective {path} is no class; name an Objective, or a class of a loss")
     return found
+
+
+def report_progress(objective: Objective, num_batches: int) -> None:
+    """Call `objective.set_progress`, if it has that, before each batch of a training with so many."""
+    if not hasattr(objective, "set_progress"):
+        return
+    num_seen = 0
+
+    def before_batch(*_: Any) -> None:
+        nonlocal num_seen
+        if objective.training and torch.is_grad_enabled():
+            objective.set_progress(num_seen / num_batches)
+            num_seen += 1
+
+    objective.register_forward_pre_hook(before_batch)
 
 
 class PlainLoss(Objective):

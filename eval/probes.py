@@ -139,7 +139,7 @@ class FalseNegativeFilter(Objective):
         self.has_begun = start == 0
 
     def set_progress(self, fraction: float) -> None:
-        super().set_progress(fraction)
+        """Set the share of the training that is done, see `report_progress` of `outside.py`."""
         self.has_begun = fraction >= self.start
 
     def anchor_losses(self, anchors: Anchors, encoder: OutsideEncoder | None) -> Tensor:

@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from comparison_table import FIRST_RATE, ORDINARY_BATCH, RESULTS, Runs, Settings, in_processes, report, spread
 from comparison_tasks import TASKS, Quality, Task, some_of
-from outside import import_objective
+from outside import import_objective, report_progress
 from probes import (
     DualBank,
     FilteredGlobalCache,
@@ -94,7 +94,6 @@ TRAINER: dict[str, dict[str, Any]] = {
 OBJECTIVES |= {name: OBJECTIVES[name.partition(",")[0]] for name in TRAINER}
 
 PROBES: dict[str, Callable[..., Objective]] = {
-    "SogCLR+, cosine": lambda **common: SogCLR(gamma=0.2, gamma_schedule="cosine", positive_in_softmax=True, **common),
     "predicted log-normaliser+": lambda **common: PredictedPartition(positive_in_softmax=True, **common),
     **{
         f"robust τ+, ρ = {radius}": lambda radius=radius, **common: SharedRobustTemperature(
@@ -117,7 +116,7 @@ PROBES: dict[str, Callable[..., Objective]] = {
     ),
     **{f"GlobalCache, nearest {count} left out": partial(FilteredGlobalCache, count=count) for count in (1, 5, 50)},
 }
-"""Methods that are tried: FastCLIP's schedule of γ (Wei et al. 2024, arXiv:2407.01445), and those of `probes.py`."""
+"""Methods that are tried, see `probes.py`."""
 OBJECTIVES |= PROBES
 TRAINER |= {name: {"gradient_accumulation": 4} for name in PROBES if name.endswith("4 accumulated")}
 
@@ -201,6 +200,7 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
     trainer_settings = TRAINER.get(objective, {})
     pairs_per_step = batch_size * trainer_settings.get("gradient_accumulation", 1)
     steps = max(1, pairs_seen // pairs_per_step)
+    report_progress(criterion, steps * trainer_settings.get("gradient_accumulation", 1))
     steps_between = -(-steps // max(1, task.evaluations))
     passes, curve = Passes(model), Curve(task.validation, steps_between * pairs_per_step)
     with tempfile.TemporaryDirectory() as folder:

@@ -39,7 +39,7 @@ class ObjectiveStateMixin:
     """Trainer mixin: saves, resumes and steps the objective of a `transformers.Trainer`.
 
     A checkpoint holds the objective's state (averages, chains, memories, a learnable τ), `resume_from_checkpoint`
-    restores it, a learnable τ is trained with the mean gradient of all processes, and schedules follow the training.
+    restores it, and a learnable τ is trained with the mean gradient of all processes.
 
     Attributes:
         objective: the loss; set it before `train()`. With `loss=GlobalLoss(…)` of `SentenceTransformerTrainer` it is
@@ -109,9 +109,6 @@ class _Steps(TrainerCallback):
 
     def __init__(self, trainer: ObjectiveStateMixin) -> None:
         self.trainer = trainer
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.trainer.find_objective().set_progress(state.global_step / max(state.max_steps, 1))
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         distributed.average_gradients(_trainable(self.trainer.find_objective()))

@@ -265,9 +265,6 @@ class Objective(nn.Module):
                 scalars[f"{name}_spread"] = values.std(correction=0)
         return scalars
 
-    def set_progress(self, fraction: float) -> None:
-        """Set the share of the training that is done, in [0, 1], for objectives with schedules."""
-
     @names_class
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
         """Set how many pairs each left (num_left,) and right (num_right,) item is in.

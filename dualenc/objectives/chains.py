@@ -65,9 +65,6 @@ class ChainObjective(Objective):
         proposals: "batch", the other items of the batch: the corpus is then the multiset of the pairs' items. Or R, the
             number of items drawn uniformly from the whole id space, encoded once and shared by all chains: every item
             then counts once.
-        shared_chain: with views, False gives each of an image's two views a chain of its own, which is exact. True is
-            Fig. 2 of Yau et al. 2024 (arXiv:2404.10575): both walk on from one state, and the first view's walk is
-            kept; biased at small τ.
         recent: of how many items of each side the latest embeddings are kept, for chains to start on and for the value
             of the loss. 0 keeps none: chains start on their first batch.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
@@ -85,7 +82,6 @@ class ChainObjective(Objective):
         self,
         *,
         proposals: Literal["batch"] | int = "batch",
-        shared_chain: bool = False,
         recent: int = 4096,
         **common: Any,
     ) -> None:
@@ -97,8 +93,8 @@ class ChainObjective(Objective):
         # In-batch proposals are uniform in random batches only; draws from the corpus weigh every item once.
         self.needs_uniform_batches = "proposals=64" if proposals == "batch" else None
         self.corpus.counts_pairs = proposals == "batch"
-        self.chain_per_view = self.views and not shared_chain
-        num_chains = self.corpus.num_rows * (1 + self.chain_per_view)
+        # With views one for each view: a chain for both would be biased at small τ.
+        num_chains = self.corpus.num_rows * self.num_views
         self.register_buffer("state", torch.full((num_chains,), NO_STATE))
         # Keys of views name no pair: an image is in one only.
         key_sizes = [1]
@@ -145,10 +141,8 @@ class ChainObjective(Objective):
             self._remember(anchors, batch_keys)
 
         chains = anchors.rows
-        if self.chain_per_view:
-            # All left views come first in the batch.
-            is_right_view = anchors.batch_rows >= anchors.num_batch // 2
-            chains = 2 * chains + is_right_view
+        if self.views:
+            chains = anchors.candidate_items[:, anchors.batch_rows]
         state = self.state[chains]
         # A state may have become a positive since it was stored: lists of positives come with the batch.
         is_positive = is_listed(self.items_of(state)[..., None], anchors.hidden_items)[..., 0]

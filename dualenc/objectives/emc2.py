@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.chains import NO_STATE, ChainObjective, ChainPlan, ChainState
-from dualenc.objectives.checks import check_choice, check_range
+from dualenc.objectives.checks import check_range
 
 
 class Walk(NamedTuple):
@@ -27,34 +27,27 @@ class EMC2(ChainObjective):
 
         min(1, exp((s(x, z') − s(x, z))/τ)).
 
-    The weight of an item is the share of the steps after burn-in that the chain spends on it. Source: Yau et al. 2024
-    (arXiv:2404.10575), Algorithm 1 and Eq. 11. With proposals drawn from the corpus the stationary law is the softmax
-    over all negatives; the items of one batch come without repetition, which leaves a small bias. The walk runs on the
-    CPU, which holds the (X, A, C) scores of the step.
+    The weight of an item is the share of the steps after burn-in that the chain spends on it; s(x, z) is stored from
+    when z was accepted. Source: Yau et al. 2024 (arXiv:2404.10575), Algorithm 1 and Eq. 11. With proposals drawn from
+    the corpus the stationary law is the softmax over all negatives; the items of one batch come without repetition,
+    which leaves a small bias. The walk runs on the CPU, which holds the (X, A, C) scores of the step.
 
     Args:
-        score: a proposal is compared with the state's similarity as "stored" when it was accepted (m floats, as on the
-            paper's poster), or with a "fresh" one (exact at the current parameters; each state outside the batch is
-            encoded).
         burn_in: share of the proposals before steps count, in [0, 1).
         **chains: see `ChainObjective`; proposals="batch" is the paper's choice, one pass through the batch.
     """
 
     similarity: Tensor
 
-    def __init__(
-        self, *, score: Literal["stored", "fresh"] = "stored", burn_in: float = 0.5, **chains: Any
-    ) -> None:
+    def __init__(self, *, burn_in: float = 0.5, **chains: Any) -> None:
         super().__init__(**chains)
-        check_choice("score", score, ("stored", "fresh"))
         check_range("burn_in", burn_in, "[0, 1)")
-        self.score = score
         self.burn_in = burn_in
         self.register_buffer("similarity", torch.full(self.state.shape, -torch.inf))
 
     def plan(self, anchors: Anchors) -> ChainPlan:
         chain, keys = self.visit(anchors)
-        if self.score == "fresh" or self.proposals != "batch":
+        if self.proposals != "batch":
             return self.plan_encoding(chain, keys, needed=chain.state != NO_STATE)
         # This walk needs scores of the batch only, so that states that do not outlive burn-in are never encoded.
         walk = self._walk(anchors, self._stored_scores(anchors, chain))
@@ -65,8 +58,6 @@ class EMC2(ChainObjective):
         assert outside is not None
         proposed, outside_scores = self.embedded(anchors, plan, outside)
         start_scores = self._stored_scores(anchors, plan.chain)
-        if self.score == "fresh":
-            start_scores = self._fresh_scores(proposed, plan.chain, outside_scores)
         walk = plan.walk or self._walk(proposed, start_scores)
         self._store(proposed, plan, walk, start_scores)
         return proposed.in_blocks(self._block_losses, plan.chain, walk, outside_scores)
@@ -91,13 +82,6 @@ class EMC2(ChainObjective):
         stored = self.similarity[chain.chains].to(anchors.embeddings) / anchors.temperature
         scores = torch.where(chain.started, chain.start_scores, stored)
         return scores.masked_fill(chain.state == NO_STATE, -torch.inf).detach()
-
-    @torch.no_grad()
-    def _fresh_scores(self, proposed: Anchors, chain: ChainState, outside_scores: Tensor) -> Tensor:
-        """(X, A) s/τ of the states at the current parameters."""
-        proposed_scores = proposed.scores.gather(-1, chain.column)  # (X, A, 1)
-        scores = torch.where(chain.is_found, proposed_scores, outside_scores)
-        return scores[..., 0].masked_fill(chain.state == NO_STATE, -torch.inf)
 
     @torch.no_grad()
     def _walk(self, proposed: Anchors, start_scores: Tensor) -> Walk:

@@ -49,34 +49,23 @@ class HCL(Objective):
     Args:
         hardness: β_h ≥ 0, concentration on hard negatives.
         class_prior: τ⁺ in [0, 1), probability that a random candidate is a hidden positive.
-        annealing_steps: ℓ, the number of equal steps in which β_h falls to 0 over the training; 0 keeps it.
         **common: see `Objective`.
     """
 
-    def __init__(
-        self, *, hardness: float = 1.0, class_prior: float = 0.1, annealing_steps: int = 0, **common: Any
-    ) -> None:
+    def __init__(self, *, hardness: float = 1.0, class_prior: float = 0.1, **common: Any) -> None:
         super().__init__(**common)
         check_range("hardness", hardness, "[0, inf)")
         check_range("class_prior", class_prior, "[0, 1)")
-        check_range("annealing_steps", annealing_steps, "[0, inf)")
         self.hardness = hardness
-        self.annealed_hardness = hardness
         self.class_prior = class_prior
-        self.annealing_steps = annealing_steps
-
-    def set_progress(self, fraction: float) -> None:
-        if self.annealing_steps:
-            passed = math.floor(fraction * self.annealing_steps)
-            self.annealed_hardness = self.hardness * (1 - passed / self.annealing_steps)
 
     def block_losses(self, block: Anchors) -> Tensor:
         scores = block.scores  # (X, a, C)
         not_negative = block.not_negative
         positive = block.positive_scores  # (X, a)
         log_num = log_count(~not_negative, like=scores)
-        sharpened = (self.annealed_hardness * scores).masked_fill(not_negative, -torch.inf)
-        weighted = ((1 + self.annealed_hardness) * scores).masked_fill(not_negative, -torch.inf)
+        sharpened = (self.hardness * scores).masked_fill(not_negative, -torch.inf)
+        weighted = ((1 + self.hardness) * scores).masked_fill(not_negative, -torch.inf)
         log_importance = log_sum_exp(sharpened)
         log_weighted = log_sum_exp(weighted)
         log_sum = log_weighted - log_importance + log_num  # log Σ_c w_c e_c

@@ -65,10 +65,6 @@ class Matryoshka(Objective):
     def diagnostics(self) -> dict[str, Tensor]:
         return self.objectives[-1].diagnostics()
 
-    def set_progress(self, fraction: float) -> None:
-        for objective in self.objectives:
-            objective.set_progress(fraction)
-
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
         for objective in self.objectives:
             objective.set_counts(left_counts, right_counts)

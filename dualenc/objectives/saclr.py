@@ -25,21 +25,18 @@ class SACLR(Objective):
     negatives (with views two for each other image). The paper's kernel is exp(−‖x − z‖²/(2τ²)): its τ = 0.5 is
     temperature=0.25 here.
 
-    variant="equations" takes the scale from Eq. 4,
+    The scale is that of Eq. 4,
 
         1/s ← ρ/s + (1 − ρ)·ξ,   ξ = (α·N + 1 − α)·q⁺ + (1 − α)·n·mean_{c ∈ M} q_c,
 
     with the positive once in the repulsive sum, as in Eq. 10, and a step uses the scale that it has updated, so that
-    the repulsion is at most 1/((1 − ρ)(1 − α)). variant="authors" is Algorithm 1 and the authors' program:
-    ξ = n·(α·q⁺ + (1 − α)·mean q_c), the positive in the scale only, the scale from before its update, and 1/s starts at
-    0.01·n (appendix A.1.5). The matrix form's 1/s is the mean of ξ over anchors.
+    the repulsion is at most 1/((1 − ρ)(1 − α)). The matrix form's 1/s is the mean of ξ over anchors.
 
     Args:
         form: "row" keeps a scale per item, "matrix" one for each direction.
         negatives: "all" candidates of the batch, or 1 drawn uniformly per anchor (with views, both its views).
         alpha: share of the positives in the scale, in [0, 1].
         rho: forgetting rate in [0, 1): share of the old scale.
-        variant: "equations" or "authors", see above.
         **common: see `Objective`.
     """
 
@@ -54,24 +51,20 @@ class SACLR(Objective):
         negatives: Literal[1, "all"] = "all",
         alpha: float = 0.125,
         rho: float = 0.9,
-        variant: Literal["equations", "authors"] = "equations",
         **common: Any,
     ) -> None:
         super().__init__(**common)
         check_choice("form", form, ("row", "matrix"))
         check_choice("negatives", negatives, (1, "all"))
-        check_choice("variant", variant, ("equations", "authors"))
         check_range("alpha", alpha, "[0, 1]")
         check_range("rho", rho, "[0, 1)")
         self.form = form
         self.negatives = negatives
         self.alpha = alpha
         self.rho = rho
-        self.variant = variant
-        # Log of 1/s, NaN before the first visit; the authors' as 1/(s·n), a mean of kernels, since n differs.
-        start = math.log(0.01) if variant == "authors" else math.nan
         num_scales = self.corpus.num_rows if form == "row" else len(self.directions)
-        self.register_buffer("log_scale", torch.full((num_scales,), start))
+        # Log of 1/s; NaN before the first visit.
+        self.register_buffer("log_scale", torch.full((num_scales,), torch.nan))
         self.draws = SharedRandom(self.seed)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
@@ -86,14 +79,9 @@ class SACLR(Objective):
         log_num = has_negatives * self.corpus.log_num_negatives(anchors)
         with torch.no_grad():
             log_scale = self._update_scale(anchors, log_positive, log_mean, log_num)
-        if self.variant == "authors":
-            repulsion = torch.exp(log_mean - log_scale)
-            log_inverse_scale = log_scale + log_num  # theirs is kept as 1/(s·n)
-        else:
-            repulsion = torch.exp(torch.logaddexp(log_positive, log_mean + log_num) - log_scale)
-            log_inverse_scale = log_scale
+        repulsion = torch.exp(torch.logaddexp(log_positive, log_mean + log_num) - log_scale)
         # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
-        losses = repulsion - log_positive + log_inverse_scale - 1
+        losses = repulsion - log_positive + log_scale - 1
         fixed_positive = log_kernel(anchors.positive_similarities.detach(), anchors.temperature)
         return losses + temperature_term(fixed_positive, repulsion)
 
@@ -120,8 +108,12 @@ class SACLR(Objective):
     def _update_scale(
         self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor
     ) -> Tensor:
-        """(X, A) log 1/s with this step counted in; in the authors' variant log 1/(s·n) from before it."""
-        log_new = self._log_xi(anchors, log_positive, log_mean, log_num)
+        """(X, A) log 1/s with this step's ξ counted in."""
+        sizes = [self.corpus.size(direction) for direction in anchors.directions]
+        corpus_sizes = log_positive.new_tensor(sizes)
+        log_new = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)[:, None]  # log ξ
+        if self.alpha < 1:
+            log_new = torch.logaddexp(log_new, log_mean + log_num + math.log1p(-self.alpha))
         rows = anchors.rows
         if self.form == "matrix":
             rows = rows.new_tensor(anchors.directions)[:, None].expand_as(rows)
@@ -135,20 +127,7 @@ class SACLR(Objective):
             is_usable = torch.ones_like(all_rows, dtype=torch.bool)
             write_log_means(self.log_scale, all_rows, anchors.gather(log_scale).flatten(), is_usable)
         self.record(log_scale=log_scale)
-        return old if self.variant == "authors" else log_scale
-
-    def _log_xi(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor) -> Tensor:
-        """(X, A) log ξ, or in the authors' variant log ξ/n."""
-        if self.variant == "authors":
-            shares = ((self.alpha, log_positive), (1 - self.alpha, log_mean))
-            terms = [log_value + math.log(share) for share, log_value in shares if share]
-            return torch.stack(terms).logsumexp(dim=0)
-        sizes = [self.corpus.size(direction) for direction in anchors.directions]
-        corpus_sizes = log_positive.new_tensor(sizes)
-        log_xi = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)[:, None]
-        if self.alpha == 1:
-            return log_xi
-        return torch.logaddexp(log_xi, log_mean + log_num + math.log1p(-self.alpha))
+        return log_scale
 
 
 def log_kernel(similarities: Tensor, temperature: Tensor) -> Tensor:

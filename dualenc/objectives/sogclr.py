@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors, log_count, log_mean
 from dualenc.objectives.base import Estimate, Objective, temperature_term
-from dualenc.objectives.checks import check_choice, check_range, fail
+from dualenc.objectives.checks import check_range, fail
 from dualenc.objectives.tables import (
     first_occurrence,
     log_average,
@@ -27,8 +26,7 @@ class SogCLR(Objective):
     Algorithm 1. An anchor's first visit sets its u, whatever the rest of the batch.
 
     Args:
-        gamma: rate of the moving average, in (0, 1]; with a cosine schedule its value at the end.
-        gamma_schedule: "constant", or "cosine" from 1 down to gamma over the training (`set_progress`).
+        gamma: rate of the moving average, in (0, 1].
         **common: see `Objective`.
     """
 
@@ -37,25 +35,11 @@ class SogCLR(Objective):
     needs_num_left = True
     estimates_partition = True
 
-    def __init__(
-        self,
-        *,
-        gamma: float = 0.9,
-        gamma_schedule: Literal["constant", "cosine"] = "constant",
-        **common: Any,
-    ) -> None:
+    def __init__(self, *, gamma: float = 0.9, **common: Any) -> None:
         super().__init__(**common)
         check_range("gamma", gamma, "(0, 1]")
-        check_choice("gamma_schedule", gamma_schedule, ("constant", "cosine"))
         self.gamma = gamma
-        self.gamma_schedule = gamma_schedule
-        self.scheduled_gamma = gamma if gamma_schedule == "constant" else 1.0
         self.register_buffer("log_u", torch.full((self.corpus.num_rows,), torch.nan))  # NaN: never visited
-
-    def set_progress(self, fraction: float) -> None:
-        if self.gamma_schedule == "cosine":
-            fall = 0.5 * (1 + math.cos(math.pi * fraction))
-            self.scheduled_gamma = self.gamma + (1 - self.gamma) * fall
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         with torch.no_grad():
@@ -78,7 +62,7 @@ class SogCLR(Objective):
     def update_averages(self, anchors: Anchors, log_means: Tensor) -> Tensor:
         """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; -inf without a negative so far."""
         remembered = self.log_u[anchors.rows].to(log_means)
-        log_u = log_average(remembered, log_means, self.scheduled_gamma)
+        log_u = log_average(remembered, log_means, self.gamma)
         if self.updates_state:
             # All ranks write what all of them found, so that the table stays the same everywhere.
             rows = anchors.gather(anchors.rows).flatten()
@@ -105,7 +89,7 @@ class ISogCLR(SogCLR):
         temperature_rate: step size of τ_a; 0 freezes the temperatures.
         temperature_momentum: share of the old gradient of τ_a in its moving average, in [0, 1).
         min_temperature, max_temperature: bounds of τ_a.
-        gamma, gamma_schedule: see `SogCLR`.
+        gamma: see `SogCLR`.
         **common: see `Objective`; `temperature` is the starting value of every τ_a.
     """
 

@@ -295,7 +295,6 @@ class Loop:
         encoded_before = step.items.num_encoded
         # Read before the schedule moves on: the log shows the rate of this step.
         self._rate = step.learning_rate
-        self.objective.set_progress(self.steps / self.total_steps)
         outputs = []
         for place, batch in enumerate(batches):
             output, left, right = step.accumulate(batch, self.batches_done + place, len(batches))

@@ -45,7 +45,6 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "GlobalCache": ("GlobalCache", {}),
     "NegativeCache": ("NegativeCache", {}),
     "EMC2": ("EMC2", {}),
-    "EMC2 fresh": ("EMC2", {"score": "fresh"}),
     "ISIR": ("ISIR", {}),
     "ExactGlobal": ("ExactGlobal", {"corpus_chunk_size": 64}),
 }

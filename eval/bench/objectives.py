@@ -56,8 +56,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "GlobalCache": GlobalCache,
     "GlobalCache pool=65536": lambda **common: GlobalCache(pool=65_536, **common),
     "NegativeCache ρ=0": lambda **common: NegativeCache(refresh=0.0, **common),
-    "EMC2 stored": EMC2,
-    "EMC2 fresh": lambda **common: EMC2(score="fresh", **common),
+    "EMC2": EMC2,
     "ISIR": ISIR,
 }
 

@@ -38,7 +38,7 @@ def test_with_fixed_statistics_an_embedding_depends_on_its_image_alone(claims: M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SimCLR", "NegativeCache", "EMC2, one chain for both views", "ISIR"])
+@pytest.mark.parametrize("name", ["SimCLR", "NegativeCache", "EMC2", "ISIR"])
 def test_descent_on_a_finite_set_lowers_the_exact_loss(claims: ModuleType, name: str) -> None:
     views = torch.randn(12, 2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     views[:, 1] = views[:, 0] + 0.1 * views[:, 1]

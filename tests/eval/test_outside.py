@@ -116,6 +116,17 @@ def test_a_loss_gets_the_settings_and_ids_that_it_names() -> None:
     assert objective.loss.progress == [0.25]
 
 
+def test_batches_of_training_alone_are_progress() -> None:
+    objective = new("toy_losses.Sizes")
+    load_script("outside.py").report_progress(objective, 4)
+    for _ in range(4):
+        objective(*batch())
+        objective.eval()(*batch())
+        with torch.no_grad():
+            objective.train()(*batch())
+    assert objective.loss.progress == [0.0, 0.25, 0.5, 0.75]
+
+
 def test_an_objective_is_taken_as_it_is() -> None:
     assert type(new("toy_losses.Ours")).__mro__[1] is InfoNCE
 

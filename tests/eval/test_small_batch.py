@@ -85,9 +85,16 @@ def test_a_loss_named_by_its_import_path_is_a_row(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss = """
+from pathlib import Path
+
+
 class Attraction:
     def __init__(self, temperature):
         self.temperature = temperature
+
+    def set_progress(self, fraction):
+        with Path(__file__).with_name("progress.txt").open("a") as file:
+            print(fraction, file=file)
 
     def __call__(self, left, right):
         return -(left * right).sum(dim=1).mean() / self.temperature
@@ -107,6 +114,7 @@ class Attraction:
     # Two steps of four pairs, which move the held-out quality.
     assert found["curve"][-1][0] == 8
     assert found["curve"][-1][2] != found["curve"][0][2]
+    assert (tmp_path / "progress.txt").read_text().split() == ["0.0", "0.5"]
     assert "attraction_alone.Attraction B=4: 0." in capsys.readouterr().out
     with pytest.raises(DualencError, match=r"attraction_alone\.Other: module .* has no attribute 'Other'; install"):
         script.run("few", tmp_path / "no data", objectives=["attraction_alone.Other"], results=results, **how)

@@ -24,15 +24,15 @@ CLASSES = [
 ]
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "EMC2": [{}, {"score": "fresh", "burn_in": 0.2}, {"proposals": 7}],
+    "EMC2": [{}, {"burn_in": 0.2}, {"proposals": 7}],
     "GlobalCache": [{}, {"pool": 7, "extra_encodes": 2.0}],
-    "HCL": [{"hardness": 0.5}, {"annealing_steps": 3}],
-    "ISIR": [{}, {"proposals": 7}, {"shared_chain": True}],
+    "HCL": [{"hardness": 0.5}],
+    "ISIR": [{}, {"proposals": 7}],
     # With views the first batch is larger than the queue.
     "MomentumQueue": [{"queue_size": 12}],
     "NegativeCache": [{"refresh": 0.1}, {"refresh": 0.0}],
-    "SACLR": [{}, {"form": "matrix"}, {"negatives": 1}, {"variant": "authors"}],
-    "SogCLR": [{}, {"gamma_schedule": "cosine"}, {"positive_in_softmax": True}],
+    "SACLR": [{}, {"form": "matrix"}, {"negatives": 1}],
+    "SogCLR": [{}, {"positive_in_softmax": True}],
 }
 
 
@@ -161,7 +161,6 @@ class Run:
 
     def step(self, step: int) -> Tensor:
         """Train on this rank's part of a batch; the averaged gradient of all parameters."""
-        self.criterion.set_progress(step / STEPS)
         loss = self.criterion(**self.given(step)).loss
         parameters = [*self.towers.parameters(), *self.criterion.parameters()]
         loss.backward()

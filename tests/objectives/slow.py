@@ -268,10 +268,9 @@ def isogclr_surrogate(case: Case, u: Table, taus: Table, slopes: Table, argument
     return loss
 
 
-def saclr_surrogate(case: Case, table: Table, tau: Tensor, alpha: float, rho: float, authors: bool = False) -> Tensor:
-    """Eq. 11 with the scale of Eq. 4 after its update, every candidate a negative; or Algorithm 1 as the authors'
-    program has it: 1/(s·n) from 0.01 on, used before its update. τ sees kernels over that of the positive. Updates the
-    table of 1/s, or 1/(s·n), in place."""
+def saclr_surrogate(case: Case, table: Table, tau: Tensor, alpha: float, rho: float) -> Tensor:
+    """Eq. 11 with the scale of Eq. 4 after its update, every candidate a negative. τ sees kernels over that of the
+    positive. Updates the table of 1/s in place."""
     total = case.num_items
 
     def kernel(similarity: Tensor) -> Tensor:
@@ -282,18 +281,12 @@ def saclr_surrogate(case: Case, table: Table, tau: Tensor, alpha: float, rho: fl
         mean = 0.0 * positive
         if anchor.negatives:
             mean = sum(kernel(s) for s in anchor.negatives) / len(anchor.negatives)
-        if authors:
-            new = float((alpha * positive + (1 - alpha) * mean).detach())
-            old = table.get(anchor.key, 0.01)
-            update = rho * old + (1 - rho) * new
-            repulsion = mean / old + 0.0 * positive
-        else:
-            others = [Item("right" if anchor.side == "left" else "left", i) for i in range(total)]
-            known = sum(is_hidden(case, anchor, item) for item in others)
-            count = (total - known) * (2 if case.views else 1)
-            new = float(((alpha * total + 1 - alpha) * positive + (1 - alpha) * count * mean).detach())
-            update = rho * table.get(anchor.key, new) + (1 - rho) * new
-            repulsion = (positive + count * mean) / update
+        others = [Item("right" if anchor.side == "left" else "left", i) for i in range(total)]
+        known = sum(is_hidden(case, anchor, item) for item in others)
+        count = (total - known) * (2 if case.views else 1)
+        new = float(((alpha * total + 1 - alpha) * positive + (1 - alpha) * count * mean).detach())
+        update = rho * table.get(anchor.key, new) + (1 - rho) * new
+        repulsion = (positive + count * mean) / update
         loss = -positive.log() + repulsion + (1 - repulsion.detach()) * kernel(anchor.positive.detach()).log()
         return loss, update
 

@@ -185,10 +185,9 @@ def on_item(criterion: ChainObjective, items: Any, similarity: Any = 1.0) -> Cha
 
 
 @pytest.mark.parametrize("burn_in", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("score", ["stored", "fresh"])
-def test_a_state_that_outlives_burn_in_gets_all_the_weight_and_a_gradient(burn_in: float, score: Any) -> None:
+def test_a_state_that_outlives_burn_in_gets_all_the_weight_and_a_gradient(burn_in: float) -> None:
     corpus, hard = hard_corpus()
-    criterion = on_item(EMC2(num_left=NUM, temperature=0.01, score=score, burn_in=burn_in), hard)
+    criterion = on_item(EMC2(num_left=NUM, temperature=0.01, burn_in=burn_in), hard)
     out = criterion(**corpus.batch([0, 1, 2, 3]))
     (gradient,) = torch.autograd.grad(out.loss, corpus.right)
     # Half the loss is this direction; each of 4 anchors puts weight 1 on the state, at s/τ with s = ⟨left, right⟩.
@@ -196,14 +195,11 @@ def test_a_state_that_outlives_burn_in_gets_all_the_weight_and_a_gradient(burn_i
     assert (criterion.state[:4] == hard * NO_PAIR).all()
 
 
-def test_stored_encodes_only_the_states_that_weigh_and_fresh_all_of_them() -> None:
+def test_a_walk_through_the_batch_encodes_only_the_states_that_weigh() -> None:
     corpus, hard = hard_corpus()
-    asked = {}
-    for score in ("stored", "fresh"):
-        criterion = EMC2(num_left=NUM, temperature=0.01, score=score, recent=0)
-        on_item(criterion, [hard] * 2 + [10] * 18, [1.0] * 2 + [-1.0] * 18)(**corpus.batch([0, 1, 2, 3]))
-        asked[score], corpus.asked = corpus.asked, []
-    assert asked == {"stored": [("right", hard)], "fresh": [("right", 10), ("right", hard)]}
+    criterion = EMC2(num_left=NUM, temperature=0.01, recent=0)
+    on_item(criterion, [hard] * 2 + [10] * 18, [1.0] * 2 + [-1.0] * 18)(**corpus.batch([0, 1, 2, 3]))
+    assert corpus.asked == [("right", hard)]
 
 
 def test_a_state_in_the_batch_is_not_encoded_again() -> None:
@@ -221,16 +217,19 @@ def test_a_new_chain_accepts_its_first_proposal_and_remembers_its_similarity() -
     torch.testing.assert_close(criterion.similarity[:2], expected.detach())
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_views_share_a_chain_only_if_wished(shared: bool) -> None:
+@pytest.mark.parametrize("kind", [ISIR, EMC2])
+def test_each_view_has_a_chain_of_its_own(kind: type[ChainObjective]) -> None:
     corpus = Corpus.make(1)
-    criterion = ISIR(num_left=NUM, views=True, temperature=0.5, shared_chain=shared).double()
+    criterion = kind(num_left=NUM, views=True, temperature=0.5).double()
     for _ in range(20):
         criterion(**corpus.batch([3, 5, 8]))
-    assert len(criterion.state) == NUM * (1 if shared else 2)
-    states = criterion.state[criterion.state >= 0]
-    assert len(states) == 3 * (1 if shared else 2)
-    assert set((states // 2).tolist()) <= {3, 5, 8}
+    assert len(criterion.state) == 2 * NUM
+    begun = (criterion.state >= 0).nonzero()[:, 0]
+    assert begun.tolist() == [6, 7, 10, 11, 16, 17]
+    states = criterion.state[begun].view(3, 2)
+    assert set((states // 2).flatten().tolist()) == {3, 5, 8}
+    assert (states // 2 != torch.tensor([[3], [5], [8]])).all(), "an image is no negative of itself"
+    assert not torch.equal(states[:, 0], states[:, 1])
 
 
 @pytest.mark.parametrize("kind", [ISIR, EMC2])

@@ -8,14 +8,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from dualenc.objectives import DCL, EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, NegativeCache, Objective
+from dualenc.objectives import EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, NegativeCache, Objective
 from dualenc.objectives.chains import ChainObjective
 from tests.objectives.frozen import TAU, Frozen, averaged_bias, batches
 
 N, B = 200, 40
 NIGHTLY, SLOW = pytest.mark.nightly, pytest.mark.slow
 UNBIASED: dict[str, tuple[type[Objective], dict[str, Any]]] = {
-    "EMC2-fresh-draws": (EMC2, {"score": "fresh", "proposals": B}),
+    "EMC2-draws": (EMC2, {"proposals": B}),
     "ISIR-batch": (ISIR, {}),
     "ISIR-draws": (ISIR, {"proposals": B}),
     "NegativeCache": (NegativeCache, {"refresh": 0.5}),
@@ -25,7 +25,7 @@ UNBIASED: dict[str, tuple[type[Objective], dict[str, Any]]] = {
 def items_of_chains(criterion: ChainObjective) -> dict[str, torch.Tensor]:
     """(N,) the item that the chain of each anchor is on; with views the image of the left view's chain."""
     if criterion.views:
-        state = criterion.state[0::2] if criterion.chain_per_view else criterion.state
+        state = criterion.state[0::2]
         return {"left": torch.where(state < 0, state, state // 2)}
     items = criterion.items_of(criterion.state.view(2, -1))
     return {"left": items[0], "right": items[1]}
@@ -54,7 +54,7 @@ def p_value(frozen: Frozen, criterion: ChainObjective, num_records: int, forget:
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["EMC2-fresh-draws", "ISIR-batch", pytest.param("ISIR-draws", marks=NIGHTLY)])
+@pytest.mark.parametrize("name", ["EMC2-draws", "ISIR-batch", pytest.param("ISIR-draws", marks=NIGHTLY)])
 def test_states_follow_the_softmax_over_the_whole_corpus(name: str) -> None:
     kind, arguments = UNBIASED[name]
     assert p_value(Frozen.make(), kind(num_left=N, temperature=TAU, **arguments), num_records=4) > 0.001
@@ -67,7 +67,7 @@ def test_the_law_test_rejects_a_sampler_without_memory() -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["EMC2-fresh-draws", "ISIR-batch"])
+@pytest.mark.parametrize("name", ["EMC2-draws", "ISIR-batch"])
 def test_the_averaged_gradient_is_the_global_gradient(name: str) -> None:
     """Up to the noise that 64 epochs leave; the in-batch softmax (DCL) is at 0.28."""
     kind, arguments = UNBIASED[name]
@@ -94,16 +94,6 @@ def test_the_bias_of_the_cache_falls_with_the_draws_and_is_below_that_of_the_bat
         biases.append(averaged_bias(Frozen.make(views=views), criterion, B, warm_up=10, num_epochs=64))
     assert biases[1] < 0.14
     assert 1.3 * biases[1] < biases[0] < 0.27
-
-
-@NIGHTLY
-def test_two_views_have_exact_chains_unless_they_share_one() -> None:
-    frozen, common = Frozen.make(views=True), {"temperature": TAU, "views": True}
-    apart, shared = (
-        averaged_bias(frozen, ISIR(num_left=N, shared_chain=shared, **common), B, 10, 48) for shared in (False, True)
-    )
-    in_batch = averaged_bias(frozen, DCL(**common), B, warm_up=0, num_epochs=24)
-    assert apart <= 0.5 * shared < 0.35 * in_batch
 
 
 def test_the_averaged_gradient_of_the_in_batch_softmax_is_not() -> None:
@@ -177,7 +167,7 @@ def test_chains_start_by_the_law_as_soon_as_every_item_was_seen(kind: type[Chain
     law = torch.softmax(torch.cat(list(scores), dim=1), dim=1).unflatten(1, (len(tables), N)).sum(dim=1)
     distances = {}
     for recent in (0, 4096):
-        criterion = frozen.build(kind, recent=recent, **({"score": "fresh"} if kind is EMC2 else {}))
+        criterion = frozen.build(kind, recent=recent)
         for order in batches(N, 4, 2):
             for ids in order:
                 frozen.loss(criterion, ids)

@@ -127,15 +127,6 @@ def test_positives_listed_for_either_view_hold_for_both() -> None:
     assert losses[0] == losses[1] != float(DCL(views=True)(left, right, torch.arange(4)).loss)
 
 
-def test_hardness_anneals_to_zero_in_equal_steps() -> None:
-    criterion = HCL(hardness=1.0, annealing_steps=4)
-    seen = []
-    for fraction in (0.0, 0.24, 0.25, 0.5, 0.75, 1.0):
-        criterion.set_progress(fraction)
-        seen.append(criterion.annealed_hardness)
-    assert seen == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-
-
 def test_weights_multiply_each_pairs_loss_in_both_directions() -> None:
     left, right = unit_pairs(6).double()
     weights = torch.tensor([1.0, 0.0, 2.5, 1.0, 0.5, 1.0], dtype=torch.float64)

@@ -93,15 +93,11 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "temperature": (0.0, -1.0, 5e-4, torch.tensor(0.07)),
     "class_prior": (-0.1, 1.0),
     "gamma": (0.0, 1.1),
-    "gamma_schedule": ("linear",),
     "temperature_momentum": (-0.1, 1.0),
     "min_temperature": (0.0, 2.0),
     "max_temperature": (0.0,),
     "proposals": (0, "all"),
-    "score": ("old",),
     "burn_in": (-0.1, 1.0),
-    "control": (-0.1, 2),
-    "partition": ("all",),
     "pool": (0,),
     "refresh": (-0.5, 1.5),
     "queue_size": (0,),
@@ -110,10 +106,9 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "negatives": (2,),
     "alpha": (-0.1, 2.0),
     "rho": (-0.1, 1.0),
-    "variant": ("mine",),
     "corpus_chunk_size": (0,),
 }
-NOT_NEGATIVE = ("hardness", "annealing_steps", "radius", "temperature_rate", "recent", "extra_encodes")
+NOT_NEGATIVE = ("hardness", "radius", "temperature_rate", "recent", "extra_encodes")
 BAD_VALUES |= dict.fromkeys(NOT_NEGATIVE, (-1,))
 
 
