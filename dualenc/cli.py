@@ -25,7 +25,7 @@ from dualenc.terminal import printable, without_credentials
 COMMANDS = (
     *("quickstart", "recipe", "train", "report", "embed", "index", "migrate", "push", "adapt", "mine"),
     *("search", "evaluate retrieval", "evaluate image-text", "evaluate zero-shot", "evaluate probe"),
-    *("evaluate corrupted", "evaluate engine", "evaluate compare"),
+    *("evaluate corrupted", "evaluate engine"),
 )
 """Each is a function in the module of `dualenc.commands` with its first word's name."""
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.data import PairDataset
-from dualenc.data.beir import read_qrels
 from dualenc.data.clicks import split_by_documents
 from dualenc.data.corpus import RetrievalSet
 from dualenc.data.vector_shards import Embeddings
@@ -134,6 +133,15 @@ def read_judgements(folder: Path) -> tuple[Qrels, Qrels]:
     order = np.random.default_rng(0).permutation(sorted(test)).tolist()
     middle = len(order) // 2
     return {query: test[query] for query in order[:middle]}, {query: test[query] for query in order[middle:]}
+
+
+def read_qrels(file: Path) -> Qrels:
+    """Grades by query and document of a BEIR file."""
+    qrels: Qrels = {}
+    for line in file.read_text(encoding="utf-8").splitlines()[1:]:
+        query, document, grade = line.split("\t")
+        qrels.setdefault(query, {})[document] = int(grade)
+    return qrels
 
 
 def divided(pairs: np.ndarray, queries: np.ndarray, documents: np.ndarray) -> Iterator[np.ndarray]:

@@ -19,10 +19,9 @@ import pytest
 
 from dualenc import cli
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import read_qrels
-from dualenc.data.lines import read_records
+from dualenc.data.lines import read_records, read_texts
 from dualenc.errors import DualencError
-from dualenc.evaluation.runs import read_per_query
+from dualenc.evaluation.zero_shot import read_templates
 from dualenc.files import (
     atomic_folder,
     atomic_path,
@@ -332,8 +331,8 @@ def test_json_of_the_wrong_shape(tmp_path: Path, text: str, message: str) -> Non
     ("name", "text", "read"),
     [
         ("a.csv", "text,label\nx,1\n", lambda path: list(read_records(path, BadRows(path)))),
-        ("beir.tsv", "q\td\t1\n", read_qrels),
-        ("log.ndjson", '{"query": "q", "mrr": 1}\n', read_per_query),
+        ("beir.tsv", "q\td\t1\n", lambda path: list(read_texts(path, BadRows(path)))),
+        ("templates.txt", "a {}\n", read_templates),
         ("modules.json", '{"a": 1}', read_json),
         ("recipe.yaml", "model: 1\n", _read_yaml),
     ],

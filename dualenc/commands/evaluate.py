@@ -16,8 +16,7 @@ class RetrievalOptions:
     """Retrieval by a query-document model, and what to compare it with.
 
     Args:
-        split: which judgements of a BEIR folder, or which split of a folder of tables or a hub name, by default test;
-            of one table a slice such as train[90%:], by default all.
+        split: of a BEIR folder, a folder of tables or a hub name, by default test; one table is tested as a whole.
         bm25: evaluate BM25 as well as the model; --hybrid does so, too.
         keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed as its copy.
         batch_size: texts encoded at once.
@@ -79,7 +78,7 @@ def image_text(
         model: model folder or name.
         data: images with captions: a table (parquet, jsonl, csv, a folder of them, a hub name), webdataset tars, or a
             folder of images.
-        split: of a folder or hub name, by default test; of a file a slice such as train[90%:], by default all.
+        split: of a folder or hub name, by default test; one file is tested as a whole.
         batch_size: items encoded at once.
     """
     check_options(1, MAX_ITEMS, batch_size=batch_size)
@@ -93,8 +92,7 @@ class ZeroShotOptions:
     """The classes of images, and their prompts.
 
     Args:
-        split: of a folder of tables or a hub name, by default test; of a file a slice such as train[90%:], by default
-            all.
+        split: of a folder of tables or a hub name, by default test; one file is tested as a whole.
         label_column: of a table, class numbers or names; by default `label`.
         class_names: text file with the name of each class on a line; by default the names in the data.
         templates: text file with prompt templates, one on a line, {} for the class; by default a set of eight.
@@ -126,7 +124,7 @@ class ImageOptions:
     """Labelled images to test, and to train probes on.
 
     Args:
-        split: which split is tested, by default test; of a file a slice such as train[90%:], by default all.
+        split: which split is tested, by default test; one file is tested as a whole.
         train: images to train a probe on; by default (`probe`) another split of the same data, or (`corrupted`) none.
         train_split: which split is trained on.
         label_column: of a table; by default `label`.
@@ -210,16 +208,3 @@ def engine(folder: str, *, options: RecallOptions) -> None:
         folder: an index, or what `dualenc push` wrote.
     """
     evaluate_engine(folder, options)
-
-
-def compare(run_a: str, run_b: str, *, metrics: Annotated[list[str] | None, COMMAS] = None) -> None:
-    """Compare two runs by the paired bootstrap over queries: difference, 95 % confidence interval, p-value.
-
-    Args:
-        run_a: output folder of `dualenc evaluate …`, or its per-query log (.ndjson).
-        run_b: the same for the run to compare with it.
-        metrics: names separated by commas; by default the usual ones among those that both runs have.
-    """
-    from dualenc.commands.evaluate_compare import evaluate_compare
-
-    evaluate_compare(run_a, run_b, metrics)

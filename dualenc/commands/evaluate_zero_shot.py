@@ -17,11 +17,12 @@ from dualenc.data.items import rows_of
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import best_positive_ranks
 from dualenc.evaluation.report import Table
-from dualenc.evaluation.runs import read_lines, write_ranks
+from dualenc.evaluation.runs import write_ranks
 from dualenc.evaluation.zero_shot import (
     TEMPLATES,
     class_embeddings,
     class_prompts,
+    read_lines,
     read_templates,
     readable_class,
     zero_shot_accuracy,

@@ -18,7 +18,7 @@ import numpy as np
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import cache_option
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
-from dualenc.data.detect import detect
+from dualenc.data.detect import check_split, detect
 from dualenc.data.items import rows_of
 from dualenc.data.lines import read_texts
 from dualenc.data.metadata import check_column_names
@@ -128,23 +128,23 @@ def read_beir(
     folder = Path(folder)
     bad_rows = BadRows(folder, on_error)
     if detect(folder) != "hub":
-        check_split(folder, split)
+        _qrels_file(folder, split)
     corpus = read_corpus(folder, "corpus", titles=titles, bad_rows=bad_rows)
     queries, qrels = read_judged_queries(folder, split, corpus.ids, bad_rows)
     corpus.skipped = bad_rows.report()
     return RetrievalSet(queries, corpus, qrels)
 
 
-def check_split(folder: Path, split: str) -> Path:
+def _qrels_file(folder: Path, split: str) -> Path:
     """The qrels file of a split; a `DualencError` if there is none."""
     if not folder.is_dir():
         raise DualencError(
             f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/"
         )
     splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
-    if split not in splits:
-        available = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
-        raise DualencError(f"{folder}: no split {split!r}; {available}")
+    if not splits:
+        raise DualencError(f"{folder}: no split {split!r}; there is no qrels/*.tsv at all")
+    check_split(folder, split, splits)
     return folder / "qrels" / f"{split}.tsv"
 
 
@@ -155,7 +155,7 @@ def read_judged_queries(
     if detect(folder) == "hub":
         entries = _hub_judgements(folder, split)
     else:
-        entries = _fields_of_lines(check_split(folder, split), bad_rows)
+        entries = _fields_of_lines(_qrels_file(folder, split), bad_rows)
     judgements = list(_judgements(entries, bad_rows))
     queries = read_corpus(folder, "queries", bad_rows=bad_rows)
     query_row = {name: row for row, name in enumerate(queries.ids)}
@@ -250,23 +250,6 @@ def _judgements(entries: Iterable[tuple[str, list[str]]], bad_rows: BadRows) -> 
         yield position, query, document, int(float(grade))
 
 
-def read_qrels(file: str | Path) -> dict[str, dict[str, int]]:
-    """All judgements of a BEIR or TREC file, `qrels[query id][document id] = grade`; a `DualencError` for bad lines.
-
-    Grades of 0 and below mean judged not relevant, as in trec_eval.
-    """
-    bad_rows = BadRows(file)
-    qrels: dict[str, dict[str, int]] = {}
-    for _, query, document, grade in _judgements(_fields_of_lines(Path(file), bad_rows), bad_rows):
-        qrels.setdefault(query, {})[document] = grade
-    if bad_rows.total:
-        raise DualencError(
-            f"{file}: not all lines are judgements: {bad_rows.describe()}; fix or remove them"
-        )
-    bad_rows.require(len(qrels), "judgement")
-    return qrels
-
-
 def expand_name(source: str) -> list[str]:
     """The collections that a name stands for: NanoBEIR's thirteen, or the name itself."""
     if source != NANO_BEIR or Path(source).exists():
@@ -304,8 +287,7 @@ def _hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[
     # What NanoBEIR calls train is a test: it has nothing else.
     if split == "test" and config == "qrels" and list(splits) == ["train"]:
         split = "train"
-    if split not in splits:
-        raise DualencError(f"{source}: no split {split!r}; there are: {', '.join(splits)}")
+    check_split(source, split, splits)
     name = f"{source} {config}"
     rows = splits[split].data
     check_columns(name, rows.column_names, ["query-id", "corpus-id"])

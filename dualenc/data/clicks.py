@@ -41,7 +41,7 @@ class IndexPairs(PairDataset):
         documents: N vectors with ids, see `dualenc.search.documents.open_documents`.
         query_column: of a table, where it has no usual name.
         document_column: the same, of the ids.
-        split: of a BEIR folder, a folder of tables or a hub name; of a table a slice such as train[:90%].
+        split: of a BEIR folder, a folder of tables, a saved data set or a hub name.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
     """
 

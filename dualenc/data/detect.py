@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ Kind = Literal["beir", "tars", "vectors", "images", "saved", "saved_splits", "fi
 glob. folder: of tables. hub: a name on the hub, or a retrieval collection in a folder laid out as on the hub."""
 
 ONLY_SPLIT = "train"
-"""What `datasets` calls the rows of a file."""
+"""What `datasets` calls the rows of a source without splits."""
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
 
 _CARD_BYTES = 1 << 20  # of a README.md that is looked at
@@ -83,6 +84,12 @@ def _configurations(folder: Path) -> set[str]:
     if header is None or _ELSEWHERE.search(header[1]):
         return set()
     return set(re.findall(r"config_name:\s*[\"']?([\w.-]+)", header[1]))
+
+
+def check_split(source: str | Path, split: str, splits: Collection[str] = (ONLY_SPLIT,)) -> None:
+    """Raise a `DualencError` for a split that is not among those of a source; by default it has only one."""
+    if split not in splits:
+        raise DualencError(f"{source}: no split {split!r}; there are: {', '.join(splits)}")
 
 
 def default_split(source: str | Path, default: str) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import BeirPairs, is_collection, read_corpus
 from dualenc.data.corpus import Corpus, image_corpus, table_corpus
-from dualenc.data.detect import detect
+from dualenc.data.detect import check_split, detect
 from dualenc.data.images import split_folder
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
-from dualenc.data.tables import TableSource, check_whole, first_of
+from dualenc.data.tables import TableSource, first_of
 from dualenc.data.vectors import ID_NAMES, open_vectors
 from dualenc.data.webdataset import WebDatasetPairs, tar_corpus
 from dualenc.errors import DualencError
@@ -66,7 +66,7 @@ def open_corpus(
         id_column: ids; by default `_id` or another common name, and the row's number if there is none.
         label_column: classes of images; by default `label`.
         columns: further columns of a table or BEIR folder, to keep for filters.
-        split: of a folder of tables or images, a saved data set or hub name; of tables a slice such as train[:90%].
+        split: of a folder of tables or images, a saved data set or a hub name.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
@@ -82,7 +82,7 @@ def open_corpus(
         raise DualencError(f"{path}: {reason}")
     bad_rows = BadRows(path, on_error)
     if kind == "tars":
-        check_whole(path, split)
+        check_split(path, split)
         corpus = tar_corpus(path, "text" if modality == "text" else "image", bad_rows)
     elif kind == "images":
         corpus = image_corpus(split_folder(path, split))
@@ -138,7 +138,7 @@ def open_pairs(
     if kind == "beir" or is_collection(path):
         return BeirPairs(path, split, on_error=on_error)
     if kind == "tars":
-        check_whole(path, split)
+        check_split(path, split)
         return WebDatasetPairs(path, on_error=on_error)
     if kind == "images":
         return ImageFolderPairs(split_folder(path, split), quotes=quotes, on_error=on_error)

@@ -157,7 +157,7 @@ class TablePairs(ColumnPairs):
         right_column: document or caption; a list of captions makes one pair each.
         negative_column: mined negatives, one or a list of what the right column holds; or several such columns. By
             default those named `negative`, `negative_1`, …; [] reads none.
-        split: of a folder, saved data set or hub name; of these and of files a slice such as train[:90%].
+        split: of a folder, a saved data set or a hub name.
         subset: configuration of a hub data set.
         left_modality: "text", "image" or "vector"; by default as the values look.
         right_modality: the same for the right column.
@@ -239,7 +239,7 @@ class MinedPairs(ColumnPairs):
     Args:
         path: a .jsonl file, or a glob of them.
         max_negatives: keep that many negatives of each query, from the front.
-        split: a slice such as train[:90%], and of a folder of files which of them.
+        split: of a folder of files, which of them.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
         queries: vectors of the queries: a folder of embeddings, a .npy file, or a table of vectors and ids.
         documents: likewise of positives and negatives.

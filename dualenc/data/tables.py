@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import BATCH_ROWS, cache_option, cached_dataset, record_batches
-from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, detect
+from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, check_split, detect
 from dualenc.data.lines import Record, file_format, read_records
 from dualenc.errors import DualencError, explain, nearest
 from dualenc.reading import glob_files
@@ -99,10 +99,13 @@ class TableSource:
 
     def __post_init__(self) -> None:
         self.files: list[Path] = []
-        if self.dataset is None:
-            self.files = find_files(self.path, self.split)
-        if self.dataset is None and not self.files:
-            self.dataset = _from_datasets(str(self.path), self.subset, self.split)
+        kind = detect(self.path) if self.dataset is None else None
+        if kind == "hub":
+            self.dataset = _load_from_hub(str(self.path), self.subset, self.split)
+        elif kind in ("saved", "saved_splits"):
+            self.dataset = _load_saved(self.path, self.split)
+        elif kind is not None:
+            self.files = _find_files(self.path, self.split)
         self._is_lines = bool(self.files) and file_format(self.files[0]) != ".parquet"
 
     @cached_property
@@ -138,11 +141,9 @@ class TableSource:
         root = Path(self.path)
         if dataset is None:
             dataset = self._read_lines(columns) if self._is_lines else self._read_parquet(columns)
-            name = split_name(self.split) if root.is_dir() else ONLY_SPLIT
-            dataset = select_split({name: dataset}, self.split, self.path)
             root = self.files[0].parent
-        # Columns are read as stored, without the indices of a selection.
-        if dataset._indices is not None:
+        elif dataset._indices is not None:
+            # Columns are read as stored, without the indices of a selection.
             dataset = dataset.flatten_indices()
         return DataTable(str(self.path), dataset, self.bad_rows, root, self.files, self.allow_outside)
 
@@ -267,33 +268,40 @@ def _vector(value: Any) -> list[float] | None:
 _CONVERTERS: dict[ColumnKind, Callable[[Any], Any]] = {"value": _text, "list": _texts, "vector": _vector}
 
 
-def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
-    """A saved data set, or one of the hub; both raise errors of many kinds."""
+def _load_from_hub(name: str, subset: str | None, split: str) -> Dataset:
+    """A data set of the hub, whose split may be whatever `datasets` understands."""
     import datasets
 
-    # A saved data set is never looked up on the hub, whatever its name.
-    if detect(source) in ("saved", "saved_splits"):
-        with explain(f"{source}: saved data set cannot be read", "save it again"):
-            loaded = datasets.load_from_disk(source)
-        return select_split(loaded if isinstance(loaded, dict) else {ONLY_SPLIT: loaded}, split, source)
-    failure = f"{source}: no such file here, and as a dataset of the hub it does not load"
+    failure = f"{name}: no such file here, and as a dataset of the hub it does not load"
     with explain(failure, "check the name, subset and split, and the network"):
-        return datasets.load_dataset(source, subset, split=split, **cache_option(source))
+        return datasets.load_dataset(name, subset, split=split, **cache_option(name))
 
 
-def find_files(source: str | Path, split: str) -> list[Path]:
-    """The table files that a path, glob or folder stands for, sorted; none of a saved data set or a hub name.
+def _load_saved(folder: str | Path, split: str) -> Dataset:
+    """A data set that `datasets` saved, or one split of several."""
+    import datasets
+
+    with explain(f"{folder}: saved data set cannot be read", "save it again"):
+        loaded = datasets.load_from_disk(str(folder))
+    splits = loaded if isinstance(loaded, dict) else {ONLY_SPLIT: loaded}
+    check_split(folder, split, splits)
+    return splits[split]
+
+
+def _find_files(source: str | Path, split: str) -> list[Path]:
+    """The table files of a path, glob or folder, sorted.
 
     Of a folder, the files named SPLIT.*, SPLIT-* or SPLIT_* in it or in its `data` folder, as the hub lays them out.
     """
-    if detect(source) in ("saved", "saved_splits", "hub"):
-        return []
-    files = _files_of_split(Path(source), split) if Path(source).is_dir() else glob_files(str(source))
+    is_folder = Path(source).is_dir()
+    files = _files_of_split(Path(source), split) if is_folder else glob_files(str(source))
     formats = {file_format(file) for file in files}
     if len(formats) != 1 or not formats <= set(TABLE_FORMATS):
         present = f"no table of one format ({', '.join(sorted(formats))})" if files else "no such file"
         fix = f"give a file, folder or glob of one of {', '.join(TABLE_FORMATS)}, or .tar files"
         raise DualencError(f"{source}: {present}; {fix}")
+    if not is_folder:
+        check_split(source, split)
     return files
 
 
@@ -302,37 +310,6 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     for file in sorted([*folder.glob("*"), *(folder / "data").glob("*")]):
         if file.is_file() and file_format(file) in TABLE_FORMATS:
             splits.setdefault(re.split(r"[._-]", file.name)[0], []).append(file)
-    if splits and split_name(split) not in splits:
-        raise DualencError(f"{folder}: no split {split!r}; there are: {', '.join(sorted(splits))}")
-    return splits.get(split_name(split), [])
-
-
-def split_name(split: str) -> str:
-    """The first name in a split such as train[:10%]+train[90%:]."""
-    return re.split(r"[\[+]", split)[0].strip()
-
-
-def check_whole(source: str | Path, split: str) -> None:
-    """Refuse splits and slices of sources that have neither: tars and vectors."""
-    if split != ONLY_SPLIT:
-        reason = f"no split {split!r}, for it has neither splits nor slices; leave it out"
-        raise DualencError(f"{source}: {reason}")
-
-
-def select_split(splits: Mapping[str, Dataset], split: str, source: str | Path) -> Dataset:
-    """The rows of a split, or of slices of splits in the syntax of `datasets`."""
-    from datasets import ReadInstruction, concatenate_datasets
-
-    if split in splits:
-        return splits[split]
-    sizes = {name: len(rows) for name, rows in splits.items()}
-    with explain(
-        f"{source}: no split {split!r}", f"there are: {', '.join(splits)}, and slices such as train[:90%]"
-    ):
-        parts = ReadInstruction.from_spec(split).to_absolute(sizes)
-    slices = [
-        splits[part.splitname].select(range(part.from_, part.to)) for part in parts if part.to > part.from_
-    ]
-    if not slices:
-        raise DualencError(f"{source}: split {split!r} has no rows of {sizes}; widen the slice")
-    return concatenate_datasets(slices)
+    if splits:
+        check_split(folder, split, sorted(splits))
+    return splits.get(split, [])

@@ -12,11 +12,11 @@ import pyarrow as pa
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import matrix_faults, usable
 from dualenc.data.corpus import Corpus, distinct_ids, table_corpus
-from dualenc.data.detect import ONLY_SPLIT, detect
+from dualenc.data.detect import ONLY_SPLIT, check_split, detect
 from dualenc.data.item_lists import Picked, VectorItems, number_items
 from dualenc.data.items import rows_of
 from dualenc.data.pairs import PairDataset
-from dualenc.data.tables import TableSource, check_columns, check_whole, first_of
+from dualenc.data.tables import TableSource, check_columns, first_of
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
 from dualenc.types import OnError
@@ -79,7 +79,7 @@ def open_vectors(
 ) -> Corpus:
     """Open vectors to train on or to embed, without those that are not finite or zero; as for `open_corpus`."""
     if detect(source) == "vectors":
-        check_whole(source, split)
+        check_split(source, split)
         return _open_matrix(source, columns, bad_rows)
     table = TableSource(source, bad_rows, split=split)
     if column is None:

@@ -1,15 +1,13 @@
-"""Files of runs and per-query scores; errors name the line."""
+"""Files of runs and per-query scores."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Run, Scores
 from dualenc.files import atomic_path
-from dualenc.reading import open_regular
 from dualenc.types import Integers, StrPath
 
 
@@ -52,29 +50,6 @@ def write_ranks(
     write_per_query(path, per_query, dataset)
 
 
-def read_per_query(path: StrPath) -> dict[str, Scores]:
-    """Read a log of `write_per_query`: the metrics by query id."""
-    per_query: dict[str, Scores] = {}
-    for place, line in read_lines(path):
-        try:
-            row = json.loads(line)
-            query = row.pop("query")
-            row.pop("dataset", None)
-            scores = {name: float(value) for name, value in row.items()}
-            if not isinstance(query, str) or not all(map(math.isfinite, scores.values())):
-                raise ValueError
-        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
-            raise DualencError(
-                f"{place}: not a line of a per-query log; evaluate again to write it anew"
-            ) from None
-        if query in per_query:
-            raise DualencError(f"{place}: duplicate query {query}; evaluate again to write the log anew")
-        per_query[query] = scores
-    if not per_query:
-        raise DualencError(f"{path}: the per-query log is empty; evaluate again to write it anew")
-    return per_query
-
-
 def ranked(documents: Mapping[str, float]) -> list[str]:
     """Document ids by descending score, equal scores by descending id, as trec_eval orders them."""
     return sorted(documents, key=lambda document: (documents[document], document), reverse=True)
@@ -86,21 +61,3 @@ def check_trec_names(names: Iterable[str], what: str) -> None:
         if len(name.split()) != 1 or name.strip() != name or name.encode(errors="ignore").decode() != name:
             remedy = "which TREC files cannot; rename it"
             raise DualencError(f"{what} {name!r} is empty, holds white space or is not UTF-8, {remedy}")
-
-
-def read_lines(path: StrPath) -> Iterator[tuple[str, str]]:
-    """Lines of a text file that are not blank, each with its place; one line at a time is in memory."""
-    try:
-        stream = open_regular(path)
-    except FileNotFoundError:
-        raise DualencError(f"{path}: no such file") from None
-    with stream:
-        for number, line in enumerate(stream, start=1):
-            place = f"{path}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                reason = f"byte 0x{line[error.start]:02x}"
-                raise DualencError(f"{place}: not UTF-8 text ({reason}); save the file as UTF-8") from None
-            if text.strip():
-                yield place, text

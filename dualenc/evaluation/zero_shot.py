@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Scores
 from dualenc.evaluation.probe import unit_rows
-from dualenc.evaluation.runs import read_lines
+from dualenc.reading import open_regular
 from dualenc.types import Integers, StrPath, Vectors
 
 TEMPLATES: tuple[str, ...] = (
@@ -38,6 +38,24 @@ def read_templates(path: StrPath) -> list[str]:
             f"{path}: holds no template; write one on each line, with {{}} where the class goes"
         )
     return templates
+
+
+def read_lines(path: StrPath) -> Iterator[tuple[str, str]]:
+    """Lines of a text file that are not blank, each with its place; one line at a time is in memory."""
+    try:
+        stream = open_regular(path)
+    except FileNotFoundError:
+        raise DualencError(f"{path}: no such file") from None
+    with stream:
+        for number, line in enumerate(stream, start=1):
+            place = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                reason = f"byte 0x{line[error.start]:02x}"
+                raise DualencError(f"{place}: not UTF-8 text ({reason}); save the file as UTF-8") from None
+            if text.strip():
+                yield place, text
 
 
 def readable_class(name: str) -> str:

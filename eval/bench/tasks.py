@@ -119,7 +119,8 @@ def views_task(options: Options, folder: Path) -> Task:
         noise_images(folder, options.num_pairs, size=VIEW_SIZE, suffix=".png")
         pairs = ImageFolderViews(folder)
     else:
-        pairs = TableViews(options.images, split=f"train[:{options.num_pairs}]")
+        images = TableViews(options.images)
+        pairs = images.subset(np.arange(min(options.num_pairs, len(images))))
     new_model = partial(ImageEncoder, "resnet18", image_size=VIEW_SIZE, augment=SimCLR(VIEW_SIZE))
     common = (pairs.left_items, new_model, VIEW_SIZE, options.batch_size, options.workers)
     return Task("views", pairs, new_model, "lightly", lambda bf16: rivals.lightly(*common, bf16))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dualenc.data.vector_shards import Embeddings
-from dualenc.evaluation.runs import read_per_query
 from tests.commands.in_process import evaluated
 from tests.commands.toy import write_captioned
+from tests.result_files import read_per_query
 
 
 @pytest.mark.slow

@@ -12,16 +12,16 @@ import pytest
 import pytrec_eval
 import torch
 
-from dualenc.data.beir import expand_name, read_beir, read_qrels
+from dualenc.data.beir import expand_name, read_beir
 from dualenc.encoders import load_model
 from dualenc.encoders.frozen import IndexEncoder
-from dualenc.evaluation.runs import read_per_query
 from dualenc.search import Index
 from dualenc.search.documents import fingerprint
 from dualenc.search.fusion import fuse
 from tests.commands.in_process import evaluated, failure, run
 from tests.commands.toy import ANIMALS, WORDS, text_model, write_beir
 from tests.data.test_hub import nano
+from tests.result_files import read_per_query, read_qrels
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dualenc.data.vector_shards import Embeddings
-from dualenc.evaluation.runs import read_per_query
 from tests.commands.image_models import HUES, save_classes
 from tests.commands.in_process import evaluated
+from tests.result_files import read_per_query
 
 
 @pytest.mark.slow

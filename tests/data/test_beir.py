@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from dualenc.data import BeirPairs, read_beir
-from dualenc.data.beir import read_qrels
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_beir, write_jsonl
@@ -112,22 +111,22 @@ def test_judgements_of_missing_documents_and_below_zero_are_those_of_trec_eval(f
 
 
 @pytest.mark.parametrize(
-    "text", ["query-id\tcorpus-id\tscore\nq\td e\t2\nq\tf\t0.0\n", "q 0 d 2\nq\t0\te\t0\n", "q\td\t2\n\nq\te\t0\n"]
+    "text",
+    ["query-id\tcorpus-id\tscore\nq1\td e\t2\nq1\tf\t0.0\n", "q1 0 d 2\nq1\t0\te\t0\n", "q1\td\t2\n\nq1\te\t0\n"],
 )
-def test_qrels_of_beir_and_trec(text: str, tmp_path: Path) -> None:
-    (tmp_path / "qrels").write_text(text)
-    assert [list(grades.values()) for grades in read_qrels(tmp_path / "qrels").values()] == [[2, 0]]
+def test_qrels_of_beir_and_trec(text: str, folder: Path) -> None:
+    (folder / "qrels" / "test.tsv").write_text(text)
+    assert [list(grades.values()) for grades in read_beir(folder).qrels.values()] == [[2, 0]]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (b"query-id\tcorpus-id\tscore\n", "no usable judgement: it is empty"),
-        (b"q\td\t1\nq\te\thigh\n", "1 malformed judgement .first: .*qrels:2."),
-        (b"q\td\t1\nq\t\xff\t1\n", "line that is not UTF-8 text .first: .*qrels:2."),
+        (b"q1\td1\thigh\n", "no usable judgement: 1 malformed judgement .first: .*test.tsv:1."),
     ],
 )
-def test_qrels_of_which_a_line_is_broken_are_refused(tmp_path: Path, text: bytes, message: str) -> None:
-    (tmp_path / "qrels").write_bytes(text)
+def test_qrels_without_a_judgement_are_refused(folder: Path, text: bytes, message: str) -> None:
+    (folder / "qrels" / "test.tsv").write_bytes(text)
     with pytest.raises(DualencError, match=message):
-        read_qrels(tmp_path / "qrels")
+        read_beir(folder)

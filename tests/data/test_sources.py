@@ -207,13 +207,17 @@ def test_wrong_arguments_of_a_corpus(arguments: dict, message: str) -> None:
         Corpus(**arguments)
 
 
-def test_every_reader_takes_slices(tmp_path: Path) -> None:
-    names = [f"q{i}" for i in range(10)]
-    columns = {"query": names, "document": names, "vector": np.eye(10, dtype=np.float32).tolist()}
-    columns["image"] = [encoded(picture(20 * i)) for i in range(10)]
-    path = tmp_path / "rows.parquet"
-    datasets.Dataset.from_dict(columns).to_parquet(path)
-    mined = write_jsonl(tmp_path / "mined.jsonl", [{"query": name, "pos": [name], "neg": ["no"]} for name in names])
+def test_every_reader_takes_a_split(tmp_path: Path) -> None:
+    for split, count in (("train", 9), ("test", 2)):
+        names = [f"q{i}" for i in range(count)]
+        columns = {"query": names, "document": names, "vector": np.eye(count, dtype=np.float32).tolist()}
+        columns["image"] = [encoded(picture(20 * i)) for i in range(count)]
+        (tmp_path / "rows").mkdir(exist_ok=True)
+        datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "rows" / f"{split}.parquet")
+        (tmp_path / "mined").mkdir(exist_ok=True)
+        mined = [{"query": name, "pos": [name], "neg": ["no"]} for name in names]
+        write_jsonl(tmp_path / "mined" / f"{split}.jsonl", mined)
+    path = tmp_path / "rows"
     readers: list[Any] = [
         lambda split: open_pairs(path, split=split),
         lambda split: open_pairs(path, "vector", "document", split=split),
@@ -221,20 +225,20 @@ def test_every_reader_takes_slices(tmp_path: Path) -> None:
         lambda split: open_corpus(path, vector_column="vector", split=split),
         lambda split: open_corpus(path, split=split),
         lambda split: TableViews(path, split=split),
-        lambda split: open_pairs(mined, split=split),
+        lambda split: open_pairs(tmp_path / "mined", split=split),
     ]
     for reader in readers:
-        assert len(reader("train[:90%]")) == 9
-        assert len(reader("train[-2:]")) == 2
+        assert (len(reader("train")), len(reader("test"))) == (9, 2)
+        with pytest.raises(DualencError, match=r"no split 'train\[:2\]'; there are: test, train"):
+            reader("train[:2]")
 
 
-def test_what_has_no_slices_says_so(tmp_path: Path) -> None:
+def test_what_has_no_splits_says_so(tmp_path: Path) -> None:
     np.save(tmp_path / "vectors.npy", np.eye(4, dtype=np.float32))
     (tmp_path / "one.tar").touch()
     for name, reader in (("vectors.npy", open_corpus), ("one.tar", open_corpus), ("one.tar", open_pairs)):
-        for split in ("test", "train[:50%]"):
-            with pytest.raises(DualencError, match="it has neither splits nor slices"):
-                reader(tmp_path / name, split=split)
+        with pytest.raises(DualencError, match="no split 'test'; there are: train"):
+            reader(tmp_path / name, split="test")
 
 
 LONG_FORM = [(shade, f"caption {i} of {shade}") for shade in (1, 2, 3) for i in range(2)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dualenc.cli import main
-from dualenc.data.beir import read_qrels
+from tests.result_files import read_qrels
 
 
 @pytest.fixture(scope="module")

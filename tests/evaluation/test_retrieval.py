@@ -22,7 +22,7 @@ from dualenc.evaluation.retrieval import (
     retrieve,
     summary_rows,
 )
-from dualenc.evaluation.runs import read_per_query
+from tests.result_files import read_per_query
 
 
 def random_collection(seed: int = 0) -> tuple[list[str], np.ndarray, list[str], np.ndarray, dict[str, dict[str, int]]]:

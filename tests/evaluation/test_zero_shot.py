@@ -63,11 +63,17 @@ def test_class_names_are_made_readable(name: str, readable: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("", "no template"), ("ok {}\nnone\n", ":2: a template needs"), ("{} {}", ":1:")]
+    ("text", "message"),
+    [
+        (b"", "no template"),
+        (b"ok {}\nnone\n", ":2: a template needs"),
+        (b"{} {}", ":1:"),
+        (b"ok {}\n\xff {}\n", r"prompts\.txt:2: not UTF-8 text \(byte 0xff\); save the file as UTF-8"),
+    ],
 )
-def test_bad_templates(text: str, message: str, tmp_path: Path) -> None:
+def test_bad_templates(text: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "good.txt").write_text("a photo of {}\n\n  the {} \n")
     assert read_templates(tmp_path / "good.txt") == ["a photo of {}", "the {}"]
-    (tmp_path / "prompts.txt").write_text(text)
+    (tmp_path / "prompts.txt").write_bytes(text)
     with pytest.raises(DualencError, match=message):
         read_templates(tmp_path / "prompts.txt")
