@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dualenc.evaluation.runs import write_per_query
 from tests.commands import toy
 from tests.commands.image_models import save_cifar_c, save_classes, save_splits
 from tests.commands.in_process import failure
@@ -44,9 +43,7 @@ MAKE: dict[str, Callable[[Path], object]] = {
     "cifar-c": save_cifar_c,
     "few.txt": lambda path: path.write_text("red\n"),
     "bad.txt": lambda path: path.write_text("a photo\n"),
-    "log.ndjson": lambda path: write_per_query(path, {"q": {"ndcg@10": 1.0}}),
-    "other.ndjson": lambda path: write_per_query(path, {"p": {"ndcg@10": 1.0}}),
-    "empty": Path.mkdir,
+    "pairs.csv": lambda path: path.write_text("query,document\nwing,a wing\ndrag,a drag\n"),
 }
 CORRUPTED = "corrupted {image} {splits} --corruptions fog,contrast"
 REFUSALS = [
@@ -68,9 +65,7 @@ REFUSALS = [
     ("corrupted {image} {splits} --corruptions fog,fog", "give two or more different ones"),
     (f"{CORRUPTED} --severity 9", "--severity is 9"),
     ("corrupted {image} {cifar-c} --corruptions frost", "frost.npy: no such file or folder; there are snow"),
-    ("compare {log.ndjson} {empty}", "holds no per_query.ndjson"),
-    ("compare {log.ndjson} {other.ndjson}", "2 queries are in one run only"),
-    ("compare {log.ndjson} {log.ndjson} --metrics ndgc@10", "'ndgc@10' is not in both runs; they share ndcg@10"),
+    ("retrieval {text} {pairs.csv} --split train[:50%]", "no split 'train[:50%]'; there are: train"),
 ]
 
 
@@ -92,8 +87,8 @@ def test_a_refusal_is_one_line_and_leaves_nothing(
     for name, place in places.items():
         line = line.replace(f"{{{name}}}", str(place))
     workers = ["--num-workers", 0] if line.startswith(("probe", "corrupted")) else []
-    out = [] if line.startswith("compare") else ["--out", tmp_path / "out"]
-    assert message in failure(capsys, "evaluate", *line.split(), *workers, *out)
+    words = ["evaluate", *line.split(), *workers, "--out", tmp_path / "out"]
+    assert message in failure(capsys, *words)
     assert not (tmp_path / "out").exists()
 
 
