@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,17 +53,25 @@ def looks_like_path(text: str) -> bool:
 
 
 @contextmanager
-def no_foreign_code() -> Iterator[None]:
-    """Have transformers refuse a model's own code even where `trust_remote_code=False` is not passed on.
+def quiet_loading() -> Iterator[None]:
+    """Load a model without progress bars and log messages, and never by code of its own.
 
-    It is not to models inside a model, nor by open_clip, and transformers would ask on the terminal whether to run the
-    code.
+    `trust_remote_code=False` is not passed on to models inside a model, nor by open_clip, and transformers would ask on
+    the terminal whether to run their code.
     """
     from transformers import dynamic_module_utils
+    from transformers.utils import logging as progress
 
+    disabled = logging.root.manager.disable
+    shows_bars = progress.is_progress_bar_enabled()
     seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    logging.disable()
+    progress.disable_progress_bar()
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds to answer the question; at 0 none is asked
     try:
         yield
     finally:
+        logging.disable(disabled)
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
+        if shows_bars:
+            progress.enable_progress_bar()

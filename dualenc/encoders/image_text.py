@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -19,10 +17,10 @@ from torch.func import functional_call
 
 from dualenc.encoders.card import base_metadata
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
-from dualenc.encoders.hub import model_folder, no_foreign_code
+from dualenc.encoders.hub import model_folder, quiet_loading
 from dualenc.encoders.image import ImagePrepare, check_crop_scale, seeded_transform
 from dualenc.encoders.lora import add_adapters, merge_adapters
-from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
+from dualenc.encoders.tokenizer import forget_last_call, load_tokenizer
 from dualenc.encoders.weights import save_weights
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
@@ -141,7 +139,9 @@ class ImageTextEncoder(DualEncoder):
         save_weights(weights, folder / WEIGHTS_FILE)
         tokenizer: Any = self.right.prepare.tokenizer
         if hasattr(tokenizer, "save_pretrained"):  # one of transformers inside open_clip's
-            save_tokenizer(tokenizer.tokenizer, folder, tokenizer.context_length)
+            tokenizer.tokenizer.model_max_length = tokenizer.context_length
+            forget_last_call(tokenizer.tokenizer)
+            tokenizer.save_pretrained(folder)
 
 
 def _freeze_unused(clip: Any) -> None:
@@ -317,14 +317,17 @@ def load_clip(
             {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
         )
         with (
-            no_foreign_code(),
+            quiet_loading(),
             explain(f"{where}: its tokenizer does not load", "restore the tokenizer's files"),
         ):
             tokenize = open_clip.get_tokenizer(place, context_length=context_length, **options)
 
         # Weights come from safetensors alone: of a folder, open_clip itself would read others, too.
         loading: dict[str, Any] = {"pretrained": pretrained} if place == name else {"load_weights": False}
-        with _open_clip_errors(where):
+        with (
+            quiet_loading(),
+            explain(f"{where}: open_clip does not load it", "check name, weights and configuration"),
+        ):
             clip = open_clip.create_model(
                 place,
                 weights_only=True,
@@ -401,25 +404,11 @@ def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTok
             text.setdefault("pad_id", tokenizer.pad_token_id)
             text.setdefault("pool_type", "eos")
             text.setdefault("eos_id", end)
-        save_tokenizer(tokenizer, folder, text.get("context_length", CONTEXT_LENGTH))
+        tokenizer.model_max_length = text.get("context_length", CONTEXT_LENGTH)
+        tokenizer.save_pretrained(folder)
     elif not text.get("hf_tokenizer_name") and text.get("vocab_size", VOCAB_SIZE) < VOCAB_SIZE:
         raise DualencError(
             f"text_cfg.vocab_size is {text['vocab_size']}: open_clip's tokenizer needs {VOCAB_SIZE}; "
             "leave it out or give a tokenizer"
         )
     write_json(folder / CONFIG_FILE, {"model_cfg": config})
-
-
-@contextmanager
-def _open_clip_errors(where: str) -> Iterator[None]:
-    """Silence open_clip's log, and report its errors in one line."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with (
-            no_foreign_code(),
-            explain(f"{where}: open_clip does not load it", "check name, weights and configuration"),
-        ):
-            yield
-    finally:
-        logging.disable(disabled)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +21,8 @@ from sentence_transformers.sentence_transformer.modules import (
 )
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
-from dualenc.encoders.hub import model_folder, no_foreign_code
+from dualenc.encoders.hub import model_folder, quiet_loading
 from dualenc.encoders.lora import add_adapters, merge_adapters
 from dualenc.encoders.sentence_folder import check_sentence_folder, check_settings
 from dualenc.encoders.tokenizer import forget_last_call, load_tokenizer, pad_behind
@@ -47,8 +45,8 @@ def open_sides(
     tokenizer: str | PreTrainedTokenizerBase | None,
     shared: bool | None,
     dtype: torch.dtype,
-) -> SentenceTransformer:
-    """The model of both sides by the arguments of `TextEncoder`, with a Router where each has its own weights."""
+) -> tuple[SentenceTransformer, SentenceTransformer]:
+    """The models of queries and of documents by the arguments of `TextEncoder`: one and the same, or one each."""
     if name is not None and config is None and tokenizer is None:
         queries = open_model(model_folder(name), dtype) if isinstance(name, str) else name
         documents = copy.deepcopy(queries) if shared is False else queries
@@ -61,21 +59,13 @@ def open_sides(
     has_router = any(isinstance(module, Router) for module in queries)
     if has_router and shared:
         raise DualencError(f"{name}: its sides are separate, so shared cannot be true; leave it out")
-    if has_router or shared is not False:
-        return queries
-    return SentenceTransformer(
-        modules=[Router.for_query_document([*queries], [*documents])],
-        prompts=queries.prompts,  # type: ignore[arg-type]
-        default_prompt_name=queries.default_prompt_name,
-        truncate_dim=queries.truncate_dim,
-        device="cpu",
-    )
+    return queries, queries if has_router else documents
 
 
 def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
     """Load a folder of sentence-transformers or transformers; code in it is never run, and pickles are not read."""
     places = check_sentence_folder(folder)
-    with quiet_transformers(), explain(f"{folder}: does not load", "restore it, or choose another model"):
+    with quiet_loading(), explain(f"{folder}: does not load", "restore it, or choose another model"):
         model = SentenceTransformer(
             str(folder),
             device="cpu",
@@ -113,7 +103,7 @@ def new_model(
             f"config: vocab_size is below the {len(tokenizer)} of the tokenizer; leave it out"
         )
     check_settings(fields, "config")
-    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+    with tempfile.TemporaryDirectory() as folder, quiet_loading():
         full_config = AutoConfig.for_model(**fields)
         AutoModel.from_config(full_config, trust_remote_code=False).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -176,19 +166,12 @@ def _set_up_transformer(module: Any, max_length: int | None) -> None:
             positions = part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1)
         elif name == "pooler":
             part.requires_grad_(False)  # no output depends on it
-    wanted = max_length or module.max_seq_length or NO_LIMIT
-    limits = [limit for limit in (wanted, positions) if limit and 0 < limit < NO_LIMIT]
+    requested = max_length or module.max_seq_length or NO_LIMIT
+    limits = [limit for limit in (requested, positions) if limit and 0 < limit < NO_LIMIT]
     module.max_seq_length = min(limits, default=MAX_LENGTH)
-    if module.max_seq_length < wanted < NO_LIMIT:
+    if module.max_seq_length < requested < NO_LIMIT:
         warnings.warn(f"texts are cut to {positions} tokens, the model's positions", stacklevel=4)
     pad_behind(module.tokenizer)
-
-
-def input_length(module: Any) -> int:
-    """Longest input of a module in tokens."""
-    if isinstance(module, StaticEmbedding):
-        return int((module.tokenizer.truncation or {}).get("max_length", MAX_LENGTH))
-    return int(module.max_seq_length)
 
 
 def text_input(module: Any) -> Any:
@@ -218,22 +201,6 @@ def save_model(sides: dict[str, list[Any]], folder: Path, **settings: Any) -> No
     routes = {role: [saved[id(m)] for m in modules] + [Normalize()] for role, modules in sides.items()}
     only = next(iter(routes.values()))
     modules = only if len(routes) == 1 else [Router(routes, default_route="document")]
-    with quiet_transformers():
+    with quiet_loading():
         settings |= {"modules": modules, "device": str(device), "similarity_fn_name": "cosine"}
         SentenceTransformer(**settings).save(str(folder), create_model_card=False)
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Switch off the bars, reports and warnings of transformers, and its question whether to run a model's code."""
-    verbosity = logging.get_verbosity()
-    shows_bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with no_foreign_code():
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shows_bars:
-            logging.enable_progress_bar()

@@ -80,12 +80,13 @@ class TextEncoder(DualEncoder):
             raise DualencError(f"dtype is {dtype!r}: choose float32, or bfloat16 with lora_rank")
         towers = []
         with explain("no encoder of texts", "correct its arguments, or choose another model"):
-            model = sentence_model.open_sides(name, config, tokenizer, shared, getattr(torch, dtype))
-            sentence_model.set_up(model, max_length, pooling, lora_rank, lora_targets)
-            if gradient_checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            dim = model.truncate_dim if truncate_dim is None else truncate_dim
-            for role, prompt in zip(ROLES, (query_prompt, document_prompt)):
+            models = sentence_model.open_sides(name, config, tokenizer, shared, getattr(torch, dtype))
+            for model in dict.fromkeys(models):
+                sentence_model.set_up(model, max_length, pooling, lora_rank, lora_targets)
+                if gradient_checkpointing:
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+            for role, model, prompt in zip(ROLES, models, (query_prompt, document_prompt)):
+                dim = model.truncate_dim if truncate_dim is None else truncate_dim
                 own_prompt = sentence_model.side_prompt(model, role) if prompt is None else prompt
                 parts = sentence_model.side_modules(model, role)
                 towers.append(TextTower(parts, TextPrepare(parts, own_prompt, role), dim))
@@ -134,11 +135,11 @@ class TextPrepare(Prepare):
     modality = "text"
 
     def __init__(self, parts: Sequence[Any], prompt: str, role: str) -> None:
-        from dualenc.encoders.sentence_model import input_length, text_input
+        from dualenc.encoders.sentence_model import text_input
 
         module = parts[0]
         self.prompt = prompt
-        self.max_length = input_length(module)
+        self.max_length = module.max_seq_length
         self.token_cache: TokenCache | None = None
         accepted = getattr(module, "model_forward_params", None)
         self._padding = {"input_ids": getattr(module.tokenizer, "pad_token_id", None) or 0}

@@ -133,14 +133,6 @@ def check_vocabulary(folder: Path) -> None:
         )
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length: int) -> None:
-    """Write a tokenizer without the padding and truncation that its last call left in it."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.model_max_length = max_length
-    forget_last_call(tokenizer)
-    tokenizer.save_pretrained(folder)
-
-
 def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
     """Remove the padding and truncation that a tokenizer's last call left in it, before it is saved."""
     if tokenizer.is_fast:
