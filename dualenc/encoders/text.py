@@ -93,7 +93,7 @@ class TextEncoder(DualEncoder):
         super().__init__(towers[0], towers[1], kind="query-document")
         if self.shares_weights and self.left.parts != self.right.parts:
             raise DualencError("the sides share weights, but not modules; leave the Router out")
-        self.prompts = dict(model.prompts)
+        self.prompts = dict(models[0].prompts)
         if isinstance(name, str):
             self.base = base_metadata(name)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+from transformers.utils import logging as progress
 
 from dualenc.encoders import DualEncoder, TextEncoder, load_model
 from dualenc.encoders.load import folder_kind
@@ -115,3 +117,21 @@ def test_a_model_comes_back_whose_replacement_was_killed(saved: Callable[[str], 
     folder.rename(work / f"old-{folder.name}")
     assert load_model(folder).kind == "image"
     assert folder.is_dir()
+
+
+def test_loading_is_quiet_and_leaves_logging_as_it_was(
+    saved: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved("query-document")
+    before = logging.root.manager.disable, progress.is_progress_bar_enabled()
+    logging.disable(logging.INFO)
+    progress.enable_progress_bar()
+    capfd.readouterr()
+    try:
+        load_model(folder)
+        assert capfd.readouterr() == ("", "")
+        assert (logging.root.manager.disable, progress.is_progress_bar_enabled()) == (logging.INFO, True)
+    finally:
+        logging.disable(before[0])
+        if not before[1]:
+            progress.disable_progress_bar()
