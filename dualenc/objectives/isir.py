@@ -35,8 +35,8 @@ class ISIR(ChainObjective):
         # Drawn for the global batch, so that any number of ranks makes the same moves.
         uniform = self.draws.uniform(len(anchors.directions), anchors.num_batch, like=anchors.embeddings)
         uniform = uniform[:, anchors.batch_rows]
-        # A state whose own pair is proposed must not count twice.
-        is_proposed, _ = find(plan.keys, self._first_keys(plan.chain.state)[..., None])
+        # A state whose own pair is proposed must not count twice; views of an image are proposed together.
+        is_proposed, _ = find(plan.keys, plan.chain.state[..., None])
         counts_separately = (plan.chain.state != NO_STATE)[..., None] & ~is_proposed  # (X, A, 1)
         log_copies = self._log_copies(plan.keys)
 
@@ -66,21 +66,15 @@ class ISIR(ChainObjective):
         """Both views of the state's image."""
         if not self.views:
             return super().items_of_state(state)
-        left_view = self._first_keys(state)
-        right_view = torch.where(left_view < 0, left_view, left_view + 1)
-        return torch.stack([left_view, right_view], dim=-1)
+        left_view = state // 2 * 2
+        views = torch.stack([left_view, left_view + 1], dim=-1)
+        return views.where(state[..., None] != NO_STATE, NO_STATE)
 
     def keys_of_draws(self, ids: Tensor) -> Tensor:
         """Both views of each image; items of no pair otherwise."""
         if self.views:
             return torch.cat([2 * ids, 2 * ids + 1], dim=1)
         return self.keys_of(ids)
-
-    def _first_keys(self, state: Tensor) -> Tensor:
-        """(X, A) the keys that stand for states: with views the image's left view."""
-        if not self.views:
-            return state
-        return torch.where(state < 0, state, state // 2 * 2)
 
     def _log_copies(self, keys: Tensor) -> Tensor:
         """(X, C) log of how often each draw from the corpus is drawn, so that copies count once; 0 for the batch."""

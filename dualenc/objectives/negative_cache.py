@@ -83,8 +83,7 @@ class NegativeCache(MemoryObjective):
                 drawn = items[x] != PADDING
                 self.memories[direction].write(items[x][drawn], embeddings[x][drawn])
         positive = anchors.positive_scores  # (X, A)
-        column = plan.column[..., None].expand(-1, -1, outside.shape[-1])
-        in_batch = anchors.candidates.gather(1, column)  # (X, A, D)
+        in_batch = anchors.candidates.take_along_dim(plan.column[..., None], dim=1)  # (X, A, D)
         negatives = torch.where(plan.is_found[..., None], in_batch, outside)
         negative = (anchors.embeddings * negatives).sum(dim=-1) / anchors.temperature  # (X, A)
         scores = torch.stack([negative, positive], dim=-1)

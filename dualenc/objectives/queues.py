@@ -48,8 +48,7 @@ class MomentumQueue(Objective):
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         keys = anchors.keys  # (X, G, D)
         assert keys is not None
-        column = anchors.positive_column[..., None].expand(-1, -1, keys.shape[-1])
-        own_keys = keys.gather(1, column)  # (X, A, D)
+        own_keys = keys.take_along_dim(anchors.positive_column[..., None], dim=1)  # (X, A, D)
         positive = (anchors.embeddings * own_keys).sum(dim=-1) / anchors.temperature  # (X, A)
         losses = self._against_queue(anchors, keys).in_blocks(_info_nce, positive)
         if self.updates_state:
