@@ -243,10 +243,11 @@ def _report(
     rows = []
     curves = {}
     for task, before in original.scores.items():
-        compared = paired_bootstrap(before, result.scores[task])
-        row: dict[str, Any] = {"queries of": task, "queries": compared.queries}
-        row |= {"original": compared.mean_a, "adapted": compared.mean_b}
-        rows.append(row | {"difference": compared.difference, "from": compared.low, "to": compared.high})
+        after = result.scores[task]
+        difference, low, high = paired_bootstrap(before, after)
+        row: dict[str, Any] = {"queries of": task, "queries": len(before)}
+        row |= {"original": float(before.mean()), "adapted": float(after.mean())}
+        rows.append(row | {"difference": difference, "from": low, "to": high})
         curves[task] = (shares, [float(point.scores[task].mean()) for point in points])
     caption = f"nDCG@10 over all documents (kept of the original weights: {keep:g}), 95 % intervals"
     quality = Table(caption, rows)

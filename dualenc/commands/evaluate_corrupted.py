@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from dualenc.commands.evaluate import CorruptionOptions, ImageOptions
     from dualenc.commands.options import OutputOptions
     from dualenc.encoders import Tower
-    from dualenc.types import Output
 
 TRAIN_BATCH = 256
+ValueOf = Callable[[list[int], np.ndarray], np.ndarray]
 
 
 def evaluate_corrupted(
@@ -67,18 +67,28 @@ def evaluate_corrupted(
         )
         labels = require_labels(training, f"{images.train} ({images.train_split})", for_training=True)
         # Classes that the training images lack are an error before hours of encoding.
-        _tested_labels(source, training.class_names)
+        tested_labels = _tested_labels(source, training.class_names)
     tower = open_image_tower(evaluation)
     names = source.corruptions
     conditions = [(name, options.severity) for name in names]
-    nearest = _measure_views(tower, source, conditions, images, nearest_versions, "corrupted retrieval")
+    nearest = _measure(
+        tower,
+        source,
+        conditions,
+        images,
+        lambda _, views: nearest_versions(views),
+        "corrupted retrieval",
+        views=2,
+    )
     found = {"images": len(nearest), "severity": options.severity, **summarise(nearest, names)}
     metrics: dict[str, Any] = {"corrupted": found}
     retrieval = [_retrieval_row(f"among {len(names)} versions of the image", found)]
     by_corruption = [{"corruption": name, "top-1": found[f"top1/{name}"]} for name in names]
     tables = [Table("By corruption", by_corruption)]
     if clean is not None:
-        views = _measure_views(tower, clean, [CLEAN], images, lambda views: views[:, :, 0], "clean images")
+        views = _measure(
+            tower, clean, [CLEAN], images, lambda _, views: views[:, :, 0], "clean images", views=2
+        )
         metrics["plain"] = {"images": len(views), **summarise(nearest_images(views))}
         retrieval.append(_retrieval_row("among all images, not corrupted", metrics["plain"]))
     if images.train is not None:
@@ -86,14 +96,16 @@ def evaluate_corrupted(
         features, labels = labelled_features(evaluation, "train", tower, training, labels, **settings)
         # Processes may fit slightly different ones, and their results are put together.
         classifier = distributed.from_main(lambda: linear_probe(features, labels).classifier)
-        correct = _is_right(tower, source, images, classifier, training.class_names, "robustness")
+        is_right = _comparison(classifier, tested_labels)
+        conditions = [(name, severity) for name in names for severity in SEVERITIES]
+        correct = _measure(tower, source, conditions, images, is_right, "robustness")
         errors = 1 - correct.reshape(len(correct), len(names), len(SEVERITIES)).mean(axis=0)
         robustness: dict[str, Any] = {
             "images": len(correct),
             "mean_corruption_error": float(errors.mean()),
         }
         if clean is not None:
-            correct = _is_right(tower, clean, images, classifier, training.class_names, "clean images")
+            correct = _measure(tower, clean, [CLEAN], images, is_right, "clean images")
             robustness["clean_accuracy"] = float(correct.mean())
         tables.append(Table("Robustness of a linear probe", [dict(robustness)]))
         tables.append(
@@ -136,56 +148,40 @@ def _retrieval_row(task: str, found: dict[str, float]) -> dict[str, object]:
     return {"task": task, "images": found["images"], "top-1": found["top1"]}
 
 
-def _measure_views(
+def _measure(
     tower: Tower,
     source: CorruptedImages,
     conditions: Sequence[Condition],
     images: ImageOptions,
-    value_of: Callable[[np.ndarray], np.ndarray],
+    value_of: ValueOf,
     what: str,
+    *,
+    views: int = 0,
 ) -> np.ndarray:
-    """`value_of` the embeddings (m, 2, C, D) of two augmented views of each version."""
-    versions = ImageVersions(source, conditions, SimCLRPrepare(tower.prepare), views=2, seed=images.seed)
-    return _measure(tower, "embedding", versions, images, lambda _, embeddings: value_of(embeddings), what)
+    """`value_of` the numbers of the images to test and the embeddings (m, V, C, D) of V views of their versions.
 
-
-def _is_right(
-    tower: Tower,
-    source: CorruptedImages,
-    images: ImageOptions,
-    classifier: Pipeline,
-    class_names: Sequence[str] | None,
-    what: str,
-) -> np.ndarray:
-    """(n, C) whether a classifier of features is right about each image under each corruption and severity."""
-    labels = _tested_labels(source, class_names)
-    conditions = [(name, severity) for name in source.corruptions for severity in source.severities]
-
-    def compare(rows: list[int], features: np.ndarray) -> np.ndarray:
-        predicted = classifier.predict(features.reshape(-1, features.shape[-1]))
-        return predicted.reshape(len(rows), -1) == labels[rows][:, None]
-
-    versions = ImageVersions(source, conditions, tower.prepare)
-    return _measure(tower, "features", versions, images, compare, what)
-
-
-def _measure(
-    tower: Tower,
-    output: Output,
-    versions: ImageVersions,
-    images: ImageOptions,
-    value_of: Callable[[list[int], np.ndarray], np.ndarray],
-    what: str,
-) -> np.ndarray:
-    """`value_of` the numbers of the images to test and what the tower gives for their versions."""
+    Without views it is the features (m, 1, C, D) of the versions as they are.
+    """
+    prepare = SimCLRPrepare(tower.prepare) if views else tower.prepare
+    versions = ImageVersions(source, conditions, prepare, views=views, seed=images.seed)
     return measure_versions(
         versions,
-        encoder_of(tower, output),
+        encoder_of(tower, "embedding" if views else "features"),
         value_of,
         random_rows(len(versions), images.limit).tolist(),
         num_workers=images.num_workers,
         what=what,
     )
+
+
+def _comparison(classifier: Pipeline, labels: np.ndarray) -> ValueOf:
+    """A function that says (m, C) whether a classifier is right about each image under each condition."""
+
+    def compare(rows: list[int], features: np.ndarray) -> np.ndarray:
+        predicted = classifier.predict(features.reshape(-1, features.shape[-1]))
+        return predicted.reshape(len(rows), -1) == labels[rows][:, None]
+
+    return compare
 
 
 def _tested_labels(source: CorruptedImages, class_names: Sequence[str] | None) -> np.ndarray:

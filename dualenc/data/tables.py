@@ -142,9 +142,6 @@ class TableSource:
         if dataset is None:
             dataset = self._read_lines(columns) if self._is_lines else self._read_parquet(columns)
             root = self.files[0].parent
-        elif dataset._indices is not None:
-            # Columns are read as stored, without the indices of a selection.
-            dataset = dataset.flatten_indices()
         return DataTable(str(self.path), dataset, self.bad_rows, root, self.files, self.allow_outside)
 
     def _read_lines(self, columns: Mapping[str, ColumnKind]) -> Dataset:

@@ -47,7 +47,6 @@ class CorruptedImages:
     """Corrupted versions of the same N images; (N,) labels and class names where known."""
 
     corruptions: tuple[str, ...]
-    severities: tuple[int, ...] = SEVERITIES
     labels: Integers | None = None
     class_names: list[str] | None = None
 
@@ -60,10 +59,7 @@ class CorruptedImages:
 
 
 class CleanImages(CorruptedImages):
-    """Uncorrupted images as a `CorruptedImages` whose only "corruption" is "clean"."""
-
-    corruptions: tuple[str, ...] = ("clean",)
-    severities: tuple[int, ...] = (1,)
+    """Uncorrupted images as a `CorruptedImages`, the same under every corruption."""
 
     def __init__(
         self, images: Items, labels: Integers | None = None, class_names: list[str] | None = None

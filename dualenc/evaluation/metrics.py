@@ -127,63 +127,34 @@ def recall_at(ranks: Integers, cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:
     return {f"recall@{k}": float(np.mean(ranks <= k)) for k in cutoffs}
 
 
-class Comparison(NamedTuple):
-    """Paired bootstrap of run B against run A, for one metric.
+class Difference(NamedTuple):
+    """Mean of B − A over queries, and the ends of its 95 % confidence interval."""
 
-    `difference` is `mean_b` − `mean_a`, `low` and `high` its 95 % confidence interval, `p_value` two-sided: how often
-    the difference would be as large by the choice of queries alone; B scores `better` or `worse` on so many queries.
-    """
-
-    queries: int
-    mean_a: float
-    mean_b: float
     difference: float
     low: float
     high: float
-    p_value: float
-    better: int
-    worse: int
 
 
 def paired_bootstrap(
     a: Sequence[float] | Vectors, b: Sequence[float] | Vectors, *, samples: int = 10_000
-) -> Comparison:
+) -> Difference:
     """Compare two systems by resampling the queries on which both were scored, (Q,) each.
 
-    The interval holds the percentiles of the resampled mean difference. The p-value counts the resamples whose
-    difference, shifted so that their mean is zero, is at least as far from zero as the observed one (Efron and
-    Tibshirani 1993, §16.4); it is never 0.
+    The interval holds the percentiles of the resampled mean difference (Efron and Tibshirani 1993, §13.3).
     """
-    a = np.asarray(a, float)
-    b = np.asarray(b, float)
-    differences = b - a
+    differences = np.asarray(b, float) - np.asarray(a, float)
     observed = float(differences.mean())
-    means = np.full(samples, observed)
-    low = high = observed
     # scipy requires two observations; the mean of one never varies.
-    if len(differences) > 1:
-        resampled = scipy.stats.bootstrap(
-            (differences,),
-            np.mean,
-            n_resamples=samples,
-            # So that memory does not grow with queries x samples.
-            batch=max(1, 2**20 // len(differences)),
-            confidence_level=CONFIDENCE,
-            method="percentile",
-            random_state=np.random.default_rng(0),
-        )
-        means = resampled.bootstrap_distribution
-        low, high = resampled.confidence_interval
-    # A little below the observed difference, so that equal ones are not lost to rounding.
-    at_least = np.abs(means - observed) >= abs(observed) - 1e-12
-    return Comparison(
-        queries=len(a),
-        mean_a=float(a.mean()),
-        mean_b=float(b.mean()),
-        difference=observed,
-        low=float(low),
-        high=float(high),
-        p_value=float((1 + at_least.sum()) / (1 + samples)),
-        better=int((differences > 0).sum()),
-        worse=int((differences < 0).sum()),
-    )
+    if len(differences) < 2:
+        return Difference(observed, observed, observed)
+    low, high = scipy.stats.bootstrap(
+        (differences,),
+        np.mean,
+        n_resamples=samples,
+        # So that memory does not grow with queries x samples.
+        batch=max(1, 2**20 // len(differences)),
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        random_state=np.random.default_rng(0),
+    ).confidence_interval
+    return Difference(observed, float(low), float(high))

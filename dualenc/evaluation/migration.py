@@ -88,7 +88,7 @@ def summarize(scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
                 (metric, np.zeros_like(values)),
                 (f"{metric} - old", scores[OLD][metric]),
             ):
-                row[column] = list(paired_bootstrap(base, values)[3:6])
+                row[column] = list(paired_bootstrap(base, values))
         rows.append(row)
     return rows
 

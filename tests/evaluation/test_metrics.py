@@ -223,23 +223,18 @@ def scores(seed: int, queries: int, shift: float) -> tuple[np.ndarray, np.ndarra
 def test_agrees_with_the_t_test(seed: int, shift: float) -> None:
     a, b = scores(seed, 200, shift)
     theirs = scipy.stats.ttest_rel(b, a)
-    # With 200 queries the mean is all but normal, so the t-test gives the same interval and probability.
+    # With 200 queries the mean is all but normal, so the t-test gives the same interval.
     ours = paired_bootstrap(a, b, samples=20_000)
     interval = theirs.confidence_interval(0.95)
     assert (ours.low, ours.high) == pytest.approx((interval.low, interval.high), abs=0.002)
-    assert ours.p_value == pytest.approx(theirs.pvalue, abs=0.01)
 
 
 def test_a_run_against_itself() -> None:
     result = paired_bootstrap([0.25, 0.5, 1.0], [0.25, 0.5, 1.0])
-    assert (result.difference, result.low, result.high, result.p_value) == (0, 0, 0, 1)
-    assert (result.better, result.worse, result.queries) == (0, 0, 3)
+    assert result == (0, 0, 0)
 
 
 @pytest.mark.parametrize("queries", [1, 10])
 def test_a_constant_difference_is_certain(queries: int) -> None:
     result = paired_bootstrap(np.zeros(queries), np.full(queries, 0.1), samples=999)
-    assert (result.low, result.high, result.mean_b) == pytest.approx((0.1, 0.1, 0.1))
-    assert result.p_value == pytest.approx(1 / 1000)
-    assert (result.better, result.worse) == (queries, 0)
-    assert paired_bootstrap([1.0, 0.5], [0.5, 0.5]).worse == 1
+    assert result == pytest.approx((0.1, 0.1, 0.1))
