@@ -1,4 +1,4 @@
-"""Retrieval metrics: pure functions of runs and judgements, and of score matrices; comparison of two runs.
+"""Retrieval metrics: pure functions of runs and judgements, and of score matrices; the paired bootstrap.
 
 Runs and judgements follow trec_eval (`pytrec_eval-terrier` computes every number): a document is relevant
 when its grade is 1 or more, nDCG gains are linear in the grade, MAP@k divides by all relevant documents,
