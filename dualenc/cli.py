@@ -8,9 +8,9 @@ every help text and most errors appear at once.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import os
+import pkgutil
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -80,8 +80,8 @@ def build_app(first_words: Sequence[str] = ()) -> App:
     app.command(evaluate)
     for command in [each for each in COMMANDS if each.split()[0] in first_words] or COMMANDS:
         module, _, name = command.partition(" ")
-        functions = vars(importlib.import_module(f"dualenc.commands.{module}"))
-        function = functions[(name or module).replace("-", "_")]
+        path = f"dualenc.commands.{module}:{name or module}"
+        function = pkgutil.resolve_name(path.replace("-", "_"))
         _flatten_options(function)
         (evaluate if name else app).command(function)
     return app

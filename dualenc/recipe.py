@@ -142,11 +142,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _apply(settings: dict[str, Any], override: str) -> None:
     """Set one value in place; a new class drops the arguments of the old one."""
     key, separator, text = override.partition("=")
-    *parents, name = key.split(".")
-    if not separator or not all([*parents, name]):
+    names = key.split(".")
+    if not separator or not all(names):
         raise DualencError(f"'{override}' is no override; write section.key=value: trainer.epochs=3")
-    if parents and parents[0] != "trainer" and (*parents, name)[1] not in CLASS_KEYS:
-        parents.insert(1, "init_args")
+    if len(names) > 1 and names[0] != "trainer" and names[1] not in CLASS_KEYS:
+        names.insert(1, "init_args")
+    *parents, name = names
     section = settings
     for parent in parents:
         if not isinstance(section.get(parent), dict):

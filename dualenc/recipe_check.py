@@ -80,7 +80,7 @@ def parameters(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def check_value(value: Any, hint: Any, place: str, allowed: Sequence[str]) -> Any:
-    """Check a value by a constructor's type: a class, one that may be missing, several by name, or plain data."""
+    """Check a value by a constructor's type: a class, a class or None, a mapping of classes, or plain data."""
     if _is_plain(hint):
         return _check_plain(value, hint, place)
     kind = typing.get_origin(hint) or hint
@@ -97,7 +97,9 @@ def check_value(value: Any, hint: Any, place: str, allowed: Sequence[str]) -> An
 def _is_plain(hint: Any) -> bool:
     """Whether a type holds plain data alone, and no class that a recipe would name."""
     kind = typing.get_origin(hint) or hint
-    return all(map(_is_plain, typing.get_args(hint))) if kind in CONTAINERS else kind in PLAIN
+    if kind in CONTAINERS:
+        return all(map(_is_plain, typing.get_args(hint)))
+    return kind in PLAIN
 
 
 def _check_plain(value: Any, hint: Any, place: str) -> Any:
@@ -163,7 +165,7 @@ def _find_class(path: str, base: Any, place: str, allowed: Sequence[str]) -> tup
                 if path in (key, f"{package}.{key}"):
                     return f"{package}.{key}", kind
                 names.append(key)
-    advice = nearest(name, names) or f"; there are {', '.join(names) or 'none'}"
+    advice = nearest(name, names) or f"; there are {', '.join(dict.fromkeys(names)) or 'none'}"
     problem = f"no class of type {base.__name__} in dualenc or a module of --allow-module"
     raise DualencError(f"{place} is {path!r}, {problem}{advice}")
 
