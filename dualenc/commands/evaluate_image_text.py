@@ -8,7 +8,8 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.output import Evaluation, short_name
-from dualenc.data import Corpus, open_pairs
+from dualenc.data import open_pairs
+from dualenc.data.corpus import corpora
 from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions
@@ -40,8 +41,7 @@ def evaluate_image_text(
             "name the columns with --left_column and --right_column"
         )
     encoder = evaluation.open("image-text")
-    left = Corpus([str(number) for number in range(len(pairs.left_items))], pairs.left_items, "image")
-    right = Corpus([str(number) for number in range(len(pairs.right_items))], pairs.right_items, "text")
+    left, right = corpora(pairs)
     images = evaluation.embed(f"embeddings/images-{split}", encoder, "left", left, batch_size)
     texts = evaluation.embed(f"embeddings/texts-{split}", encoder, "right", right, batch_size)
 
