@@ -64,8 +64,10 @@ def build(value: Any, source: str, filled: Mapping[str, Any]) -> Any:
 def parameters(kind: type) -> dict[str, inspect.Parameter]:
     """The parameters of a constructor with their types, those behind `**arguments` of its base classes included."""
     known: dict[str, inspect.Parameter] = {}
-    constructors = [(base, vars(base)["__init__"]) for base in kind.__mro__ if "__init__" in vars(base)]
-    for base, constructor in constructors:
+    for base in kind.__mro__:
+        constructor = vars(base).get("__init__")
+        if constructor is None:
+            continue
         # A type that is imported for type checkers only is none that a recipe can give.
         names = defaultdict(lambda: types.NoneType, vars(builtins) | vars(sys.modules[base.__module__]))
         hints = typing.get_type_hints(constructor, localns=names)
@@ -133,8 +135,9 @@ def _check_class(value: Any, base: Any, place: str, allowed: Sequence[str]) -> C
     values = value.get("init_args") or {}
     if not isinstance(values, Mapping):
         raise DualencError(f"{place} has arguments {values!r}; give those of {kind.__name__} by name")
-    filled = FILLED.get(base.__name__, ())
-    known = {name: parameter for name, parameter in parameters(kind).items() if name not in filled}
+    known = parameters(kind)
+    for name in FILLED.get(base.__name__, ()):
+        known.pop(name, None)
     check_keys(values, known, kind.__name__, f"{place}.")
     arguments = {}
     for name, parameter in known.items():
@@ -156,8 +159,9 @@ def check_keys(values: Mapping[Any, Any], known: Collection[str], owner: str, pr
 def _find_class(path: str, base: Any, place: str, allowed: Sequence[str]) -> tuple[str, type]:
     """The full path and the class that a recipe names, of those that fit the place: ours, or of an allowed module."""
     module, _, name = path.rpartition(".")
+    packages = (module,) if _is_within(module, allowed) else PACKAGES
     names = []
-    for package in (module,) if _is_within(module, allowed) else PACKAGES:
+    for package in packages:
         with explain(f"{place} is {path!r}; cannot import {package}", "correct it"):
             classes = vars(importlib.import_module(package))
         for key, kind in classes.items():

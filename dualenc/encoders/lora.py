@@ -6,6 +6,7 @@ import copy
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dualenc.errors import DualencError, explain
 
@@ -28,18 +29,22 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise DualencError("LoRA needs the package peft: pip install 'dualenc[lora]'") from None
-    layers = dict(module.named_modules())
-    attentions = [name for name, layer in layers.items() if isinstance(layer, nn.MultiheadAttention)]
     endings = tuple(targets) if isinstance(targets, list) else ()
-    adapted = [name for name in attentions if targets == "all-linear" or name.endswith(endings)]
-    projections = [
-        name
-        for name, _ in module.named_parameters()
-        if name.endswith(PROJECTIONS) and name.rpartition(".")[0] in adapted
-    ]
-    # Around attention as a whole, peft would add to its weights and subtract again in each pass, with rounding.
-    never_called = ("pooler.dense", *(f"{name}.out_proj" for name in attentions))
-    excluded = [name for name in layers if name in attentions or name.endswith(never_called)]
+    projections: list[str] = []
+    excluded: list[str] = []
+    for name, layer in module.named_modules():
+        is_attention = isinstance(layer, nn.MultiheadAttention)
+        if is_attention and (targets == "all-linear" or name.endswith(endings)):
+            projections += [
+                f"{name}.{key}" for key in PROJECTIONS if getattr(layer, key, None) is not None
+            ]
+        # Around attention as a whole, peft would add to its weights and subtract again in each pass, with rounding.
+        if (
+            is_attention
+            or isinstance(layer, NonDynamicallyQuantizableLinear)
+            or name.endswith("pooler.dense")
+        ):
+            excluded.append(name)
     with explain(f"LoRA of rank {rank}, targets {targets}", "correct them"):
         config = LoraConfig(
             r=rank,

@@ -59,7 +59,9 @@ def open_sides(
     has_router = any(isinstance(module, Router) for module in queries)
     if has_router and shared:
         raise DualencError(f"{name}: its sides are separate, so shared cannot be true; leave it out")
-    return queries, queries if has_router else documents
+    if has_router:
+        return queries, queries
+    return queries, documents
 
 
 def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
