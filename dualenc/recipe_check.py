@@ -138,6 +138,8 @@ def _check_class(value: Any, base: Any, place: str, allowed: Sequence[str]) -> C
     known = parameters(kind)
     for name in FILLED.get(base.__name__, ()):
         known.pop(name, None)
+        if name in values:
+            raise DualencError(f"{place}.{name} is filled in by the training; leave it out")
     check_keys(values, known, kind.__name__, f"{place}.")
     arguments = {}
     for name, parameter in known.items():

@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from probes import OSGDBatches
 from quality import PairRetrieval, cached, mean_and_sd, new_encoder, new_parser, open_parts, train_and_measure
 
-from dualenc.batching import BatchSelector, OSGDBatches, RandomBatches, SpectralBatches
+from dualenc.batching import BatchSelector, RandomBatches, SpectralBatches
 from dualenc.data import ImageViews
 from dualenc.evaluation.report import Table, print_table
 from dualenc.files import write_json

@@ -24,10 +24,11 @@ import torch
 from convergence import exact_gradient
 from gradient_bias import FrozenPairs
 from PIL import Image
+from probes import OSGDBatches
 from quality import cached, mean_and_sd, new_parser, open_parts, train_and_measure
 from torch import Tensor, nn
 
-from dualenc.batching import BatchSelector, OSGDBatches, RandomBatches, SpectralBatches
+from dualenc.batching import BatchSelector, RandomBatches, SpectralBatches
 from dualenc.data import ImageViews
 from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder

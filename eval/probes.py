@@ -14,6 +14,8 @@ that gradient accumulation loses (ContAccum, Kim et al. 2024, arXiv:2406.12356).
 arXiv:2505.11293): an edge joins two pairs where the document of one is among the teacher's nearest to the query of the
 other, without the very nearest, which are likely positives; groups along the graph are dealt to batches at random.
 
+`OSGDBatches`: of random batches those with the largest loss (ordered SGD, Cho et al. 2023, arXiv:2307.05906).
+
 `GlobalFalseNegatives`: each anchor learns the similarity that only a share α of all its negatives exceeds, and these
 are left out as likely false negatives (GloFND, Balmaseda et al. 2025, arXiv:2502.20612). Mixed into `InfoNCE` and
 `SogCLR`. Where embeddings are remembered, the threshold needs no learning: `FilteredGlobalCache`.
@@ -21,6 +23,7 @@ are left out as likely false negatives (GloFND, Balmaseda et al. 2025, arXiv:250
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +33,9 @@ from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor, nn
 
-from dualenc.batching import BatchSelector
+from dualenc.batching import BatchSelector, batch_losses
+from dualenc.batching.selector import check_at_least
+from dualenc.errors import DualencError
 from dualenc.objectives import GlobalCache, InfoNCE, ISogCLR, MomentumQueue, Objective, SogCLR
 from dualenc.objectives.anchors import PADDING, Anchors, is_listed
 from dualenc.objectives.items import OutsideEncoder
@@ -274,3 +279,64 @@ class TeacherBatches(BatchSelector):
         num_groups = self.num_batches * self.batch_size // self.group_size
         groups = order[: num_groups * self.group_size].reshape(num_groups, self.group_size)
         return draw.permutation(groups).reshape(self.num_batches, self.batch_size)
+
+
+class OSGDBatches(BatchSelector):
+    """Ordered SGD: of each k random batches the q with the largest loss; other pairs are left out of the epoch.
+
+    The k batches are disjoint (without replacement): an epoch is a random partition into N/B batches, cut into windows
+    of k.
+
+    Source: Cho et al. 2023, arXiv:2307.05906, Algorithm 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
+
+    Args:
+        num_pairs, batch_size, seed: as of `BatchSelector`.
+        k: batches to choose from; a window of fewer (the last, or all if k > N/B) gives in proportion.
+        q: batches to choose, at most k.
+        temperature: τ of the loss.
+    """
+
+    needs_embeddings = True
+
+    def __init__(
+        self,
+        num_pairs: int,
+        batch_size: int,
+        seed: int = 0,
+        k: int = 1500,
+        q: int = 150,
+        temperature: float = 0.1,
+    ) -> None:
+        super().__init__(num_pairs, batch_size, seed)
+        check_at_least(1, k=k, q=q)
+        if q > k:
+            raise DualencError(f"q is {q} but k is {k}; choose a q of at most k")
+        self.k = k
+        self.q = q
+        self.temperature = temperature
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that one call of `select` returns with embeddings."""
+        candidates = self.num_pairs // self.batch_size
+        full, rest = divmod(candidates, self.k)
+        return full * self.q + self._share_of(rest)
+
+    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
+        """As `BatchSelector.select`: the batches of the largest loss, by falling loss within each window of k."""
+        candidates = self.random_batches(self.generator(epoch))
+        if left is None:
+            return candidates
+        left, right = self.check_embeddings(left, right)
+        losses = batch_losses(left, right, candidates, self.temperature)
+        chosen = []
+        for start in range(0, len(candidates), self.k):
+            # A stable sort, so that equal losses give equal batches on every rank.
+            in_window = losses[start : start + self.k]
+            order = np.argsort(-in_window, kind="stable")
+            hardest = start + order[: self._share_of(len(order))]
+            chosen.append(candidates[hardest])
+        return np.concatenate(chosen)
+
+    def _share_of(self, window: int) -> int:
+        return math.ceil(self.q * window / self.k)

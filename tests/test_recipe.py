@@ -135,9 +135,9 @@ REFUSALS = [
     ),
     (
         "objective={class_path: Matryoshka, init_args: {dims: [], objective: {class_path: DCL, init_args: {seed: 3}}}}",
-        "objective.objective.seed is no key of DCL",
+        "objective.objective.seed is filled in by the training",
     ),
-    ("objective.num_left=3", "objective.num_left is no key of SogCLR"),
+    ("objective.num_left=3", "objective.num_left is filled in by the training"),
     ("objective.temperature=", "objective.temperature is None; it must be a valid number"),
     ("trainer.epochs=many", "trainer.epochs.*many"),
     ("trainer.epochs=true", "trainer.epochs is True; it must be a valid integer"),

@@ -1,6 +1,6 @@
-"""Batch construction: random batches, those of the largest loss, and partitions by similarity."""
+"""Batch construction: random batches, and partitions by similarity."""
 
-from dualenc.batching.selector import BatchSelector, OSGDBatches, RandomBatches, batch_losses
+from dualenc.batching.selector import BatchSelector, RandomBatches, batch_losses
 from dualenc.batching.spectral import SpectralBatches
 
-__all__ = ["BatchSelector", "OSGDBatches", "RandomBatches", "SpectralBatches", "batch_losses"]
+__all__ = ["BatchSelector", "RandomBatches", "SpectralBatches", "batch_losses"]

@@ -1,8 +1,7 @@
-"""Batch selection: the base class, the loss of batches, and the random and OSGD selectors."""
+"""Batch selection: the base class, the loss of batches, and random batches."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -100,13 +99,6 @@ def check_at_least(lowest: float, **arguments: float) -> None:
             raise DualencError(f"{name} is {value}; choose at least {lowest}")
 
 
-def check_above_zero(**arguments: float) -> None:
-    """Raise a `DualencError` for an argument that is not positive."""
-    for name, value in arguments.items():
-        if not value > 0:
-            raise DualencError(f"{name} is {value}; choose a number above 0")
-
-
 def batch_losses(left: ndarray, right: ndarray, batches: ndarray, temperature: float) -> ndarray:
     """Loss of each batch, (num_batches,) float64 in nats: the `InfoNCE` objective of its pairs.
 
@@ -153,65 +145,3 @@ class RandomBatches(BatchSelector):
     def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
         """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings are ignored."""
         return self.random_batches(self.generator(epoch))
-
-
-class OSGDBatches(BatchSelector):
-    """Ordered SGD: of each k random batches the q with the largest loss; other pairs are left out of the epoch.
-
-    The k batches are disjoint (without replacement): an epoch is a random partition into N/B batches, cut into windows
-    of k.
-
-    Source: Cho et al. 2023, arXiv:2307.05906, Algorithm 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
-
-    Args:
-        num_pairs, batch_size, seed: as of `BatchSelector`.
-        k: batches to choose from; a window of fewer (the last, or all if k > N/B) gives in proportion.
-        q: batches to choose, at most k.
-        temperature: τ of the loss.
-    """
-
-    needs_embeddings = True
-
-    def __init__(
-        self,
-        num_pairs: int,
-        batch_size: int,
-        seed: int = 0,
-        k: int = 1500,
-        q: int = 150,
-        temperature: float = 0.1,
-    ) -> None:
-        super().__init__(num_pairs, batch_size, seed)
-        check_at_least(1, k=k, q=q)
-        check_above_zero(temperature=temperature)
-        if q > k:
-            raise DualencError(f"q is {q} but k is {k}; choose a q of at most k")
-        self.k = k
-        self.q = q
-        self.temperature = temperature
-
-    @property
-    def num_batches(self) -> int:
-        """Batches that one call of `select` returns with embeddings."""
-        candidates = self.num_pairs // self.batch_size
-        full, rest = divmod(candidates, self.k)
-        return full * self.q + self._share_of(rest)
-
-    def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
-        """As `BatchSelector.select`: the batches of the largest loss, by falling loss within each window of k."""
-        candidates = self.random_batches(self.generator(epoch))
-        if left is None:
-            return candidates
-        left, right = self.check_embeddings(left, right)
-        losses = batch_losses(left, right, candidates, self.temperature)
-        chosen = []
-        for start in range(0, len(candidates), self.k):
-            # A stable sort, so that equal losses give equal batches on every rank.
-            in_window = losses[start : start + self.k]
-            order = np.argsort(-in_window, kind="stable")
-            hardest = start + order[: self._share_of(len(order))]
-            chosen.append(candidates[hardest])
-        return np.concatenate(chosen)
-
-    def _share_of(self, window: int) -> int:
-        return math.ceil(self.q * window / self.k)

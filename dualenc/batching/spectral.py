@@ -12,7 +12,7 @@ from scipy.linalg import eigh
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
-from dualenc.batching.selector import BatchSelector, check_above_zero, check_at_least
+from dualenc.batching.selector import BatchSelector, check_at_least
 from dualenc.errors import DualencError
 
 Method = Literal["bisection", "spectral"]
@@ -37,8 +37,6 @@ class SpectralBatches(BatchSelector):
         method: how to partition.
         temperature: τ of the affinity ("spectral").
         k: batches in a random group ("spectral"): the time grows with k²·B²·N.
-        share: of the batches that are selected, in [0, 1]; the pairs of the others are mixed at random, which
-            limits how often false negatives share a batch.
     """
 
     needs_embeddings = True
@@ -51,19 +49,16 @@ class SpectralBatches(BatchSelector):
         method: Method = "bisection",
         temperature: float = 0.1,
         k: int = 40,
-        share: float = 1.0,
     ) -> None:
         super().__init__(num_pairs, batch_size, seed)
         if method not in get_args(Method):
             raise DualencError(f"method is {method!r}; choose one of {', '.join(get_args(Method))}")
-        check_above_zero(temperature=temperature)
+        if not temperature > 0:
+            raise DualencError(f"temperature is {temperature}; choose a number above 0")
         check_at_least(1, k=k)
-        if not 0 <= share <= 1:
-            raise DualencError(f"share is {share}; choose a number from 0 to 1")
         self.method = method
         self.temperature = temperature
         self.k = k
-        self.share = share
 
     def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
         """As `BatchSelector.select`; the order of the batches is random."""
@@ -73,12 +68,12 @@ class SpectralBatches(BatchSelector):
             return batches
         left, right = self.check_embeddings(left, right)
         if self.method == "spectral":
-            return self._mixed(self._select_spectral(batches, left, right, draw), draw)
+            return draw.permutation(self._select_spectral(batches, left, right, draw))
         rows = np.sort(batches, axis=None)  # in order of memory
         points = left[rows]
         points += right[rows]
         chosen = bisection_batches(points, self.batch_size, draw)
-        return self._mixed(rows[chosen], draw)
+        return draw.permutation(rows[chosen])
 
     def _select_spectral(
         self, batches: ndarray, left: ndarray, right: ndarray, draw: Generator
@@ -92,15 +87,6 @@ class SpectralBatches(BatchSelector):
             chosen = spectral_batches(left[group], right[group], self.batch_size, self.temperature, seed)
             selected.append(group[chosen])
         return np.concatenate(selected)
-
-    def _mixed(self, selected: ndarray, draw: Generator) -> ndarray:
-        """A random share of the batches as they are, and the pairs of the others at random, in random order."""
-        order = draw.permutation(len(selected))
-        count = round(self.share * len(selected))
-        unchanged = selected[order[:count]]
-        others = selected[order[count:]]
-        mixed = draw.permutation(others.ravel()).reshape(others.shape)
-        return draw.permutation(np.concatenate([unchanged, mixed]))
 
 
 def bisection_batches(points: ndarray, batch_size: int, draw: Generator) -> ndarray:

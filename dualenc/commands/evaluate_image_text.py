@@ -15,7 +15,6 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions
 from dualenc.evaluation.metrics import recall_at
 from dualenc.evaluation.report import Table
-from dualenc.evaluation.runs import write_ranks
 
 if TYPE_CHECKING:
     from dualenc.commands.options import ColumnOptions, OutputOptions
@@ -58,8 +57,6 @@ def evaluate_image_text(
         for direction, own in ranks.items():
             name = direction.replace("_", " ")
             rows.append({"direction": name, "queries": len(own), **recall_at(own, CUTOFFS)})
-            log = evaluation.folder / direction / "per_query.ndjson"
-            write_ranks(log, map(str, range(len(own))), own, "recall", CUTOFFS, direction)
         sizes = {"images": len(ranks["image_to_text"]), "texts": len(ranks["text_to_image"])}
         evaluation.conclude(
             "Image-text retrieval",

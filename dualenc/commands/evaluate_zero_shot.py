@@ -17,7 +17,6 @@ from dualenc.data.items import rows_of
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import best_positive_ranks
 from dualenc.evaluation.report import Table
-from dualenc.evaluation.runs import write_ranks
 from dualenc.evaluation.zero_shot import (
     TEMPLATES,
     class_embeddings,
@@ -54,8 +53,6 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
     labels = labels[rows_of(images.ids, embedded.ids)]
     ranks = best_positive_ranks(vectors, classes, labels[:, None].tolist())
     if distributed.is_main():
-        log = evaluation.folder / "per_query.ndjson"
-        write_ranks(log, embedded.ids, ranks, "top", CUTOFFS, short_name(data))
         by_class: list[dict[str, Any]] = []
         for number in np.unique(labels).tolist():
             own = ranks[labels == number]
@@ -84,7 +81,7 @@ def _class_names(
     """Readable names of all classes, from a file or from the data."""
     names = recorded
     if file is not None:
-        names = [line.strip() for _, line in read_lines(file)]
+        names = [line for _, line in read_lines(file)]
     if not names or all(name.isdecimal() for name in names):
         raise DualencError(
             f"{data}: the classes have no names; give them with --class_names FILE, one on each line"

@@ -21,16 +21,8 @@ from dualenc.types import Modality, OnError
 
 _SURELY_IMAGES = ("image", "img", "image_path")
 _TEXTS = (
-    "text",
-    "contents",
-    "content",
-    "passage",
-    "document",
-    "body",
-    "abstract",
-    "query",
-    "question",
-    "sentence",
+    *("text", "contents", "content", "passage", "document", "body"),
+    *("abstract", "query", "question", "sentence"),
 )
 _QUERIES = ("query", "question", "anchor", "sentence1")
 _DOCUMENTS = ("document", "positive", "passage", "answer", "sentence2", "text", "abstract")

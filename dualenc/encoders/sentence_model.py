@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedTokenizerBase
 
 from dualenc.encoders.hub import model_folder, quiet_loading
 from dualenc.encoders.lora import add_adapters, merge_adapters
+from dualenc.encoders.older_layout import write_older_layout
 from dualenc.encoders.sentence_folder import check_sentence_folder, check_settings
 from dualenc.encoders.tokenizer import forget_last_call, load_tokenizer, pad_behind
 from dualenc.errors import DualencError, explain
@@ -206,3 +207,5 @@ def save_model(sides: dict[str, list[Any]], folder: Path, **settings: Any) -> No
     with quiet_loading():
         settings |= {"modules": modules, "device": str(device), "similarity_fn_name": "cosine"}
         SentenceTransformer(**settings).save(str(folder), create_model_card=False)
+    if len(routes) == 1:
+        write_older_layout(folder, only[0].max_seq_length)

@@ -29,7 +29,7 @@ class StaticEncoder(TextEncoder):
     Args:
         words: the transformer with its tokenizer, a folder or hub name; None: at random.
         tokenizer: of a random table: folder, hub name or tokenizer object, of the fast kind.
-        dim: size of the vectors; of words, their first principal components. None: as the words, or 256.
+        dim: size of the vectors of a random table; None: 256.
         max_length: longest input in tokens; None: no limit.
         query_prompt, document_prompt: put before every query, and before every document.
     """
@@ -50,15 +50,13 @@ class StaticEncoder(TextEncoder):
 
         if dim is not None and dim < 1:
             raise DualencError(f"dim is {dim}; give at least 1")
-        if words is not None and tokenizer is None:
+        if words is not None and tokenizer is None and dim is None:
             own, table = _read_words(words)
-            if dim is not None:
-                table = principal_components(table, dim)
         elif tokenizer is not None and words is None:
             own = load_tokenizer(tokenizer)
             table = torch.randn(len(own), dim or 256)
         else:
-            raise DualencError("give either words, or the tokenizer of a random table")
+            raise DualencError("give either words, or the tokenizer of a random table, whose size is dim")
         with explain("the tokenizer cannot make a static encoder", "take a fast one"):
             static = StaticEmbedding(cast(Any, own), embedding_weights=table)
         # Of the transformer, whose positions are limited.
@@ -83,12 +81,3 @@ def _read_words(name: str) -> tuple[PreTrainedTokenizerBase, Tensor]:
     if len(tokenizer) > len(embeddings.weight):
         raise DualencError(f"{name}: has {len(tokenizer)} tokens, but {len(embeddings.weight)} vectors")
     return tokenizer, embeddings.weight.detach().float()
-
-
-def principal_components(table: Tensor, dim: int) -> Tensor:
-    """The first `dim` principal components of the rows (V, D)."""
-    if dim > table.shape[1]:
-        raise DualencError(f"dim is {dim}, but words have {table.shape[1]}; give at most that")
-    centered = (table - table.mean(dim=0)).double()
-    directions = torch.linalg.eigh(centered.T @ centered).eigenvectors.flip(1)
-    return (centered @ directions[:, :dim]).float()

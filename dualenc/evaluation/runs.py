@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Run, Scores
 from dualenc.files import atomic_path
-from dualenc.types import Integers, StrPath
+from dualenc.types import StrPath
 
 
 def write_trec(path: StrPath, run: Run, tag: str = "dualenc") -> None:
@@ -32,22 +32,6 @@ def write_per_query(path: StrPath, per_query: Mapping[str, Scores], dataset: str
         for query, scores in per_query.items():
             row = {"dataset": dataset, "query": query, **scores}
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def write_ranks(
-    path: StrPath,
-    queries: Iterable[str],
-    ranks: Integers,
-    metric: str,
-    cutoffs: Sequence[int],
-    dataset: str,
-) -> None:
-    """Write the log of queries by the ranks (A,) of their right answers: hits among the first k, and 1/rank."""
-    per_query = {}
-    for query, rank in zip(queries, ranks.tolist(), strict=True):
-        hits = {f"{metric}@{k}": float(rank <= k) for k in cutoffs}
-        per_query[query] = hits | {"mrr": 1 / rank}
-    write_per_query(path, per_query, dataset)
 
 
 def ranked(documents: Mapping[str, float]) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 from dualenc.evaluation.metrics import Scores
 from dualenc.evaluation.probe import unit_rows
 from dualenc.reading import open_regular
@@ -26,36 +26,27 @@ TEMPLATES: tuple[str, ...] = (
 """Prompts for objects of any kind; `{}` stands for the class."""
 
 
+def read_lines(path: StrPath) -> list[tuple[int, str]]:
+    """The lines of a text file that are not blank, without spaces at their ends, and their numbers from 1 on."""
+    with explain(f"{path}: cannot be read", "name a text file in UTF-8"), open_regular(path) as stream:
+        lines = stream.read().decode("utf-8-sig").splitlines()
+    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+
+
 def read_templates(path: StrPath) -> list[str]:
     """Prompt templates from a text file, one on each line, `{}` standing for the class; blank lines are left out."""
     templates = []
-    for place, line in read_lines(path):
+    for number, line in read_lines(path):
         if line.count("{}") != 1:
-            raise DualencError(f"{place}: a template needs {{}} once, where the class goes; fix the line")
-        templates.append(line.strip())
+            raise DualencError(
+                f"{path}:{number}: a template needs {{}} once, where the class goes; fix the line"
+            )
+        templates.append(line)
     if not templates:
         raise DualencError(
             f"{path}: holds no template; write one on each line, with {{}} where the class goes"
         )
     return templates
-
-
-def read_lines(path: StrPath) -> Iterator[tuple[str, str]]:
-    """Lines of a text file that are not blank, each with its place; one line at a time is in memory."""
-    try:
-        stream = open_regular(path)
-    except FileNotFoundError:
-        raise DualencError(f"{path}: no such file") from None
-    with stream:
-        for number, line in enumerate(stream, start=1):
-            place = f"{path}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                reason = f"byte 0x{line[error.start]:02x}"
-                raise DualencError(f"{place}: not UTF-8 text ({reason}); save the file as UTF-8") from None
-            if text.strip():
-                yield place, text
 
 
 def readable_class(name: str) -> str:

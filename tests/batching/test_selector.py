@@ -1,4 +1,4 @@
-"""What every selector promises, the loss of batches against torch in double precision, and ordered SGD."""
+"""What every selector promises, and the loss of batches against torch in double precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from dualenc.batching import BatchSelector, OSGDBatches, RandomBatches, SpectralBatches, batch_losses
+from dualenc.batching import BatchSelector, RandomBatches, SpectralBatches, batch_losses
 from dualenc.batching import selector as module
 from dualenc.errors import DualencError
 from dualenc.objectives import InfoNCE
@@ -24,7 +24,6 @@ Make = Callable[..., BatchSelector]
 
 METHODS = ("bisection", "spectral")
 PARTITIONS: list[Make] = [RandomBatches, *(partial(SpectralBatches, method=method, k=3) for method in METHODS)]
-ALL = [*PARTITIONS, partial(OSGDBatches, k=2, q=1)]
 
 
 def degenerate(kind: str, num_pairs: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +58,7 @@ def test_each_pair_appears_exactly_once_and_the_remainder_is_dropped(make, size,
     assert 0 <= batches.min() <= batches.max() < num_pairs
 
 
-@pytest.mark.parametrize("make", ALL)
+@pytest.mark.parametrize("make", PARTITIONS)
 def test_batches_are_a_function_of_seed_epoch_and_embeddings(make):
     left, right = random_pairs(60, 8)
     first = make(60, 5, seed=3).select(2, left, right)
@@ -73,7 +72,7 @@ def test_batches_are_a_function_of_seed_epoch_and_embeddings(make):
     assert make.needs_embeddings is False if make is RandomBatches else make(8, 2).needs_embeddings
 
 
-@pytest.mark.parametrize("make", ALL[1:])
+@pytest.mark.parametrize("make", PARTITIONS[1:])
 def test_embeddings_that_cannot_be_right_are_refused(make):
     left, right = random_pairs(40, 8)
     with pytest.raises(DualencError, match=r"left .* \(39, 8\); expected \(40, D\)"):
@@ -92,12 +91,9 @@ def test_embeddings_that_cannot_be_right_are_refused(make):
         (RandomBatches, {"num_pairs": 8, "batch_size": 9}, "batch_size 9 exceeds num_pairs 8"),
         (RandomBatches, {"batch_size": 0}, "batch_size is 0; choose at least 1"),
         (RandomBatches, {"seed": -1}, "seed is -1; choose at least 0"),
-        (OSGDBatches, {"k": 10, "q": 11}, "q is 11 but k is 10"),
-        (OSGDBatches, {"temperature": 0.0}, r"temperature is 0\.0; choose a number above 0"),
         (SpectralBatches, {"temperature": 0}, "temperature is 0"),
         (SpectralBatches, {"method": "bisect"}, "method is 'bisect'; choose one of bisection"),
         (SpectralBatches, {"k": 0}, "k is 0"),
-        (SpectralBatches, {"share": 1.5}, "share is 1.5"),
     ],
 )
 def test_arguments_out_of_range_are_refused(kind, arguments, message):
@@ -134,20 +130,3 @@ def test_the_loss_of_a_batch_is_that_of_the_objective():
     ids = torch.arange(12)
     out = InfoNCE(temperature=0.1)(torch.from_numpy(left), torch.from_numpy(right), ids)
     assert batch_losses(left, right, ids.numpy()[None], 0.1)[0] == pytest.approx(float(out.loss), rel=1e-5)
-
-
-@given(num_batches=st.integers(1, 40), k=st.integers(1, 12), seed=st.integers(0, 9), data=st.data())
-def test_takes_the_hardest_of_each_window_of_the_partition(num_batches, k, seed, data):
-    q = data.draw(st.integers(1, k))
-    num_pairs = 3 * num_batches + seed % 3
-    left, right = random_pairs(num_pairs, 5, seed, noise=2.0)
-    partition = RandomBatches(num_pairs, 3, seed).select(2)
-    expected: list[list[int]] = []
-    for start in range(0, num_batches, k):
-        window = partition[start : start + k]
-        window = sorted(window.tolist(), key=lambda batch: -slow_loss(left, right, np.array(batch), 0.1))
-        expected += window[: -(-q * len(window) // k)]
-    selector = OSGDBatches(num_pairs, 3, seed, k=k, q=q)
-    chosen = selector.select(2, left, right)
-    assert chosen.tolist() == expected
-    assert len(chosen) == selector.num_batches

@@ -10,7 +10,6 @@ import pytest
 from dualenc.data.vector_shards import Embeddings
 from tests.commands.in_process import evaluated
 from tests.commands.toy import write_captioned
-from tests.result_files import read_per_query
 
 
 @pytest.mark.slow
@@ -32,7 +31,6 @@ def test_recall_both_ways_from_the_embeddings(
     owners = {text: {image for image, own in enumerate(captions) if text in own} for text, _ in queries}
     hits = [np.argmax(similarity[:, text]) in owners[text] for text, _ in queries]
     assert measured["metrics"]["text_to_image_recall@1"] == pytest.approx(np.mean(hits))
-    assert len(read_per_query(out / "text_to_image" / "per_query.ndjson")) == 12
     assert "image to text" in (out / "report.html").read_text()
     assert "text to image" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from dualenc.batching import OSGDBatches, RandomBatches
+from dualenc.batching import RandomBatches, SpectralBatches
 from dualenc.data import ImageViews, Mixture
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, SogCLR, base
@@ -271,10 +271,10 @@ SIZES = {"num_left": 38, "num_right": 38}
         ({"evaluator": FixedEvaluator(primary="scor")}, r"evaluator.primary is 'scor' \(did you mean score\?\)"),
         ({"evaluator": Declared()}, "the left side of the evaluator is image"),
         ({"pairs": tiny_pairs(right_modality="image")}, "the right side of the pairs is image"),
-        ({"objective": EMC2(num_left=24), "batching": OSGDBatches(24, 6)}, r"OSGDBatches chooses .*proposals=64"),
+        ({"objective": EMC2(num_left=24), "batching": SpectralBatches(24, 6)}, r"SpectralBatches .*proposals=64"),
         ({"pairs": WEIGHED, "objective": ISIR(**SIZES)}, "MixtureBatches chooses the batches, but ISIR .*proposals=64"),
         ({"pairs": WEIGHED, "objective": GlobalCache(**SIZES)}, "GlobalCache as set assumes random ones"),
-        ({"pairs": WEIGHED, "batching": OSGDBatches(38, 6)}, "which OSGDBatches does not know"),
+        ({"pairs": WEIGHED, "batching": SpectralBatches(38, 6)}, "which SpectralBatches does not know"),
         ({"mine_every": 1, "pairs": views(), "objective": SogCLR(num_left=24, views=True)}, "two views of images"),
         ({"mine_every": 1, "objective": ISIR(num_left=24)}, "ISIR takes none"),
         ({"mine_every": 1, "pairs": Mixture({"one": tiny_pairs()}, batches="one_source")}, "one_source keeps apart"),

@@ -1,0 +1,57 @@
+"""Settings of a text folder as sentence-transformers before 5.4 wrote them: TEI, vLLM and Ollama read these alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dualenc.files import write_json
+from dualenc.reading import read_json
+
+FILES = {"Transformer": "sentence_bert_config.json", "Pooling": "config.json", "Dense": "config.json"}
+"""Where a module's settings are, in both layouts."""
+MODES = {
+    **{"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "lasttoken": "lasttoken"},
+    **{"mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean": "weightedmean_tokens"},
+}
+"""What keys of the older layout call the modes of pooling."""
+
+
+def write_older_layout(folder: Path, max_length: int) -> None:
+    """Rewrite the settings in a folder of `SentenceTransformer.save`, so that all its versions, and servers, read them.
+
+    A folder stays as it is where a module had no such form: Router, StaticEmbedding, several poolings, chat templates.
+    """
+    modules = read_json(folder / "modules.json")
+    contents: dict[Path, Any] = {folder / "modules.json": modules}
+    for module in modules:
+        kind = module["type"].rpartition(".")[2]
+        module["type"] = f"sentence_transformers.models.{kind}"
+        if kind == "Normalize":
+            continue
+        if kind not in FILES:
+            return
+        file = folder / module["path"] / FILES[kind]
+        contents[file] = _older_settings(kind, read_json(file), max_length)
+    if all(contents.values()):
+        for file, settings in contents.items():
+            write_json(file, settings)
+
+
+def _older_settings(kind: str, settings: dict[str, Any], max_length: int) -> dict[str, Any] | None:
+    """A module's settings in their older form; None where there is none."""
+    if kind == "Transformer":
+        reads_text_alone = settings["modality_config"].keys() == {"text"}
+        return {"max_seq_length": max_length, "do_lower_case": False} if reads_text_alone else None
+    if kind == "Pooling":
+        mode = settings["pooling_mode"]
+        if not isinstance(mode, str):
+            return None
+        # All of them: a version of 2024 takes the mean where that is not false.
+        keys = {f"pooling_mode_{name}": own == mode for own, name in MODES.items()}
+        keys["word_embedding_dimension"] = settings["embedding_dimension"]
+        return keys | {"include_prompt": settings["include_prompt"]}
+    names = (settings["module_input_name"], settings["module_output_name"])
+    if names != ("sentence_embedding", "sentence_embedding") or settings.get("use_residual"):
+        return None
+    return {key: settings[key] for key in ("in_features", "out_features", "bias", "activation_function")}
