@@ -13,7 +13,9 @@ from dualenc.commands.labelled_images import (
     require_labels,
 )
 from dualenc.commands.output import Evaluation
-from dualenc.data.detect import default_split
+from dualenc.data.detect import default_split, detect
+from dualenc.data.images import split_folder
+from dualenc.errors import DualencError
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.report import Table
 
@@ -30,6 +32,13 @@ def evaluate_probe(
     """Fit the probes on training images, and test them."""
     split = images.split or default_split(data, "test")
     source = images.train or data
+    parts: set[object] = {(source, images.train_split), (data, split)}
+    if source == data and detect(data) == "images":
+        parts = {split_folder(data, images.train_split), split_folder(data, split)}
+    if len(parts) == 1:
+        raise DualencError(
+            f"{data}: a probe would be tested on the images that train it; name others: --train"
+        )
     evaluation = Evaluation("probe", model, data, output)
     train = open_images(source, images.train_split, images.label_column, limit=images.train_limit)
     test = open_images(data, split, images.label_column, limit=images.limit)

@@ -197,17 +197,13 @@ def _on_device(vectors: Vectors, device: torch.device) -> Tensor:
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
     settings = torch.backends.cuda.matmul
-    # The second is that of torch before 2.9; once the first has been used, it may no longer be read.
-    name, full = (
-        ("fp32_precision", "ieee") if hasattr(settings, "fp32_precision") else ("allow_tf32", False)
-    )
-    before = getattr(settings, name)
-    setattr(settings, name, full)
+    before = settings.fp32_precision
+    settings.fp32_precision = "ieee"
     try:
         with torch.inference_mode(), torch.autocast(device.type, enabled=False):
             yield
     finally:
-        setattr(settings, name, before)
+        settings.fp32_precision = before
 
 
 def _not_finite(what: str) -> DualencError:
