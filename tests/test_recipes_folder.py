@@ -76,6 +76,7 @@ def test_the_recipe_of_a_decoder_runs_on_a_small_one(tmp_path: Path, monkeypatch
     config = {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16, **sizes}
     TextEncoder(config=config, tokenizer=tokenizer, pooling="last").save(tmp_path / "base")
     changes = ("data.path=pairs.jsonl", "model.name=base", "trainer.epochs=2", "trainer.progress=false")
+    changes += ("trainer.batch_size=8", "trainer.chunk_size=4")
     assert main(["train", str(FOLDER / "decoder_lora.yaml"), *changes]) == 0
     folder = tmp_path / "runs" / "decoder_lora" / "model"
     assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
