@@ -311,6 +311,8 @@ class OSGDBatches(BatchSelector):
         check_at_least(1, k=k, q=q)
         if q > k:
             raise DualencError(f"q is {q} but k is {k}; choose a q of at most k")
+        if not temperature > 0:
+            raise DualencError(f"temperature is {temperature}; choose a number above 0")
         self.k = k
         self.q = q
         self.temperature = temperature

@@ -36,9 +36,7 @@ def evaluate_probe(
     if source == data and detect(data) == "images":
         parts = {split_folder(data, images.train_split), split_folder(data, split)}
     if len(parts) == 1:
-        raise DualencError(
-            f"{data}: a probe would be tested on the images that train it; name others: --train"
-        )
+        raise DualencError(f"{data}: a probe would be tested on its own images; name others: --train")
     evaluation = Evaluation("probe", model, data, output)
     train = open_images(source, images.train_split, images.label_column, limit=images.train_limit)
     test = open_images(data, split, images.label_column, limit=images.limit)

@@ -9,7 +9,6 @@ from dualenc.files import write_json
 from dualenc.reading import read_json
 
 FILES = {"Transformer": "sentence_bert_config.json", "Pooling": "config.json", "Dense": "config.json"}
-"""Where a module's settings are, in both layouts."""
 MODES = {
     **{"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "lasttoken": "lasttoken"},
     **{"mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean": "weightedmean_tokens"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -26,21 +26,26 @@ TEMPLATES: tuple[str, ...] = (
 """Prompts for objects of any kind; `{}` stands for the class."""
 
 
-def read_lines(path: StrPath) -> list[tuple[int, str]]:
-    """The lines of a text file that are not blank, without spaces at their ends, and their numbers from 1 on."""
-    with explain(f"{path}: cannot be read", "name a text file in UTF-8"), open_regular(path) as stream:
-        lines = stream.read().decode("utf-8-sig").splitlines()
-    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+def read_lines(path: StrPath) -> Iterator[tuple[str, str]]:
+    """The lines of a text file that are not blank, without spaces at their ends, each with its place."""
+    with explain(f"{path}: cannot be read", "name a text file"), open_regular(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            place = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig").strip()
+            except UnicodeDecodeError as error:
+                reason = f"byte 0x{line[error.start]:02x}"
+                raise DualencError(f"{place}: not UTF-8 text ({reason}); save the file as UTF-8") from None
+            if text:
+                yield place, text
 
 
 def read_templates(path: StrPath) -> list[str]:
     """Prompt templates from a text file, one on each line, `{}` standing for the class; blank lines are left out."""
     templates = []
-    for number, line in read_lines(path):
+    for place, line in read_lines(path):
         if line.count("{}") != 1:
-            raise DualencError(
-                f"{path}:{number}: a template needs {{}} once, where the class goes; fix the line"
-            )
+            raise DualencError(f"{place}: a template needs {{}} once, where the class goes; fix the line")
         templates.append(line)
     if not templates:
         raise DualencError(

@@ -60,7 +60,7 @@ REFUSALS = [
     ("zero-shot {clip} {colours} --templates {bad.txt}", "bad.txt:1: a template needs {} once"),
     ("probe {text} {splits}", "is of kind query-document and encodes no images"),
     ("probe {image} {flat} --train {splits}", "there are no labels"),
-    ("probe {image} {colours}", "a probe would be tested on the images that train it; name others: --train"),
+    ("probe {image} {colours}", "a probe would be tested on its own images; name others: --train"),
     ("probe {image} {splits} --split train", "name others: --train"),
     ("probe {image} {few.txt}", "name others: --train"),
     ("probe {image} {pink}", "class pink is not among the 3 classes"),

@@ -1,12 +1,14 @@
 """Ordered SGD, which `eval/probes.py` has for comparison: the hardest batches of each window, by a slow loop."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from dualenc.batching import RandomBatches
+from dualenc.errors import DualencError
 from tests.batching.clusters import random_pairs
 from tests.eval.scripts import load_script
 
@@ -34,3 +36,15 @@ def test_takes_the_hardest_of_each_window_of_the_partition(num_batches, k, seed,
     chosen = selector.select(2, left, right)
     assert chosen.tolist() == expected
     assert len(chosen) == selector.num_batches
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"k": 10, "q": 11}, "q is 11 but k is 10"),
+        ({"temperature": 0.0}, r"temperature is 0\.0; choose a number above 0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(DualencError, match=message):
+        OSGDBatches(100, 5, **arguments)
