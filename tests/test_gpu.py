@@ -14,6 +14,7 @@ from dualenc.data import PairDataset
 from dualenc.data.corpus import Corpus
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.encoders.load import load_model
+from dualenc.encoders.lora import add_adapters
 from dualenc.objectives import GlobalCache
 from dualenc.search import exact
 from dualenc.search.embed import embed
@@ -78,6 +79,17 @@ def test_a_text_encoder_is_trained_saved_and_loaded(
     on_gpu = embed(model.eval().left, corpus, batch_size=16, progress=False).vectors
     on_cpu = embed(load_model(result.model_folder).left, corpus, batch_size=16, progress=False).vectors
     np.testing.assert_allclose(on_gpu, on_cpu, atol=1e-5)
+
+
+def test_saving_adapters_takes_no_memory_of_the_gpu(tmp_path: Path, model: TextEncoder) -> None:
+    pytest.importorskip("peft", reason="peft is not installed: pip install 'dualenc[lora]'")
+    add_adapters(model.left.backbone, rank=2)
+    model.to(GPU)
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model.save(tmp_path / "model")
+    assert torch.cuda.max_memory_allocated() == held
+    assert next(model.parameters()).is_cuda
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

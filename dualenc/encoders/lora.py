@@ -61,10 +61,15 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> nn.Module:
-    """A copy in float32 with adapters, at any depth, merged into the weights; the module itself if it has none."""
+    """A copy with adapters, at any depth, merged, in float32 on the CPU; the module itself if it has none."""
     if not any(hasattr(layer, "get_base_layer") for layer in module.modules()):
         return module
-    merged = copy.deepcopy(module).float()
+    # In place of the copies that would be made beside a tensor, on a GPU that may be full.
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        copied = tensor.detach().to("cpu", copy=True)
+        copies[id(tensor)] = nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
+    merged = copy.deepcopy(module, copies).float()
     # Adapters of several weights of a layer are nested: the innermost first.
     for name, layer in reversed(list(merged.named_modules())):
         if hasattr(layer, "get_base_layer"):

@@ -195,17 +195,19 @@ def save_model(sides: dict[str, list[Any]], folder: Path, **settings: Any) -> No
         settings: prompts, default_prompt_name and truncate_dim of the model.
     """
     # By identity: a Router stores what both sides share once.
-    saved = {id(module): module for modules in sides.values() for module in modules}
-    device = next(nn.ModuleList(saved.values()).parameters()).device
-    for key, module in saved.items():
-        if isinstance(module, Transformer):
-            forget_last_call(module.tokenizer)
-            saved[key] = merge_adapters(module).to(module.model.dtype)
+    trained = nn.ModuleList(dict.fromkeys(module for modules in sides.values() for module in modules))
+    transformers = [module for module in trained if isinstance(module, Transformer)]
+    for module in transformers:
+        forget_last_call(module.tokenizer)
+    saved: dict[int, Any] = dict(zip(map(id, trained), merge_adapters(trained).children()))
+    for module in transformers:
+        saved[id(module)].to(module.model.dtype)
     routes = {role: [saved[id(m)] for m in modules] + [Normalize()] for role, modules in sides.items()}
     only = next(iter(routes.values()))
     modules = only if len(routes) == 1 else [Router(routes, default_route="document")]
     with quiet_loading():
-        settings |= {"modules": modules, "device": str(device), "similarity_fn_name": "cosine"}
+        device = str(next(saved[id(trained[0])].parameters()).device)
+        settings |= {"modules": modules, "device": device, "similarity_fn_name": "cosine"}
         SentenceTransformer(**settings).save(str(folder), create_model_card=False)
     if len(routes) == 1:
         write_older_layout(folder, only[0].max_seq_length)
