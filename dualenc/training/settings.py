@@ -69,7 +69,7 @@ class TrainerSettings:
         tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
         project: the project's name in trackers.
         timeout_minutes: how long a process waits for another before it reports it as hung.
-        deterministic: deterministic algorithms on a GPU: same seed, same run.
+        deterministic: deterministic algorithms on a GPU: same seed, same run, but for rounding in fused attention.
         overwrite: start anew in a folder that holds a run; a folder of other files is refused.
         progress: show progress bars of training and evaluation.
     """
