@@ -1,4 +1,4 @@
-"""What a training step consists of: launches, host waits, operators, and the least time of its arithmetic."""
+"""What a training step consists of: its time, launches, host waits, operators, and the least time of its arithmetic."""
 
 from __future__ import annotations
 
@@ -34,6 +34,33 @@ def synchronize() -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+class StepClock:
+    """Times some steps of a training loop that calls it before every loss: from one loss to another.
+
+    Args:
+        skipped: steps before the clock is read.
+        steps: between the two readings.
+    """
+
+    def __init__(self, skipped: int, steps: int) -> None:
+        self.skipped = skipped
+        self.steps = steps
+        self.calls = 0
+        self.readings: list[float] = []
+
+    def __call__(self) -> None:
+        if self.calls in (self.skipped, self.skipped + self.steps):
+            synchronize()
+            self.readings.append(time.perf_counter())
+        self.calls += 1
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The mean of the steps between the readings."""
+        start, end = self.readings
+        return (end - start) / self.steps
 
 
 class StepProfiler:

@@ -22,7 +22,7 @@ from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEn
 
 TaskName = Literal["text", "image-text", "views"]
 FEW = 3
-"""Steps of the shorter runs, and before a profile."""
+"""Steps before times, and a profile, are taken."""
 VIEW_SIZE = 32
 
 SMALL_CLIP: dict[str, Any] = {
@@ -49,7 +49,7 @@ class Options:
 
     @property
     def num_pairs(self) -> int:
-        """As many as the longest run needs."""
+        """As many as the longest training needs."""
         return self.batch_size * (FEW + self.steps + 1)
 
 

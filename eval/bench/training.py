@@ -15,8 +15,10 @@ Rows are an objective and measures, such as InfoNCE+bf16: bf16 (`mixed_precision
 not_deterministic (on GPUs), and all, which is every one of the others that applies. `rival` and `rival+bf16` are the
 other tool.
 
-Times: each row trains for a few steps and for some more, in turn; the difference, over the number of steps between, is
-the time of a step without what happens once per run. The median of several is shown, with the lowest and the highest.
+Times: in each round every row trains once. After a few steps the clock is read before a loss, and again so many steps
+later: what happens once per training is not in it. The median of the rounds is shown, with the lowest and the highest.
+The lines of --out are written anew after each training, with the rounds that they are of: a run that is stopped keeps
+what it has measured.
 Columns: × rival is the rival's time in the same precision over the row's; × InfoNCE the row's time over that of InfoNCE
 with the same measures. Launches, kernels and host waits: see `profiling.StepProfiler`. The limit is the time of the
 model's matrix products and convolutions, forward and backward, at the speed of one large product in the row's
@@ -26,8 +28,8 @@ Fair: both tools have the same model, pairs, batch size, optimizer, clipping, pr
 --chunk_size both cache gradients. Not the same: sentence-transformers' loss has one direction, ours both. Our trainer
 is deterministic and logs metrics every 10 steps. Every text comes once, so both tokenize it in a measured step, though
 ours does so in the first epoch only. lightly's crops are bilinear, ours bicubic; its head ends in a BatchNorm.
-A compiled model is kept from run to run, and every shape is compiled before times are taken: the minute or more that
-compiling takes is in no number here.
+A compiled model is kept from training to training, and every shape is compiled before times are taken: the minute or
+more that compiling takes is in no number here.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import statistics
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -48,7 +51,6 @@ import profiling
 import rivals
 import torch
 import torch._dynamo
-from common import in_turn
 from jsonargparse import auto_cli
 from rivals import BeforeLoss, Train
 from tasks import FEW, TASKS, Options, Task, TaskName
@@ -58,8 +60,8 @@ from dualenc.objectives import GlobalCache, InfoNCE, Objective, SogCLR
 from dualenc.training import Trainer
 from dualenc.training.devices import has_fast_bf16
 
-PROFILED = 10
-"""Steps of a profile, of which one writes the log; fewer if fewer are timed."""
+PROFILED = 4
+"""Steps of a profile, none of which writes the log; fewer if fewer are timed. On a GPU, reading ten takes a minute."""
 
 OBJECTIVES: dict[str, type[Objective]] = {"InfoNCE": InfoNCE, "SogCLR": SogCLR, "GlobalCache": GlobalCache}
 MEASURES: dict[str, dict[str, Any]] = {
@@ -71,6 +73,7 @@ RIVAL = "rival"
 ROWS = (
     *OBJECTIVES,
     *(f"InfoNCE+{measure}" for measure in MEASURES),
+    "GlobalCache+bf16",
     *(f"{objective}+all" for objective in OBJECTIVES),
     RIVAL,
     f"{RIVAL}+bf16",
@@ -150,7 +153,11 @@ def rows_of(task: Task, options: Options) -> list[Row]:
             continue
         measures = tuple(applying) if measure == "all" else (measure,) if measure else ()
         if objective == RIVAL:
-            train = task.new_rival("bf16" in measures)
+            try:
+                train = task.new_rival("bf16" in measures)
+            except ImportError as error:
+                print(f"{task.name}: no row {name}: {error}")
+                continue
         else:
             settings = {key: value for each in measures for key, value in MEASURES[each].items()}
             train = ours(task, objective, settings, options)
@@ -158,41 +165,24 @@ def rows_of(task: Task, options: Options) -> list[Row]:
     return rows
 
 
-def profile_rows(task: Task, rows: list[Row], options: Options) -> dict[str, dict[str, float]]:
-    """Counts of each row that runs; the others are named with their error, and left out."""
-    counts: dict[str, dict[str, float]] = {}
+def profile_row(task: Task, row: Row, options: Options) -> dict[str, float]:
+    """Counts of a row; what it allocates, and compiles, is there when it is timed."""
+    if "compile" in row.measures:
+        # Every shape, and not to profile the compiler.
+        row.train(FEW + options.steps + 1)
     profiled = min(PROFILED, options.steps)
-    for row in rows:
-        profiler = profiling.StepProfiler(FEW, profiled)
-        try:
-            if "compile" in row.measures:
-                # Not to profile the compiler.
-                row.train(FEW + profiled + 1)
-            row.train(FEW + profiled + 1, profiler)
-        except Exception as error:
-            print(f"{task.name}: no row {row.name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
-            continue
-        counts[row.name] = profiler.counts()
-        if options.profile is not None and row.objective in ("InfoNCE", "GlobalCache"):
-            profiler.write(options.profile, f"{task.name}-{row.name}")
-    return counts
+    profiler = profiling.StepProfiler(FEW, profiled)
+    row.train(FEW + profiled + 1, profiler)
+    if options.profile is not None and row.objective in ("InfoNCE", "GlobalCache"):
+        profiler.write(options.profile, f"{task.name}-{row.name}")
+    return profiler.counts()
 
 
-def seconds_per_step(trains: dict[str, Train], few: int, steps: int, repeats: int) -> dict[str, list[float]]:
-    """Times of one step; the rows take turns, the first run of each is left out."""
-
-    def finished(train: Train, count: int) -> None:
-        train(count)
-        profiling.synchronize()
-
-    counts = (few, few + steps)
-    runs = {(name, count): partial(finished, train, count) for name, train in trains.items() for count in counts}
-    times, _ = in_turn(runs, repeats, warm_up=1)
-    found = {}
-    for name in trains:
-        pairs_of_runs = zip(times[name, few], times[name, few + steps], strict=True)
-        found[name] = [(longer - shorter) / steps for shorter, longer in pairs_of_runs]
-    return found
+def seconds_per_step(train: Train, steps: int) -> float:
+    """The time of a step within one training, from a loss to another."""
+    clock = profiling.StepClock(FEW, steps)
+    train(FEW + steps + 1, clock)
+    return clock.seconds_per_step
 
 
 def limits(task: Task, options: Options, precisions: set[str]) -> dict[str, float]:
@@ -206,25 +196,46 @@ def limits(task: Task, options: Options, precisions: set[str]) -> dict[str, floa
     return {name: flops / rate for name, rate in rates.items()}
 
 
-def measure(task: Task, options: Options) -> list[dict[str, Any]]:
-    """The rows of a task's table."""
+def measure(task: Task, options: Options) -> Iterator[list[dict[str, Any]]]:
+    """The rows of a task's table, again after each training: the rows take turns, in each round in another order."""
     if len(task.pairs) < options.num_pairs:
         print(f"{task.name}: {len(task.pairs)} pairs for {options.num_pairs}, so that some come again")
     rows = rows_of(task, options)
-    counts = profile_rows(task, rows, options)
-    rows = [row for row in rows if row.name in counts]
     least = limits(task, options, {row.precision for row in rows})
-    times = seconds_per_step({row.name: row.train for row in rows}, FEW, options.steps, options.repeats)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    counts: dict[str, dict[str, float]] = {}
+    times: dict[str, list[float]] = {row.name: [] for row in rows}
+    orders = random.Random(0)
+    for _ in range(options.repeats):
+        for row in orders.sample(rows, len(rows)):
+            try:
+                if row.name not in counts:
+                    counts[row.name] = profile_row(task, row, options)
+                times[row.name].append(seconds_per_step(row.train, options.steps))
+            except Exception as error:
+                print(f"{task.name}: no row {row.name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+                rows.remove(row)
+            yield table_rows([row for row in rows if times[row.name]], times, counts, least, options.batch_size)
+
+
+def table_rows(
+    rows: list[Row],
+    times: dict[str, list[float]],
+    counts: dict[str, dict[str, float]],
+    least: dict[str, float],
+    batch_size: int,
+) -> list[dict[str, Any]]:
+    """The cells of rows that have been timed."""
+    medians = {row.name: statistics.median(times[row.name]) for row in rows}
     rival_seconds = {row.precision: medians[row.name] for row in rows if row.objective == RIVAL}
     reference_seconds = {row.measures: medians[row.name] for row in rows if row.objective == "InfoNCE"}
     table = []
     for row in rows:
         seconds = medians[row.name]
-        cells: dict[str, Any] = {"row": row.name, "precision": row.precision, "ms per step": seconds * 1000}
+        cells: dict[str, Any] = {"row": row.name, "precision": row.precision, "repeats": len(times[row.name])}
+        cells["ms per step"] = seconds * 1000
         cells["lowest"] = min(times[row.name]) * 1000
         cells["highest"] = max(times[row.name]) * 1000
-        cells["pairs/s"] = options.batch_size / seconds
+        cells["pairs/s"] = batch_size / seconds
         if row.precision in rival_seconds:
             cells["× rival"] = rival_seconds[row.precision] / seconds
         if row.objective != RIVAL and row.measures in reference_seconds:
@@ -267,7 +278,7 @@ def main(
         task: which one; all is one after the other.
         batch_size: pairs per step, of both tools.
         steps: over which a step's time is taken.
-        repeats: runs of each row.
+        repeats: trainings of each row that are timed.
         workers: processes that prepare the data, of both tools.
         text_source: docstrings, or a BEIR folder or its corpus.jsonl.
         text_length: longest text of MiniLM, in tokens.
@@ -289,28 +300,29 @@ def main(
     for name in names:
         cached = chunk_size if name == "text" else None
         options = Options(batch_size, steps, repeats, workers, text_source, text_length, images, cached, rows, profile)
-        with tempfile.TemporaryDirectory() as folder:
-            each = TASKS[name](options, Path(folder))
-            found = measure(each, options)
         about = {
             "task": name,
-            "rival": each.rival_name,
             "device": device_name(),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "batch_size": batch_size,
             "steps": steps,
-            "repeats": repeats,
             "workers": workers,
             "chunk_size": cached,
         }
         if name == "text":
             about["text_length"] = text_length
-        print_table(Table(", ".join(f"{key} {value}" for key, value in about.items() if value is not None), found))
-        if out is not None:
-            with out.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({**about, **row}, ensure_ascii=False) + "\n" for row in found)
+        earlier_lines = out.read_text(encoding="utf-8") if out is not None and out.exists() else ""
+        table: list[dict[str, Any]] = []
+        with tempfile.TemporaryDirectory() as folder:
+            each = TASKS[name](options, Path(folder))
+            about["rival"] = each.rival_name
+            for table in measure(each, options):
+                if out is not None:
+                    lines = (json.dumps({**about, **row}, ensure_ascii=False) + "\n" for row in table)
+                    out.write_text(earlier_lines + "".join(lines), encoding="utf-8")
+        print_table(Table(", ".join(f"{key} {value}" for key, value in about.items() if value is not None), table))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -66,12 +68,54 @@ def test_training_steps_of_two_tools_are_measured(tmp_path: Path, capsys: pytest
     script.main(task="text", text_length=8, rows=rows, **settings)
     assert "no row InfoNCE+not_deterministic: deterministic changes nothing without a GPU" in capsys.readouterr().out
     found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["row"] for row in found] == ["InfoNCE", "rival"]
+    assert [(row["row"], row["repeats"]) for row in found] == [("InfoNCE", 1), ("rival", 1)]
     assert found[0]["× InfoNCE"] == 1
     assert found[1]["× rival"] == 1
     assert all(row["launches"] > 100 and row["limit, ms"] > 0 for row in found)
     names = ["text-InfoNCE.json.gz", "text-InfoNCE.txt"]
     assert sorted(file.name for file in (tmp_path / "traces").iterdir()) == names
+
+
+def test_a_rival_that_is_not_installed_has_no_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load_script("bench/training.py")
+    monkeypatch.setitem(sys.modules, "lightly", None)
+    options = script.Options(2, 1, 1, 0, "", 8, None, None, ["rival", "InfoNCE"], None)
+    task = script.TASKS["views"](options, tmp_path)
+    assert [row.name for row in script.rows_of(task, options)] == ["InfoNCE"]
+    assert "views: no row rival: " in capsys.readouterr().out
+
+
+def test_training_steps_of_a_stopped_run_are_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("bench/training.py")
+    seconds = iter([0.1, 0.2])
+
+    def seconds_per_step(*_: object) -> float:
+        if (value := next(seconds, None)) is None:
+            raise KeyboardInterrupt
+        return value
+
+    monkeypatch.setattr(script, "seconds_per_step", seconds_per_step)
+    monkeypatch.setattr(script, "profile_row", lambda *_: {})
+    monkeypatch.setattr(script, "limits", lambda *_: {"float32": 0.05})
+    out = tmp_path / "steps.jsonl"
+    out.write_text("{}\n")
+    with pytest.raises(KeyboardInterrupt):
+        script.main(task="views", batch_size=2, steps=1, rows=["InfoNCE"], out=out)
+    earlier, row = map(json.loads, out.read_text().splitlines())
+    assert earlier == {}
+    assert (row["repeats"], row["lowest"], row["highest"]) == (2, 100, 200)
+
+
+def test_clock_reads_between_two_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiling = load_script("bench/profiling.py")
+    clock = profiling.StepClock(skipped=1, steps=2)
+    times = iter([10.0, 13.0])
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    for _ in range(5):
+        clock()
+    assert clock.seconds_per_step == 1.5
 
 
 def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str]) -> None:
