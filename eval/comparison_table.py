@@ -66,12 +66,19 @@ class Runs:
 
 
 def in_processes(train: Callable[[Settings], tuple[Settings, dict[str, Any]]], count: int) -> Compute:
-    """What makes runs in so many processes at once, also on one GPU; to be called before data and models are opened."""
-    # A forked process would wait for its parent's threads, and has no GPU if its parent has asked CUDA for one.
+    """What makes runs in so many processes at once; to be called before data and models are opened.
+
+    On a GPU one process makes them itself: a forked one has no GPU if its parent has asked CUDA for anything, which
+    the forward pass of a transformer does. There, several commands with parts of the objectives can run at once.
+    """
+    # A forked process would wait for its parent's threads.
     torch.set_num_threads(1)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
     def compute(missing: list[Settings]) -> Iterator[tuple[Settings, dict[str, Any]]]:
+        if count == 1:
+            yield from map(train, missing)
+            return
         with ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
             for one in as_completed([pool.submit(train, settings) for settings in missing]):
                 yield one.result()
@@ -198,8 +205,9 @@ def cells_of(rows: Sequence[Row], samples: int) -> Iterator[dict[str, object]]:
         cells = {"objective": row.objective, "B": row.batch_size, "equal pairs": spread(row.seeds)}
         cells["equal passes"] = spread(row.passes)
         cells["equal seconds"] = spread(row.seconds)
-        if any("linear_probe" in one for one in row.seeds):
-            cells["linear probe"] = spread(row.seeds, "linear_probe")
+        for name in ("linear_probe", "mean_log_rank"):
+            if any(name in one for one in row.seeds):
+                cells[name.replace("_", " ")] = spread(row.seeds, name)
         if best is not None:
             found = paired_bootstrap(best.per_query, row.per_query, samples=samples)
             over = f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"

@@ -1,12 +1,16 @@
 """What comparisons of objectives train on: data, a model, and a measure of quality on held-out and on test data.
 
-"vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "copies", the
-same on 4,000 of its pairs, a fifth of which come twice, and "copies_known", where training knows of them; "text", a
-one-layer transformer from scratch on it, and "text_dropout", with a dropout of 0.1; "minilm", a pretrained one, and
-"minilm_lora", adapters of rank 16 on it; "minilm_beginnings" and
-"minilm_lora_beginnings", the same on so few tokens and documents that a CPU can; "image_text", a small open_clip model
-on tables {train,dev,test}.parquet of images and captions; "images", a narrow ResNet on two views of labelled images, by
-its 20 nearest neighbours and, in the end, by a linear probe.
+- "vectors": two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder.
+- "copies": the same on 4,000 of its pairs, a fifth of which come twice; "copies_known", where training knows of them.
+- "text": a one-layer transformer from scratch on it; "text_dropout", with a dropout of 0.1.
+- "minilm": a published one; "minilm_lora", adapters of rank 16 on it; "minilm_beginnings" and "minilm_lora_beginnings",
+  the same on so few tokens and documents that a CPU can.
+- "decoder": a two-layer decoder from scratch whose last token is the text's vector.
+- "image_text": a small open_clip model on tables {train,dev,test}.parquet of images and captions.
+- "image_text_vectors": perceptrons on vectors that published encoders have of them, see `pretrained_features.py`;
+  "image_text_sets", where the captions of an image are one item.
+- "images": a narrow ResNet on two views of labelled images, by its 20 nearest neighbours and, in the end, by a linear
+  probe.
 """
 
 from __future__ import annotations
@@ -19,18 +23,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from quality import new_encoder, open_parts
+from torch import Tensor
 
 from dualenc.data import BeirPairs, ImageViews, PairDataset, TablePairs
 from dualenc.data.beir import read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, VectorEncoder, train_tokenizer
 from dualenc.encoders.tokenizer import TokenCache
+from dualenc.encoders.vector import VectorPrepare, VectorTower
 from dualenc.evaluation.image_text import both_ways_ranks
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.retrieval import Result, retrieve
 from dualenc.search.embed import embed
 from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator
+from dualenc.types import Inputs
 
 HELD_OUT = 1000
 """Training queries that are held out where a folder has no dev.tsv, or a fifth of them."""
@@ -41,6 +49,8 @@ BEGINNINGS: dict[str, Any] = {"max_tokens": 32, "max_documents": 4000, "max_quer
 COPIED_PAIRS = 4000
 """Pairs of the task with copies."""
 COPIED_SHARE = 0.2
+CAPTIONS = 5
+"""Of an image of Flickr8k."""
 DROPPED_SHARE = 0.1
 """Share of the words that a copy lacks."""
 
@@ -101,7 +111,7 @@ class Retrieval(Quality):
 
 
 class ImageOfCaption(Quality):
-    """Recall@10 of images by captions."""
+    """Recall@10 of images by captions, and the mean logarithm of their ranks."""
 
     primary = "recall@10"
 
@@ -112,7 +122,7 @@ class ImageOfCaption(Quality):
         images = embed(model.left, self.evaluator.images, batch_size=64, progress=False)
         texts = embed(model.right, self.evaluator.texts, batch_size=64, progress=False)
         ranks = both_ways_ranks(images.vectors, texts.vectors, self.evaluator.captions)["text_to_image"]
-        return self.mean((ranks <= 10).astype(float).tolist())
+        return self.mean((ranks <= 10).astype(float).tolist()) | {"mean_log_rank": float(np.log(ranks).mean())}
 
 
 class Neighbours(Quality):
@@ -264,13 +274,25 @@ def beginnings(path: Path, words: int) -> tuple[PairDataset, RetrievalSet, Retri
     return cut, *(one._replace(corpus=documents) for one in tests)
 
 
+def decoder(path: Path, model: str) -> Task:
+    """A two-layer decoder of Qwen3's kind with a tokenizer of its own, both from scratch; its last token is pooled."""
+    config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config |= {"num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 192, "max_position_embeddings": 64}
+    return from_scratch(path, config)
+
+
 def text(path: Path, model: str, dropout: float = 0.0) -> Task:
     """A one-layer transformer with a tokenizer of its own, both from scratch."""
+    config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 256, "max_position_embeddings": 64}
+    config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return from_scratch(path, config)
+
+
+def from_scratch(path: Path, config: dict[str, Any]) -> Task:
+    """A transformer with random weights, and a tokenizer of the training documents."""
     pairs, validation, test = beginnings(path, words=64)
     tokenizer = train_tokenizer(beir_parts(path)[0].right_items, 8000, max_length=64)
-    config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config |= {"intermediate_size": 256, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
-    config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
 
     def new_model() -> DualEncoder:
         return TextEncoder(config=config, tokenizer=tokenizer, max_length=64)
@@ -346,6 +368,61 @@ def image_text(path: Path, model: str) -> Task:
     return Task(new_model, train, ImageOfCaption(validation), ImageOfCaption(test), learning_rate=5e-4)
 
 
+def image_text_vectors(path: Path, model: str, one_item: bool = False) -> Task:
+    """Perceptrons on vectors that published encoders have of images and captions, see `pretrained_features.py`.
+
+    `one_item`: the captions of an image are one item, of which each step sees one at random.
+    """
+    train, validation, test = (vector_pairs(path / f"{part}.npz") for part in ("train", "dev", "test"))
+    sizes = train.left_items.shape[1], train.right_items.shape[1]
+    if one_item:
+        captions = [train.right_items[train.right_id[train.left_id == image]] for image in range(train.num_left)]
+        # Where two captions of an image are the same, some come again.
+        several = np.stack([np.resize(own, (CAPTIONS, sizes[1])).ravel() for own in captions])
+        train = PairDataset(train.left_items, several, left_modality="vector", right_modality="vector")
+
+    def new_model() -> DualEncoder:
+        return CaptionEncoder(*sizes)
+
+    return Task(new_model, train, ImageOfCaption(validation), ImageOfCaption(test), learning_rate=1e-3)
+
+
+def vector_pairs(file: Path) -> PairDataset:
+    """Pairs of the vectors that a file has."""
+    with np.load(file) as held:
+        parts = [held[name] for name in ("images", "captions", "left_id", "right_id")]
+    return PairDataset(*parts, left_modality="vector", right_modality="vector")
+
+
+class CaptionEncoder(VectorEncoder):
+    """Perceptrons on vectors of images and on vectors of captions."""
+
+    def __init__(self, image_dim: int, caption_dim: int) -> None:
+        super().__init__(image_dim, tower="mlp", dim=64, hidden=512, right_input_dim=caption_dim)
+        DualEncoder.__init__(self, self.left, AnyCaption(caption_dim), kind="vector")
+
+
+class AnyCaption(VectorTower):
+    """A perceptron on one of the vectors (B, n·D) of n captions of the same image, chosen at random."""
+
+    def __init__(self, caption_dim: int) -> None:
+        super().__init__("mlp", caption_dim, dim=64, hidden=512)
+        self.caption_dim = caption_dim
+        self.prepare = AnyLength(caption_dim)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        captions = inputs["vector"].unflatten(1, (-1, self.caption_dim))
+        chosen = torch.randint(captions.shape[1], (len(captions),), device=captions.device)
+        return super().forward({"vector": captions[torch.arange(len(captions), device=captions.device), chosen]})
+
+
+class AnyLength(VectorPrepare):
+    """Vectors of several captions as well."""
+
+    def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
+        return {"vector": torch.from_numpy(np.stack(items)).float()}
+
+
 def images(path: Path, model: str) -> Task:
     """Two views of 4,000 images, a narrow four-block ResNet on 24 pixels."""
     train, validation, test = open_parts(str(path), 4000, 2000)
@@ -372,10 +449,13 @@ TASKS: dict[str, Callable[[Path, str], Task]] = {
     "copies_known": partial(copies, known=True),
     "text": text,
     "text_dropout": partial(text, dropout=0.1),
+    "decoder": decoder,
     "minilm": minilm,
     "minilm_lora": partial(minilm, lora_rank=16),
     "minilm_beginnings": partial(minilm, **BEGINNINGS),
     "minilm_lora_beginnings": partial(minilm, lora_rank=16, **BEGINNINGS),
     "image_text": image_text,
+    "image_text_vectors": image_text_vectors,
+    "image_text_sets": partial(image_text_vectors, one_item=True),
     "images": images,
 }

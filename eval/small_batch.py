@@ -12,7 +12,7 @@ objectives train longer, where that is better, until each has had the seconds of
 Tuning is the same for all: with the first seed, τ at the middle learning rate, then the learning rate at the best τ, by
 the quality on held-out data, both on past any edge; then all seeds. Learning rates grow with the square root of the
 batch size. One line per run is added to --results, and a run that is there already is not made again: tables grow.
---processes makes several at once, also on one GPU.
+--processes makes several at once; on a GPU, where models of texts cannot be forked, start several commands.
 
 Objectives with a + have the positive in the softmax. A name that is an import path, such as my_package.MyLoss, is a
 class of your own or of another library: see `outside.py`.

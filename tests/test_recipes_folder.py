@@ -54,11 +54,11 @@ def test_recipes_for_fine_tuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Path("pairs.csv").write_text("\n".join(["question,answer", *rows]))
     assert train("static", "trainer.held_out=0", base="words")["step"] == 5 * (len(rows) // 4)
     assert type(SentenceTransformer(str(tmp_path / "static" / "model"))[0]) is StaticEmbedding
-    there = (f"data.path={data}", f"evaluator.path={data}")
-    assert "accuracy@8" in train("scifact_matryoshka", *there, "objective.dims=[8, 32]")
+    paths = (f"data.path={data}", f"evaluator.path={data}")
+    assert "accuracy@8" in train("scifact_matryoshka", *paths, "objective.dims=[8, 32]")
     changes = ("trainer.epochs=10", "trainer.evaluate_every=1", "trainer.learning_rate=1e-9")
-    told = train("papers_careful", *there, *changes)
-    assert told["step"] <= 8  # of 20: nothing gains at this rate, and the patience is 3
+    summary = train("papers_careful", *paths, *changes)
+    assert summary["step"] <= 8  # of 20: nothing gains at this rate, and the patience is 3
 
 
 @pytest.mark.slow
