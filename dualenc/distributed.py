@@ -167,10 +167,10 @@ def gather_with_grad(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
 
 @explain_lost_process()
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
-    """A new tensor with the element-wise "sum", "mean", "max" or "min" over ranks, without gradient."""
-    result = tensor.detach().clone()
+    """The element-wise "sum", "mean", "max" or "min" over ranks, without gradient; the tensor itself of one process."""
     if not is_initialized():
-        return result
+        return tensor.detach()
+    result = tensor.detach().clone()
     if op == "mean":
         # Not every backend has a mean.
         return all_reduce(tensor, "sum") / world_size()

@@ -47,8 +47,8 @@ class OnDevice(torch.Tensor):
     def tolist(self) -> Any:
         return self.to("cpu").tolist()
 
-    def new_tensor(self, data: Any) -> OnDevice:
-        return OnDevice(self.inner.new_tensor(data))
+    def new_tensor(self, data: Any) -> torch.Tensor:
+        return self.inner.new_tensor(data).to(DEVICE)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,8 +10,9 @@ the right one 2·i + 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -85,7 +86,7 @@ class Anchors:
         """(X, A) candidates that are negatives."""
         return (~self.not_negative).sum(dim=-1)
 
-    @property
+    @cached_property
     def candidate_items(self) -> Tensor:
         """(X, C) the candidates as items."""
         if not self.views:
@@ -93,7 +94,7 @@ class Anchors:
         left_ids, right_ids = self.candidate_ids.chunk(2, dim=-1)
         return torch.cat([2 * left_ids, 2 * right_ids + 1], dim=-1)
 
-    @property
+    @cached_property
     def hidden_items(self) -> Tensor:
         """(X, A, K) or with views (X, A, 2K), ascending: the known positives as items."""
         ids = self.positive_ids
@@ -117,9 +118,12 @@ class Anchors:
         """(X, G, K) likewise of lists (X, A, K), which may be shorter on other ranks; padded in front with -1."""
         if len(self.sizes) == 1:
             return lists
-        length = torch.tensor(lists.shape[-1], device=lists.device)
-        num_missing = int(distributed.all_reduce(length, "max")) - lists.shape[-1]
-        return self.gather(pad(lists, (num_missing, 0), value=PADDING))
+        longest = max(distributed.rank_numbers([lists.shape[-1]], lists.device)[0])
+        return self.gather(pad(lists, (longest - lists.shape[-1], 0), value=PADDING))
+
+    def per_direction(self, numbers: Iterable[float]) -> Tensor:
+        """(X, 1) a number for each direction, filled in on the device: a list copied there would wait for it."""
+        return torch.stack([self.embeddings.new_full((1,), number) for number in numbers])
 
     def with_candidates(self, candidates: Tensor, candidate_ids: Tensor) -> Anchors:
         """The same anchors against other candidates (X, C, D) with ids (X, C), which need not hold the positives."""

@@ -142,9 +142,8 @@ def read_extremes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float
     if not names:
         return {}
     # Ids are exact in double precision.
-    pairs = [torch.stack(tensors[name].aminmax()).double() for name in names]
-    ends = torch.stack(pairs).tolist()
-    return {name: (low, high) for name, (low, high) in zip(names, ends, strict=True)}
+    ends = torch.stack([end for name in names for end in tensors[name].double().aminmax()]).tolist()
+    return {name: (low, high) for name, low, high in zip(names, ends[::2], ends[1::2], strict=True)}
 
 
 def check_norms(name: str, low: float, high: float) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualenc import distributed
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.chains import NO_STATE, ChainObjective, ChainPlan, ChainState
 from dualenc.objectives.checks import check_range
@@ -86,30 +87,28 @@ class EMC2(ChainObjective):
     @torch.no_grad()
     def _walk(self, proposed: Anchors, start_scores: Tensor) -> Walk:
         """Run each chain through the proposals in random order."""
-        scores = proposed.scores
-        num_directions, num_anchors, num_proposals = scores.shape
+        # One transfer, as each stalls an accelerator: s/τ of the proposals, -inf for no negative, and of the state.
+        known = torch.cat([proposed.logits, start_scores[..., None]], dim=-1).cpu()
+        num_directions, num_anchors, num_proposals = known[..., :-1].shape
         # Order and uniforms are drawn for the global batch: the walk is the same on any number of ranks.
-        order = self.draws.permutation(num_proposals, torch.device("cpu"))
-        uniform = self.draws.uniform(
-            num_proposals, num_directions, proposed.num_batch, like=start_scores.cpu()
-        )
-        uniform = uniform[:, :, proposed.batch_rows.cpu()].flatten(1)  # (C, X·A)
+        order = self.draws.permutation(num_proposals, known.device)
+        uniform = self.draws.uniform(num_proposals, num_directions, proposed.num_batch, like=known)
+        if distributed.is_initialized():
+            uniform = uniform[:, :, proposed.batch_rows.cpu()]
         # Proposals come first, because each step of the walk reads one of them for all chains.
-        is_negative = ~proposed.not_negative.cpu().flatten(0, 1).T[order]
         visits, last = metropolis_hastings(
-            start_scores.flatten().cpu().numpy(),
-            scores.cpu().flatten(0, 1).T[order].numpy(),
-            is_negative.numpy(),
-            uniform.log().numpy(),
+            known[..., -1].flatten().numpy(),
+            known.flatten(0, 1).T[order].numpy(),
+            uniform.flatten(1).log().numpy(),
             self.burn_in,
         )
         # Back from the order of the walk to that of the proposals; the state stays last.
         columns = torch.cat([order, torch.tensor([num_proposals])])
-        weights = torch.zeros(visits.shape, dtype=scores.dtype)
-        weights[columns] = torch.from_numpy(visits).to(scores.dtype)
+        weights = torch.zeros(visits.shape, dtype=known.dtype)
+        weights[columns] = torch.from_numpy(visits).to(known.dtype)
         weights = weights.T.reshape(num_directions, num_anchors, num_proposals + 1)
         column = columns[torch.from_numpy(last)].view(num_directions, num_anchors)
-        return Walk(weights.to(scores.device), column.to(scores.device))
+        return Walk(*(part.to(start_scores.device, non_blocking=True) for part in (weights, column)))
 
     @torch.no_grad()
     def _store(self, proposed: Anchors, plan: ChainPlan, walk: Walk, start_scores: Tensor) -> None:
@@ -127,19 +126,20 @@ class EMC2(ChainObjective):
 
 
 def metropolis_hastings(
-    start: np.ndarray, scores: np.ndarray, is_negative: np.ndarray, log_uniform: np.ndarray, burn_in: float
+    start: np.ndarray, scores: np.ndarray, log_uniform: np.ndarray, burn_in: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Algorithm 1 of Yau et al. 2024 for n chains at once.
 
     Args:
         start: (n,) s/τ of the state that each chain comes with; -inf for none, which accepts the first proposal.
-        scores, is_negative, log_uniform: (C, n) of each proposal, in the order of the walk.
+        scores, log_uniform: (C, n) of each proposal, in the order of the walk; -inf for no negative.
         burn_in: share of a chain's proposals before steps count.
 
     Returns:
         (C + 1, n) share of the counted steps on each proposal and, last, on the start; (n,) where the chain ends.
     """
     num_proposals, num_chains = scores.shape
+    is_negative = scores > -np.inf
     num_steps = is_negative.sum(axis=0)
     # Epsilon, so that a product such as 0.29·100 does not fall short of its integer.
     num_skipped = np.floor(num_steps * burn_in + 1e-9).astype(np.int64)

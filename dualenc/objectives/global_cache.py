@@ -78,8 +78,7 @@ class GlobalCache(MemoryObjective):
             draws.append(sample(attention, num_draws, self.draws.uniform(1, like=queries)))
             pools.append(pool)
             seen.append(attention)
-        strides = [self.strides[direction] for direction in anchors.directions]
-        log_strides = queries.new_tensor(strides).log()[:, None]  # (X, 1)
+        log_strides = anchors.per_direction(self.strides[x] for x in anchors.directions).log()  # (X, 1)
         log_seen = torch.stack([attention.log_sum for attention in seen])[:, anchors.batch_rows]  # (X, A)
         seen_mean = torch.stack([attention.mean for attention in seen])[:, anchors.batch_rows]  # (X, A, D)
         items, number = with_draws(anchors.candidate_items, torch.stack(draws), anchors.num_batch)
@@ -94,7 +93,7 @@ class GlobalCache(MemoryObjective):
         # (B − 1)/(M − 1) + R·q/c: shares are those of a copy, so divided by c already.
         others = max(anchors.num_batch // self.num_views - 1, 0)
         in_batch = [min(others / max(self.corpus.size(x) - 1, 1), 1.0) for x in anchors.directions]
-        expected = queries.new_tensor(in_batch)[:, None] + num_draws * shares.where(is_known, 0.0)
+        expected = anchors.per_direction(in_batch) + num_draws * shares.where(is_known, 0.0)
         log_expected = expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
         # All ranks made the same draws; each encodes a part of them.
         own, sizes = distributed.share(items[:, anchors.candidates.shape[1] :].T)

@@ -43,6 +43,8 @@ class OutsideEncoder:
         """(X, n, D) embeddings of items (X, n) of directions (X); zeros for -1."""
         # One transfer for both directions: each stalls the queue of an accelerator.
         ids = items.cpu()
+        if not distributed.is_initialized() and bool((ids == PADDING).all()):
+            return self.like.new_zeros(*ids.shape, self.like.shape[-1])
         if self.views:
             embeddings = torch.stack([self._embed_views(row) for row in ids])
         else:
@@ -62,18 +64,15 @@ class OutsideEncoder:
     def _embed(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
         """(n, D) embeddings of each part, a side and ids (n,) on the CPU; zeros for -1."""
         distinct = []
-        inverses = []
+        rows = []
         for side, ids in parts:
-            unique, inverse = ids.unique(return_inverse=True)
-            distinct.append((side, unique[unique >= 0]))
-            inverses.append(inverse.to(self.like.device))
-        embeddings = []
-        for (_, ids), inverse, encoded in zip(parts, inverses, self._encode(distinct), strict=True):
-            # -1 sorts first, so its row of zeros does too.
-            num_padding = int((ids == PADDING).any())
-            padding = encoded.new_zeros(num_padding, encoded.shape[1])
-            embeddings.append(torch.cat([padding, encoded])[inverse])
-        return embeddings
+            known = ids[ids != PADDING].unique()
+            distinct.append((side, known))
+            # Row 0, of zeros, is that of -1, which is below all ids.
+            rows.append(torch.searchsorted(known, ids, right=True).to(self.like.device, non_blocking=True))
+        zero = self.like.new_zeros(1, self.like.shape[-1])
+        encoded = self._encode(distinct)
+        return [torch.cat([zero, part])[row] for part, row in zip(encoded, rows, strict=True)]
 
     def _encode(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
         """(n, D) embeddings of each part, a side and distinct ids (n,)."""

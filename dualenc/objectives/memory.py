@@ -17,7 +17,7 @@ from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.base import Objective
 from dualenc.objectives.draws import SharedRandom
-from dualenc.objectives.tables import first_occurrence
+from dualenc.objectives.tables import first_occurrence, write_rows
 
 MIN_BLOCK_SIZE = 64  # slots
 MAX_BLOCKS = 2**14
@@ -103,23 +103,25 @@ class EmbeddingMemory(nn.Module):
         return before < self.num_expected <= self.num_seen
 
     def write(self, keys: Tensor, embeddings: Tensor) -> None:
-        """Remember embeddings (n, D) of keys (n,); of a slot's duplicates the first counts."""
+        """Remember embeddings (n, D) of keys (n,), -1 for none; of a slot's duplicates the first counts."""
         own = self._own_slots
         if self.embeddings.shape[1] == 0:
             self.keys = keys.new_full((own.stop - own.start,), PADDING)
             self.embeddings = embeddings.new_zeros(len(self.keys), embeddings.shape[1])
             if keys.device.type != "cpu" and embeddings.dtype != torch.float64:
                 self.embeddings = self.embeddings.half()
+        is_item = keys != PADDING
         slots = keys // self.keys_per_item % self.num_slots
-        first = first_occurrence(slots)
+        first = first_occurrence(slots, preferred=is_item)
         rows = slots - own.start
         # A single process holds all rows, and selecting them would wait for the device.
         if distributed.is_initialized():
             is_own = (rows >= 0) & (rows < len(self.keys))
             rows = rows[is_own]
             first = first[is_own]
-        self.keys[rows] = keys[first]
-        self.embeddings[rows] = embeddings.detach()[first].to(self.embeddings)
+        # Selecting the items would wait, too: padding writes what is there.
+        write_rows(self.keys, rows, keys[first], is_item[first])
+        write_rows(self.embeddings, rows, embeddings.detach()[first], is_item[first, None])
 
     def due(self, share: float) -> Tensor:
         """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in turn."""
@@ -232,11 +234,12 @@ class EmbeddingMemory(nn.Module):
 
     def _parts(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
         """Ascending rows (n,) of this rank, of slots or all, in parts of whole blocks."""
-        if slots is None:
+        if slots is None or not len(self.keys):
             rows = torch.arange(len(self.keys), device=queries.device)
         else:
             rows = slots - self._own_slots.start
-            rows = rows[(rows >= 0) & (rows < len(self.keys))]
+            if distributed.is_initialized():
+                rows = rows[(rows >= 0) & (rows < len(self.keys))]
         if not len(rows):
             return ()
         entries_per_block = max(1, len(queries) * self.block_size)
@@ -352,9 +355,8 @@ class MemoryObjective(Objective):
 
     def remember(self, anchors: Anchors, items: Tensor, embeddings: Tensor) -> None:
         """Write items (X, n) and their embeddings (X, n, D), the batch's first; -1 for none."""
-        is_item = items != PADDING
         for x, direction in enumerate(anchors.directions):
-            self.memories[direction].write(items[x][is_item[x]], embeddings[x][is_item[x]])
+            self.memories[direction].write(items[x], embeddings[x])
             # The rest does not count: batches alone pass through the corpus.
             self.memories[direction].count(anchors.num_batch)
 

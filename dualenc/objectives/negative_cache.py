@@ -80,8 +80,7 @@ class NegativeCache(MemoryObjective):
             items = anchors.gather(plan.outside)  # (X, G)
             embeddings = anchors.gather(outside)  # (X, G, D)
             for x, direction in enumerate(anchors.directions):
-                drawn = items[x] != PADDING
-                self.memories[direction].write(items[x][drawn], embeddings[x][drawn])
+                self.memories[direction].write(items[x], embeddings[x])
         positive = anchors.positive_scores  # (X, A)
         in_batch = anchors.candidates.take_along_dim(plan.column[..., None], dim=1)  # (X, A, D)
         negatives = torch.where(plan.is_found[..., None], in_batch, outside)
@@ -106,4 +105,4 @@ class NegativeCache(MemoryObjective):
             chunks = own.tensor_split(math.ceil(max(sizes) / REFRESH_CHUNK))
             encoded = torch.cat([encoder(chunk[None], (direction,))[0] for chunk in chunks])
             embeddings = distributed.gather(encoded, sizes)
-            memory.write(due.to(embeddings.device), embeddings)
+            memory.write(due.to(embeddings.device, non_blocking=True), embeddings)

@@ -109,14 +109,13 @@ class SACLR(Objective):
         self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor
     ) -> Tensor:
         """(X, A) log 1/s with this step's ξ counted in."""
-        sizes = [self.corpus.size(direction) for direction in anchors.directions]
-        corpus_sizes = log_positive.new_tensor(sizes)
-        log_new = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)[:, None]  # log ξ
+        corpus_sizes = anchors.per_direction(map(self.corpus.size, anchors.directions))
+        log_new = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)  # log ξ
         if self.alpha < 1:
             log_new = torch.logaddexp(log_new, log_mean + log_num + math.log1p(-self.alpha))
         rows = anchors.rows
         if self.form == "matrix":
-            rows = rows.new_tensor(anchors.directions)[:, None].expand_as(rows)
+            rows = anchors.per_direction(anchors.directions).long().expand_as(rows)
             mean = anchors.gather(log_new).logsumexp(dim=1) - math.log(max(anchors.num_batch, 1))
             log_new = mean[:, None].expand_as(log_new)
         old = self.log_scale[rows].to(log_new)

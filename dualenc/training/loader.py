@@ -61,13 +61,10 @@ class Batch(NamedTuple):
     bad: tuple[tuple[int, str], ...] = ()
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of an objective other than embeddings and the pairs' ids, on its device."""
-        names = ("left_positives", "right_positives", "negative_id", "weights")
-        values = {name: getattr(self, name) for name in names}
-        return {
-            name: None if value is None else value.to(device, non_blocking=True)
-            for name, value in values.items()
-        }
+        """Arguments of an objective other than embeddings, on its device."""
+        names = ("left_id", "right_id", "left_positives", "right_positives", "negative_id", "weights")
+        parts = {name: part for name in names if (part := getattr(self, name)) is not None}
+        return {name: part.to(device, non_blocking=True) for name, part in parts.items()}
 
 
 class BatchLoader:

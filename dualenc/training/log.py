@@ -39,10 +39,10 @@ class Meter:
         # Without a look at the value, which would wait for the device.
         first = ~torch.isfinite(loss) & (self.first_bad_step == 0)
         self.first_bad_step = torch.where(first, float(step), self.first_bad_step)
+        # Made on the device, as numbers that are copied there wait for it.
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, value in values.items():
-            scalar = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
-            # Not `+=`, which would change a metric's own tensor.
-            self.sums[name] = self.sums.get(name, 0.0) + scalar
+            self.sums[name] = self.sums.get(name, zero) + value
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def bad_step(self, all_ranks: bool = True) -> int | None:

@@ -63,7 +63,7 @@ class StopSignals:
 
     def agree(self, device: torch.device) -> int:
         """The signal that any rank has received, or 0; all ranks call it together, to stop at the same step."""
-        return int(distributed.all_reduce(torch.tensor(self.noted, device=device), "max"))
+        return max(distributed.rank_numbers([self.noted], device)[0])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -104,9 +104,7 @@ class TrainStep:
         output = self.objective(
             left,
             right,
-            batch.left_id.to(self.device),
-            batch.right_id.to(self.device),
-            self.items,
+            encode=self.items,
             negatives=mined[0] if mined else None,
             **batch.arguments(self.device),
             **keys,

@@ -52,7 +52,8 @@ def test_the_walk_is_algorithm_1(seed: int, num_chains: int, num_proposals: int,
     start = np.where(draw.random(num_chains) < 0.3, -np.inf, draw.uniform(-spread, spread, num_chains))
     is_negative = draw.random(scores.shape) < 0.8
     uniform = draw.random(scores.shape)
-    visits, state = metropolis_hastings(start, scores, is_negative, np.log(uniform), burn_in)
+    negatives = np.where(is_negative, scores, -np.inf)
+    visits, state = metropolis_hastings(start, negatives, np.log(uniform), burn_in)
     for chain in range(num_chains):
         own = scores[:, chain], is_negative[:, chain], uniform[:, chain]
         expected, last = one_chain(float(start[chain]), *own, burn_in)
@@ -66,9 +67,8 @@ def test_the_softmax_is_invariant_under_the_walk() -> None:
     law = np.exp(scores) / np.exp(scores).sum()
     start = draw.choice(num_items, num_chains, p=law)
     proposals = draw.integers(0, num_items, (5, num_chains))
-    everything = np.ones(proposals.shape, dtype=bool)
     uniform = np.log(draw.random(proposals.shape))
-    visits, state = metropolis_hastings(scores[start], scores[proposals], everything, uniform, 0.0)
+    visits, state = metropolis_hastings(scores[start], scores[proposals], uniform, 0.0)
     ends = np.where(state < 5, np.take_along_axis(proposals, np.minimum(state, 4)[None], 0)[0], start)
     assert chisquare(np.bincount(ends, minlength=num_items), law * num_chains).pvalue > 0.001
     weights = np.zeros(num_items)

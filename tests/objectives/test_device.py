@@ -54,3 +54,26 @@ def test_a_step_without_encoding_waits_once_to_check_the_values(setting: Setting
         before = device.waits
         criterion(left, right, ids, ids.clone(), **momentum_keys(criterion, left, right)).loss.backward()
         assert device.waits - before == 1, device.places
+
+
+# The values of the batch, the ids to encode, what was encoded; EMC2's scores; NegativeCache's refresh of each side.
+MOST_WAITS = {"EMC2": 4, "ISIR": 3, "GlobalCache": 3, "NegativeCache": 5}
+
+
+@pytest.mark.parametrize("setting", [s for s in FIRST if s.objective.__name__ in MOST_WAITS], ids=lambda s: s.name)
+def test_a_step_with_encoding_waits_no_more_than_it_must(setting: Setting) -> None:
+    with pretended_device() as device:
+        towers, criterion, ids = (
+            Towers(setting.views).to(DEVICE),
+            setting.build().to(DEVICE),
+            torch.arange(8).to(DEVICE),
+        )
+        towers.left_features, towers.right_features = towers.left_features.to(DEVICE), towers.right_features.to(DEVICE)
+
+        def encode(side: str, ids: torch.Tensor) -> torch.Tensor:
+            return towers.encode(side, ids.to(DEVICE, non_blocking=True))
+
+        for _ in range(3):
+            before = device.waits
+            criterion(encode("left", ids), encode("right", ids), ids, ids.clone(), encode=encode).loss.backward()
+            assert device.waits - before <= MOST_WAITS[setting.objective.__name__], device.places
