@@ -35,15 +35,11 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
     for name, layer in module.named_modules():
         is_attention = isinstance(layer, nn.MultiheadAttention)
         if is_attention and (targets == "all-linear" or name.endswith(endings)):
-            projections += [
-                f"{name}.{key}" for key in PROJECTIONS if getattr(layer, key, None) is not None
-            ]
+            present = [key for key in PROJECTIONS if getattr(layer, key, None) is not None]
+            projections += [f"{name}.{key}" for key in present]
         # Around attention as a whole, peft would add to its weights and subtract again in each pass, with rounding.
-        if (
-            is_attention
-            or isinstance(layer, NonDynamicallyQuantizableLinear)
-            or name.endswith("pooler.dense")
-        ):
+        is_uncalled = isinstance(layer, NonDynamicallyQuantizableLinear) or name.endswith("pooler.dense")
+        if is_attention or is_uncalled:
             excluded.append(name)
     with explain(f"LoRA of rank {rank}, targets {targets}", "correct them"):
         config = LoraConfig(

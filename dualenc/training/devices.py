@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -93,10 +94,14 @@ def deterministic_algorithms(enabled: bool, device: torch.device) -> Iterator[No
         return
     algorithms_before = torch.are_deterministic_algorithms_enabled()
     benchmark_before = torch.backends.cudnn.benchmark
+    memory: Any = torch.utils.deterministic
+    fills_before = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
+    memory.fill_uninitialized_memory = False  # a kernel more for nearly every operator
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(algorithms_before)
         torch.backends.cudnn.benchmark = benchmark_before
+        memory.fill_uninitialized_memory = fills_before

@@ -34,15 +34,15 @@ class Meter:
         self.counts: dict[str, int] = {}
         self.first_bad_step = torch.zeros((), dtype=torch.float64, device=device)
 
+    @torch.no_grad()
     def add(self, step: int, loss: Tensor, values: dict[str, Tensor | float]) -> None:
         """Add the values of one step; `bad_step` reports a loss that is not finite."""
         # Without a look at the value, which would wait for the device.
         first = ~torch.isfinite(loss) & (self.first_bad_step == 0)
         self.first_bad_step = torch.where(first, float(step), self.first_bad_step)
-        # Made on the device, as numbers that are copied there wait for it.
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        # On the device from the start, as numbers that are copied there wait for it.
         for name, value in values.items():
-            self.sums[name] = self.sums.get(name, zero) + value
+            self.sums[name] = self.sums.get(name, torch.zeros_like(self.first_bad_step)) + value
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def bad_step(self, all_ranks: bool = True) -> int | None:

@@ -302,20 +302,16 @@ class Loop:
             outputs.append(output)
         loss = torch.stack([output.loss.detach() for output in outputs]).mean()
         values: dict[str, Tensor | float] = {}
-        is_logged = self._logs_at(self.steps + 1)
-        if is_logged:
+        if self._logs_at(self.steps + 1):
             for name in outputs[0].metrics:
                 values[name] = torch.stack([output.metrics[name] for output in outputs]).mean()
+            values |= {f"state/{name}": value for name, value in self.objective.diagnostics().items()}
         if self.objective.reports_loss:
             values["loss"] = loss
-        if is_logged:
-            values |= {f"state/{name}": value for name, value in self.objective.diagnostics().items()}
         if self.objective.needs_encode:
-            values["items_encoded"] = (
-                float(step.items.num_encoded - encoded_before) * distributed.world_size()
-            )
-        norm = step.update()
-        if norm is not None:
+            num_encoded = step.items.num_encoded - encoded_before
+            values["items_encoded"] = float(num_encoded * distributed.world_size())
+        if (norm := step.update()) is not None:
             values["gradient_norm"] = norm
         return loss, values
 

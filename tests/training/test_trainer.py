@@ -17,7 +17,7 @@ from dualenc.data import ImageViews, Mixture
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, SogCLR, base
 from dualenc.training import trainer as trainer_module
-from dualenc.training.devices import place_model, start_accelerator
+from dualenc.training.devices import deterministic_algorithms, place_model, start_accelerator
 from dualenc.training.loader import BatchLoader
 from dualenc.training.log import read_metrics
 from dualenc.training.settings import TrainerSettings
@@ -311,3 +311,11 @@ def test_recipes_hold_a_tenth_out_of_a_hundred_pairs_or_more():
         rest, evaluator = trainer._hold_out(pairs, None, is_recipe)
         assert len(rest) == expected
         assert (evaluator is None) == (len(rest) == len(pairs))
+
+
+def test_deterministic_algorithms_hold_for_the_training_alone() -> None:
+    with deterministic_algorithms(True, torch.device("cuda")):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
