@@ -39,7 +39,17 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from comparison_table import FIRST_RATE, ORDINARY_BATCH, RESULTS, Runs, Settings, in_processes, report, spread
+from comparison_table import (
+    FIRST_RATE,
+    ORDINARY_BATCH,
+    RESULTS,
+    Compute,
+    Runs,
+    Settings,
+    in_processes,
+    report,
+    spread,
+)
 from comparison_tasks import TASKS, Quality, Task, some_of
 from outside import import_objective, report_progress
 from probes import (
@@ -249,6 +259,69 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
     return settings, outcome
 
 
+@dataclass
+class Comparison:
+    """Cells of one task that are tuned alike and trained with so many seeds; finished runs are not made again."""
+
+    runs: Runs
+    compute: Compute
+    cells: list[Cell]
+    seeds: int
+
+    def best(self, values: Sequence[float], settings_with: Callable[[Cell, float], Settings]) -> dict[Cell, float]:
+        """Of each cell, the value whose run has the highest quality on held-out data, also beyond the edges."""
+        tried = {cell: sorted(values) for cell in self.cells}
+        quality: dict[tuple[Cell, float], float] = {}
+        for _ in range(1 + BEYOND_EDGE):
+            missing = [(c, value) for c in self.cells for value in tried[c] if (c, value) not in quality]
+            quality |= self._held_out({(c, value): settings_with(c, value) for c, value in missing})
+            for cell, own in tried.items():
+                if len(own) == 1:
+                    continue
+                winner = max(own, key=lambda value: quality[cell, value])
+                if winner == own[0]:
+                    own.insert(0, float(f"{winner * own[0] / own[1]:.2g}"))
+                elif winner == own[-1]:
+                    own.append(float(f"{winner * own[-1] / own[-2]:.2g}"))
+        return best_values(quality)
+
+    def with_seeds(self, settings_with: Callable[[Cell, int], Settings]) -> dict[Cell, list[dict[str, Any]]]:
+        """The runs of all seeds of each cell."""
+        found = self.runs.get([settings_with(c, seed) for c in self.cells for seed in range(self.seeds)], self.compute)
+        parts = (found[start : start + self.seeds] for start in range(0, len(found), self.seeds))
+        return dict(zip(self.cells, parts, strict=True))
+
+    def lengths(
+        self,
+        found: dict[Cell, list[dict[str, Any]]],
+        seconds: float | None,
+        settings_with: Callable[[Cell, float], Settings],
+    ) -> dict[Cell, float]:
+        """By how much each cell trains longer to have so many seconds, or those of the slowest, if that is better."""
+        spent = {cell: statistics.mean(one["seconds"] for one in seeds) for cell, seeds in found.items()}
+        budget = {cell: (seconds or max(spent.values())) / own for cell, own in spent.items()}
+        # Of two lengths, the whole budget and the geometric mean of it and one, the better one is chosen.
+        tried = [(cell, share) for cell, most in budget.items() for share in (math.sqrt(most), most) if most > 1.02]
+        quality = {(cell, 1.0): seeds[0]["validation"] for cell, seeds in found.items()}
+        return best_values(quality | self._held_out({(c, share): settings_with(c, share) for c, share in tried}))
+
+    def _held_out(self, settings: dict[tuple[Cell, float], Settings]) -> dict[tuple[Cell, float], float]:
+        """The quality on held-out data of runs with these settings."""
+        found = self.runs.get(settings.values(), self.compute)
+        return {key: one["validation"] for key, one in zip(settings, found, strict=True)}
+
+
+def best_values(quality: dict[tuple[Cell, float], float]) -> dict[Cell, float]:
+    """Of each cell, the value with the highest quality."""
+    cells = dict.fromkeys(cell for cell, _ in quality)
+    return {cell: max((key for key in quality if key[0] == cell), key=quality.__getitem__)[1] for cell in cells}
+
+
+def share_of_passes(outcome: dict[str, Any]) -> float:
+    """The share of the pairs with which a run encodes as much as InfoNCE does with all."""
+    return 1 / (1 + outcome["extra_encodes"] / 2) if outcome["extra_encodes"] > 0.01 else 1.0
+
+
 def run(
     task: str,
     path: Path,
@@ -289,10 +362,11 @@ def run(
         processes: trainings at once.
         results: where finished runs are kept.
     """
-    compute = in_processes(train, processes)
     for objective in objectives:
         objective_of(objective)  # before data are opened
-    opened, runs = TASKS[task](path, model), Runs(results)
+    cells: list[Cell] = list(itertools.product(batch_sizes, objectives))
+    comparison = Comparison(Runs(results), in_processes(train, processes), cells, seeds)
+    opened = TASKS[task](path, model)
     for count in {pairs, tune_pairs}:
         part = opened if count is None else replace(opened, pairs=some_of(opened.pairs, count))
         OPENED[name_of(task, path, count)] = part
@@ -307,55 +381,22 @@ def run(
         own |= {"pairs_seen": round(share * length * len(OPENED[name].pairs)), "rate": rate, "temperature": tau}
         return own | {"seed": seed, "equal": "pairs" if share == 1 else equal}
 
-    def best(values: Sequence[float], settings_with: Callable[[Cell, float], Settings]) -> dict[Cell, float]:
-        """Of each cell, the value whose run has the highest quality on held-out data, also beyond the edges."""
-        tried = {cell: sorted(values) for cell in cells}
-        quality: dict[tuple[Cell, float], float] = {}
-        for _ in range(1 + BEYOND_EDGE):
-            missing = [(c, value) for c in cells for value in tried[c] if (c, value) not in quality]
-            found = runs.get([settings_with(c, value) for c, value in missing], compute)
-            quality |= {key: one["validation"] for key, one in zip(missing, found, strict=True)}
-            for cell, own in tried.items():
-                if len(own) == 1:
-                    continue
-                winner = max(own, key=lambda value: quality[cell, value])
-                if winner == own[0]:
-                    own.insert(0, float(f"{winner * own[0] / own[1]:.2g}"))
-                elif winner == own[-1]:
-                    own.append(float(f"{winner * own[-1] / own[-2]:.2g}"))
-        known = {cell: [value for value in own if (cell, value) in quality] for cell, own in tried.items()}
-        return {cell: max(own, key=lambda value: quality[cell, value]) for cell, own in known.items()}
+    tried = temperatures or opened.temperatures
+    tau = comparison.best(tried, lambda cell, value: settings(cell, rates[0], value, tuning=True))
+    rate = comparison.best(rates, lambda cell, value: settings(cell, value, tau[cell], tuning=True))
 
-    cells: list[Cell] = list(itertools.product(batch_sizes, objectives))
-    tau = best(temperatures or opened.temperatures, lambda c, t: settings(c, rates[0], t, tuning=True))
-    rate = best(rates, lambda c, r: settings(c, r, tau[c], tuning=True))
-    final = [(cell, seed) for cell in cells for seed in range(seeds)]
-    found = runs.get([settings(c, rate[c], tau[c], seed) for c, seed in final], compute)
+    def tuned(cell: Cell, seed: int = 0, share: float = 1.0) -> Settings:
+        return settings(cell, rate[cell], tau[cell], seed, share)
+
+    found = comparison.with_seeds(tuned)
     if equal == "passes":
-        shares = [1 / (1 + one["extra_encodes"] / 2) if one["extra_encodes"] > 0.01 else 1.0 for one in found]
-        again = zip(final, shares, strict=True)
-        found = runs.get([settings(c, rate[c], tau[c], seed, share) for (c, seed), share in again], compute)
+        shares = {cell: [share_of_passes(one) for one in own] for cell, own in found.items()}
+        found = comparison.with_seeds(lambda cell, seed: tuned(cell, seed, shares[cell][seed]))
     if equal == "seconds":
-        spent = {cell: statistics.mean(o["seconds"] for o in own) for cell, own in by_cell(final, found).items()}
-        # Of two lengths, the whole budget and the geometric mean of it and one, the better one is chosen.
-        budget = {cell: (seconds or max(spent.values())) / own for cell, own in spent.items()}
-        tried = [(cell, share) for cell, most in budget.items() for share in (math.sqrt(most), most) if most > 1.02]
-        lengths = {(c, share): settings(c, rate[c], tau[c], share=share) for c, share in tried}
-        quality = {(cell, 1.0): own[0]["validation"] for cell, own in by_cell(final, found).items()}
-        tuned = runs.get(lengths.values(), compute)
-        quality |= {key: one["validation"] for key, one in zip(lengths, tuned, strict=True)}
-        length = {c: max((key for key in quality if key[0] == c), key=quality.__getitem__)[1] for c in cells}
-        found = runs.get([settings(c, rate[c], tau[c], seed, length[c]) for c, seed in final], compute)
-    for (batch_size, objective), row in itertools.groupby(zip(final, found, strict=True), key=lambda item: item[0][0]):
-        print(f"{name_of(task, path, pairs)} {objective} B={batch_size}: {spread([one for _, one in row])}", flush=True)
-
-
-def by_cell(final: Sequence[tuple[Cell, int]], found: Sequence[dict[str, Any]]) -> dict[Cell, list[dict[str, Any]]]:
-    """The runs of all seeds of each cell."""
-    cells: dict[Cell, list[dict[str, Any]]] = {}
-    for (cell, _), one in zip(final, found, strict=True):
-        cells.setdefault(cell, []).append(one)
-    return cells
+        lengths = comparison.lengths(found, seconds, lambda cell, share: tuned(cell, share=share))
+        found = comparison.with_seeds(lambda cell, seed: tuned(cell, seed, lengths[cell]))
+    for (batch_size, objective), outcomes in found.items():
+        print(f"{name_of(task, path, pairs)} {objective} B={batch_size}: {spread(outcomes)}", flush=True)
 
 
 def name_of(task: str, path: Path, pairs: int | None) -> str:
