@@ -126,7 +126,7 @@ def test_batches_have_the_negatives_that_the_model_mined_last(
         calls += 1
         if batch == 0 and epoch and epoch % every == 0:
             expected = by_hand(model, pairs, Rule(num_negatives=2, relative=None))
-        of_batch = [row for left in arguments[2].tolist() for row in expected[left]]
+        of_batch = [row for left in named["left_id"].tolist() for row in expected[left]]
         assert sorted(named["negative_id"].tolist()) == sorted(of_batch)
 
     objective.register_forward_pre_hook(compare, with_kwargs=True)
