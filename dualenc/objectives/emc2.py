@@ -88,24 +88,24 @@ class EMC2(ChainObjective):
     def _walk(self, proposed: Anchors, start_scores: Tensor) -> Walk:
         """Run each chain through the proposals in random order."""
         # One transfer, as each stalls an accelerator: s/τ of the proposals, -inf for no negative, and of the state.
-        known = torch.cat([proposed.logits, start_scores[..., None]], dim=-1).cpu()
-        num_directions, num_anchors, num_proposals = known[..., :-1].shape
+        logits = torch.cat([proposed.logits, start_scores[..., None]], dim=-1).cpu()  # (X, A, C + 1)
+        num_directions, num_anchors, num_proposals = logits[..., :-1].shape
         # Order and uniforms are drawn for the global batch: the walk is the same on any number of ranks.
-        order = self.draws.permutation(num_proposals, known.device)
-        uniform = self.draws.uniform(num_proposals, num_directions, proposed.num_batch, like=known)
+        order = self.draws.permutation(num_proposals, logits.device)
+        uniform = self.draws.uniform(num_proposals, num_directions, proposed.num_batch, like=logits)
         if distributed.is_initialized():
             uniform = uniform[:, :, proposed.batch_rows.cpu()]
         # Proposals come first, because each step of the walk reads one of them for all chains.
         visits, last = metropolis_hastings(
-            known[..., -1].flatten().numpy(),
-            known.flatten(0, 1).T[order].numpy(),
-            uniform.flatten(1).log().numpy(),
+            logits[..., -1].flatten().numpy(),
+            logits.flatten(0, 1).T[order].numpy(),
+            uniform.flatten(1).log().numpy(),  # (C, X·A)
             self.burn_in,
         )
         # Back from the order of the walk to that of the proposals; the state stays last.
         columns = torch.cat([order, torch.tensor([num_proposals])])
-        weights = torch.zeros(visits.shape, dtype=known.dtype)
-        weights[columns] = torch.from_numpy(visits).to(known.dtype)
+        weights = torch.zeros(visits.shape, dtype=logits.dtype)
+        weights[columns] = torch.from_numpy(visits).to(logits.dtype)
         weights = weights.T.reshape(num_directions, num_anchors, num_proposals + 1)
         column = columns[torch.from_numpy(last)].view(num_directions, num_anchors)
         return Walk(*(part.to(start_scores.device, non_blocking=True) for part in (weights, column)))
