@@ -4,7 +4,7 @@
 - "copies": the same on 4,000 of its pairs, a fifth of which come twice; "copies_known", where training knows of them.
 - "text": a one-layer transformer from scratch on it; "text_dropout", with a dropout of 0.1.
 - "minilm": a published one; "minilm_lora", adapters of rank 16 on it; "minilm_beginnings" and "minilm_lora_beginnings",
-  the same on so few tokens and documents that a CPU can.
+  the same on so few tokens and documents that a CPU can; "minilm_512", on texts of up to 512 tokens.
 - "decoder": a two-layer decoder from scratch whose last token is the text's vector.
 - "image_text": a small open_clip model on tables {train,dev,test}.parquet of images and captions.
 - "image_text_vectors": perceptrons on vectors that published encoders have of them, see `pretrained_features.py`;
@@ -454,6 +454,7 @@ TASKS: dict[str, Callable[[Path, str], Task]] = {
     "minilm_lora": partial(minilm, lora_rank=16),
     "minilm_beginnings": partial(minilm, **BEGINNINGS),
     "minilm_lora_beginnings": partial(minilm, lora_rank=16, **BEGINNINGS),
+    "minilm_512": partial(minilm, **BEGINNINGS | {"max_tokens": 512}),
     "image_text": image_text,
     "image_text_vectors": image_text_vectors,
     "image_text_sets": partial(image_text_vectors, one_item=True),

@@ -1,12 +1,12 @@
 """The memory that a training step takes, by objective and batch: the peak of what torch holds, beside the weights.
 
-    python eval/bench/training_memory.py MODEL PATH_TO_BEIR --rows "[InfoNCE 8,MomentumQueue 8,InfoNCE 128 by 8]"
+    python eval/bench/training_memory.py MODEL PATH_TO_BEIR --rows '["InfoNCE 8","InfoNCE, cached by 8 128"]'
     python eval/bench/training_memory.py Qwen3-Embedding-0.6B PATH_TO_BEIR --tokens 512 --lora_rank 16
 
 MODEL is a text encoder, fine-tuned in bf16 on beginnings of texts, or a name of `SHAPES`: random weights of a published
-model's sizes, which take the memory of its own. A row is an objective of `small_batch.py`, a batch size, and behind
-"by" the number of items whose gradients are cached at a time. Counted are tensors that exist beside the weights:
-gradients, the state of the optimizer and of the objective, a momentum encoder, activations.
+model's sizes, which take the memory of its own. A row is an objective of `small_batch.py` and a batch size. Counted are
+tensors that exist beside the weights: gradients, the state of the optimizer and of the objective, a momentum encoder,
+activations.
 
 On a GPU the seconds of a pair are there as well, and with --lora_rank every text is repeated until it is as long as the
 longest: large encoders are chosen for long texts.
@@ -15,6 +15,7 @@ longest: large encoders are chosen for long texts.
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from profiling import StepClock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from comparison_tasks import beginnings, some_of
-from small_batch import OBJECTIVES
+from small_batch import OBJECTIVES, TRAINER
 from torch.profiler import ProfilerActivity, profile
 
 from dualenc.data import PairDataset
@@ -36,7 +37,7 @@ from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.training import Trainer
 
 STEPS = 3
-ROWS = ("InfoNCE 4", "InfoNCE 8", "InfoNCE 16", "InfoNCE 32", "InfoNCE 128", "InfoNCE 128 by 8")
+ROWS = ("InfoNCE 4", "InfoNCE 8", "InfoNCE 16", "InfoNCE 32", "InfoNCE 128", "InfoNCE, cached by 8 128")
 ROWS += ("SogCLR+ 8", "GlobalCache+ 8", "MomentumQueue 8", "ISIR 8")
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -94,11 +95,10 @@ def as_long(texts: Sequence[str], words: int) -> list[str]:
 
 
 def peak_bytes(
-    encoder: TextEncoder, data: PairDataset, objective_name: str, batch_size: int, chunk_size: int | None, steps: int
+    encoder: TextEncoder, data: PairDataset, objective_name: str, batch_size: int, steps: int
 ) -> tuple[int, float]:
-    """The most bytes that a short training holds beside the weights before it saves, and the seconds of a pair."""
+    """The most bytes that a short training holds before it saves, on a CPU beside the weights; seconds of a pair."""
     objective = OBJECTIVES[objective_name](temperature=0.05, num_left=data.num_left, num_right=data.num_right)
-    weights = sum(one.nbytes for one in encoder.parameters())
     on_gpu = torch.cuda.is_available()
     clock = StepClock(1, steps)
     peaks: list[int] = []
@@ -122,16 +122,16 @@ def peak_bytes(
         trainer = Trainer(
             output=output,
             batch_size=batch_size,
-            chunk_size=chunk_size,
             max_steps=steps + 2,
             mixed_precision="bf16",
             save_every=None,
             progress=False,
+            **TRAINER.get(objective_name, {}),
         )
         trainer.fit(encoder, data, objective)
     seconds = clock.seconds_per_step / batch_size
     if on_gpu:
-        return peaks[-1] - weights, seconds
+        return peaks[-1], seconds
     held, most = 0, 0
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
@@ -148,6 +148,7 @@ def main(
     tokens: int = 32,
     lora_rank: int = 0,
     steps: int = STEPS,
+    out: Path | None = None,
 ) -> None:
     """Print the memory of each row.
 
@@ -159,6 +160,7 @@ def main(
         tokens: longest text.
         lora_rank: adapters over bf16 weights, with gradient checkpointing, in place of all weights.
         steps: over which a pair's time is taken; a training has one before them and one after.
+        out: file to which the rows are added as lines of JSON.
     """
     data = some_of(beginnings(folder, words=tokens)[0], pairs)
     if lora_rank:
@@ -171,15 +173,19 @@ def main(
         if model in SHAPES:
             model = str(random_folder(model, data.right_items[:500], Path(temporary)))
         for row in rows:
-            name, batch_size, *chunk = row.replace(" by ", " ").rsplit(maxsplit=2 if " by " in row else 1)
+            name, _, batch_size = row.rpartition(" ")
             encoder = TextEncoder(model, **settings)
             weights = sum(one.nbytes for one in encoder.parameters())
-            chunk_size = int(chunk[0]) if chunk else None
-            most, seconds = peak_bytes(encoder, data, name, int(batch_size), chunk_size, steps)
-            cells = {"row": row, "tokens": tokens, "weights, MiB": round(weights / 2**20), "MiB": round(most / 2**20)}
+            most, seconds = peak_bytes(encoder, data, name, int(batch_size), steps)
+            beside = most - weights if torch.cuda.is_available() else most
+            cells = {"objective": name, "batch_size": int(batch_size), "tokens": tokens}
+            cells |= {"weights, MiB": round(weights / 2**20), "MiB": round(beside / 2**20)}
             if torch.cuda.is_available():
                 cells["ms per pair"] = round(1000 * seconds, 1)
             print(cells, flush=True)
+            if out is not None:
+                with out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(cells) + "\n")
             del encoder
             # The trainer leaves cycles, which would hold this model while the next one is measured.
             gc.collect()
