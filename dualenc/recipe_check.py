@@ -161,6 +161,9 @@ def check_keys(values: Mapping[Any, Any], known: Collection[str], owner: str, pr
 def _find_class(path: str, base: Any, place: str, allowed: Sequence[str]) -> tuple[str, type]:
     """The full path and the class that a recipe names, of those that fit the place: ours, or of an allowed module."""
     module, _, name = path.rpartition(".")
+    if module and not _is_within(module, ("dualenc", *allowed)):
+        advice = f"pass --allow-module {module.partition('.')[0]} if you trust its code"
+        raise DualencError(f"{place} is {path!r}, outside dualenc; {advice}")
     packages = (module,) if _is_within(module, allowed) else PACKAGES
     names = []
     for package in packages:
@@ -172,8 +175,7 @@ def _find_class(path: str, base: Any, place: str, allowed: Sequence[str]) -> tup
                     return f"{package}.{key}", kind
                 names.append(key)
     advice = nearest(name, names) or f"; there are {', '.join(dict.fromkeys(names)) or 'none'}"
-    problem = f"no class of type {base.__name__} in dualenc or a module of --allow-module"
-    raise DualencError(f"{place} is {path!r}, {problem}{advice}")
+    raise DualencError(f"{place} is {path!r}, no class of type {base.__name__} in {module or 'dualenc'}{advice}")
 
 
 def _fits(value: Any, base: Any) -> bool:

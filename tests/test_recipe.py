@@ -126,9 +126,12 @@ REFUSALS = [
     ("objective.temprature=1", r"objective\.temprature is no key of SogCLR \(did you mean temperature\?\)"),
     (
         "objective.class_path=SogCRL",
-        r"is 'SogCRL', no class of type Objective in dualenc or a module of --allow-module \(did you mean SogCLR\?\)",
+        r"is 'SogCRL', no class of type Objective in dualenc \(did you mean SogCLR\?\)",
     ),
-    ("objective.class_path=nowhere.SogCLR", "is 'nowhere.SogCLR', no class of type Objective .*--allow-module"),
+    (
+        "objective.class_path=my_losses.clip.SogCLR",
+        "is 'my_losses.clip.SogCLR', outside dualenc; pass --allow-module my_losses if you trust its code",
+    ),
     (
         "objective.class_path=dualenc.nowhere.SogCLR",
         r"'dualenc.nowhere.SogCLR', no class of type Objective .* \(did you mean SogCLR\?\)",
