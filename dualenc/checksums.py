@@ -70,9 +70,7 @@ def verify_files(
         names = _smallest(meta["sizes"])
     for name, digest in checksums(folder, names).items():
         if digest != meta["files"][name]:
-            raise DualencError(
-                f"{folder / name}: corrupt, its checksum is not that of meta.json; {remedy}"
-            )
+            raise DualencError(f"{folder / name}: corrupt, its checksum is not that of meta.json; {remedy}")
 
 
 def _smallest(present: Mapping[str, int]) -> list[str]:

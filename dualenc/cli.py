@@ -109,7 +109,5 @@ def _explain(error: BaseException) -> str:
         return f"error: {message}"
     # torch's OutOfMemoryError is compared by name: importing torch takes seconds.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return (
-            f"error: not enough memory ({message or 'none left'}); make batch_size or chunk_size smaller"
-        )
+        return f"error: not enough memory ({message or 'none left'}); make batch_size or chunk_size smaller"
     return f"unexpected error: {type(error).__name__}: {message}; run again with --debug to see where"

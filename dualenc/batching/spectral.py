@@ -75,9 +75,7 @@ class SpectralBatches(BatchSelector):
         chosen = bisection_batches(points, self.batch_size, draw)
         return draw.permutation(rows[chosen])
 
-    def _select_spectral(
-        self, batches: ndarray, left: ndarray, right: ndarray, draw: Generator
-    ) -> ndarray:
+    def _select_spectral(self, batches: ndarray, left: ndarray, right: ndarray, draw: Generator) -> ndarray:
         """Partition the pairs of each k random batches."""
         selected = []
         for first in range(0, len(batches), self.k):

@@ -233,9 +233,7 @@ def _train(
     return trainer.fit(model, pairs, objective, evaluator=evaluator, resume=resume)
 
 
-def _report(
-    folder: Path, facts: Mapping[str, object], points: Sequence[Interpolated], keep: float
-) -> None:
+def _report(folder: Path, facts: Mapping[str, object], points: Sequence[Interpolated], keep: float) -> None:
     """Print and write how well the original and the adapted model find documents, and the models between them."""
     original = next(point for point in points if point.keep == 1)
     result = next(point for point in points if point.keep == keep)

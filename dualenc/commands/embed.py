@@ -75,7 +75,5 @@ def embed(
             summary = f"left out {skipped:,} of {skipped + len(embeddings):,} items"
             print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)
         print(
-            printable(
-                f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({side} side) → {out}"
-            )
+            printable(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({side} side) → {out}")
         )

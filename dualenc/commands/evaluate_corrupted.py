@@ -138,9 +138,7 @@ def _open_versions(
         source = GeneratedCorruptions(clean, corruptions or ALL, seed=images.seed)
     if len(set(source.corruptions)) < max(2, len(source.corruptions)):
         # A version alone can only find itself.
-        raise DualencError(
-            f"--corruptions {','.join(source.corruptions)}: give two or more different ones"
-        )
+        raise DualencError(f"--corruptions {','.join(source.corruptions)}: give two or more different ones")
     return source, clean
 
 

@@ -49,9 +49,7 @@ def evaluate_probe(
     train_features, train_labels = labelled_features(
         evaluation, "train", tower, train, train_labels, **settings
     )
-    test_features, test_labels = labelled_features(
-        evaluation, "test", tower, test, test_labels, **settings
-    )
+    test_features, test_labels = labelled_features(evaluation, "test", tower, test, test_labels, **settings)
     if distributed.is_main():
         vectors = (train_features, train_labels, test_features)
         k = min(NEIGHBOURS, len(train_labels))

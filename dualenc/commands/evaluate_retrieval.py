@@ -104,9 +104,7 @@ def evaluate_retrieval(
     distributed.barrier()
 
 
-def _facts(
-    model: str, split: str, options: RetrievalOptions, ranking: RankingOptions
-) -> dict[str, object]:
+def _facts(model: str, split: str, options: RetrievalOptions, ranking: RankingOptions) -> dict[str, object]:
     facts: dict[str, object] = {"model": model, "split": split, "depth": DEPTH}
     facts["keep_self_matches"] = options.keep_self_matches
     if options.documents is not None:

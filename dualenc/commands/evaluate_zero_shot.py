@@ -56,9 +56,7 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
         by_class: list[dict[str, Any]] = []
         for number in np.unique(labels).tolist():
             own = ranks[labels == number]
-            by_class.append(
-                {"class": names[number], "images": len(own), "top@1": float(np.mean(own == 1))}
-            )
+            by_class.append({"class": names[number], "images": len(own), "top@1": float(np.mean(own == 1))})
         scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
         sizes = {"images": len(ranks), "classes": len(names)}
         evaluation.conclude(

@@ -267,9 +267,7 @@ def _show(report: Mapping[str, Any], page: Path) -> None:
     facts = report["facts"]
     systems = Table("On the sample [95 % interval]", measures.table_rows(report["systems"]))
     write_report(page, "Change of model", facts=facts, tables=[systems])
-    print_table(
-        Table("Change of model", [{"what": name, "value": value} for name, value in facts.items()])
-    )
+    print_table(Table("Change of model", [{"what": name, "value": value} for name, value in facts.items()]))
     print_table(systems)
     share = min(report["served"])
     if share > 0:

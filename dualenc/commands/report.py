@@ -94,7 +94,5 @@ def _ends(run: RunRecords) -> list[Row]:
             steps, values = run.curve(name)
             row: Row = {"run": run.name, "metric": name.removeprefix(EVALUATION), "first": values[0]}
             best = max(values)
-            rows.append(
-                row | {"best": best, "at step": int(steps[values.index(best)]), "last": values[-1]}
-            )
+            rows.append(row | {"best": best, "at step": int(steps[values.index(best)]), "last": values[-1]})
     return rows

@@ -73,9 +73,7 @@ def cached_dataset(
         bad_rows.update(own.counts, own.first)
         return dataset
     # Contents under one key never change: two processes may write the same file.
-    facts = [
-        f"{file.resolve()} {file.stat().st_mtime_ns} {file_identity(file).decode()}" for file in files
-    ]
+    facts = [f"{file.resolve()} {file.stat().st_mtime_ns} {file_identity(file).decode()}" for file in files]
     target = cache_folder() / f"{digest_of([f'{VERSION} {key}', *facts])}.arrow"
     counts = target.with_suffix(".json")
     if not target.is_file():

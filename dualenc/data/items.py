@@ -44,9 +44,7 @@ class Texts(Sequence[str]):
         with explain(f"{path}: corrupt", fix):
             if strings.type not in _BYTES:
                 raise ValueError(f"{strings.type} instead of strings")
-            self.as_bytes = pa.chunked_array(
-                [chunk.view(_BYTES[strings.type]) for chunk in strings.chunks]
-            )
+            self.as_bytes = pa.chunked_array([chunk.view(_BYTES[strings.type]) for chunk in strings.chunks])
             self.as_bytes.validate(full=True)
             if strings.null_count:
                 raise ValueError("a string is missing")
@@ -205,9 +203,7 @@ def write_items(
     folder: Path, ids: Iterable[str], texts: Iterable[str] | None = None, columns: pa.Table | None = None
 ) -> None:
     """Write items.arrow and order.npy: ids (N,), at least one, that have passed `check_ids`, and texts and columns."""
-    write_batches(
-        folder / ITEMS, _item_batches(iter(ids), None if texts is None else iter(texts), columns)
-    )
+    write_batches(folder / ITEMS, _item_batches(iter(ids), None if texts is None else iter(texts), columns))
     write_order([folder / ITEMS])
 
 

@@ -121,9 +121,7 @@ class _TarFiles:
             return decode_image(data, position)
         text = data.decode("utf-8-sig", "surrogateescape").strip()
         if not text or not is_utf8(text):
-            raise BadSample(
-                f"{position}: its .txt holds no text in UTF-8; convert it or remove the sample"
-            )
+            raise BadSample(f"{position}: its .txt holds no text in UTF-8; convert it or remove the sample")
         return text
 
     def key(self, index: int) -> bytes | str:

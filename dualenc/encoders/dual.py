@@ -266,9 +266,7 @@ class DualEncoder(nn.Module):
         """Store the temperature that training ended with, in formats with a place for it (CLIP)."""
 
 
-def _encode_windows(
-    tower: Tower, items: Sequence[Any], batch_size: int, bar: tqdm
-) -> Iterator[np.ndarray]:
+def _encode_windows(tower: Tower, items: Sequence[Any], batch_size: int, bar: tqdm) -> Iterator[np.ndarray]:
     """Vectors (n, D) of one window of items after another; within it, texts of similar length share a batch."""
     device = next(itertools.chain(tower.parameters(), tower.buffers())).device
     batches = 1 if tower.modality == "image" else max(1, WINDOW // batch_size)

@@ -193,9 +193,7 @@ def load_backbone(
         check_safetensors(folder, WEIGHTS_FILE)
         config = read_json_object(folder / "config.json")
         if "architecture" not in config:
-            raise DualencError(
-                f"{folder / 'config.json'}: names no timm architecture; give another folder"
-            )
+            raise DualencError(f"{folder / 'config.json'}: names no timm architecture; give another folder")
         source = f"local-dir:{folder}"
         saved = config.get("model_args", {})
         fixed_size = config.get("pretrained_cfg", config).get("fixed_input_size")

@@ -346,9 +346,7 @@ def _folder_config(folder: Path) -> dict[str, Any]:
     """The `model_cfg` of an open_clip folder whose tokenizer is not code of its own."""
     config = read_json_object(folder / CONFIG_FILE).get("model_cfg")
     if not isinstance(config, dict):
-        raise DualencError(
-            f"{folder / CONFIG_FILE}: no model_cfg, so no open_clip model; restore the file"
-        )
+        raise DualencError(f"{folder / CONFIG_FILE}: no model_cfg, so no open_clip model; restore the file")
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in read_json_object(settings):
         raise DualencError(

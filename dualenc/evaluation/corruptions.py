@@ -61,9 +61,7 @@ class CorruptedImages:
 class CleanImages(CorruptedImages):
     """Uncorrupted images as a `CorruptedImages`, the same under every corruption."""
 
-    def __init__(
-        self, images: Items, labels: Integers | None = None, class_names: list[str] | None = None
-    ):
+    def __init__(self, images: Items, labels: Integers | None = None, class_names: list[str] | None = None):
         self.images = images
         self.labels = labels
         self.class_names = class_names
@@ -95,9 +93,7 @@ class GeneratedCorruptions(CorruptedImages):
         # Decoded once for all its corruptions.
         if self._last is None or self._last[0] != index:
             self._last = (index, np.asarray(self.clean.image(index, "clean", 1)))
-        return Image.fromarray(
-            corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed)
-        )
+        return Image.fromarray(corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed))
 
 
 def corrupt(

@@ -121,9 +121,7 @@ def check_report_target(path: StrPath) -> None:
         with open_regular(path) as stream:
             beginning = stream.read(1 << 16)
         if beginning and STYLE not in beginning:
-            raise DualencError(
-                f"{os.fspath(path)}: exists and is no report of dualenc; name another --out"
-            )
+            raise DualencError(f"{os.fspath(path)}: exists and is no report of dualenc; name another --out")
 
 
 def _visible(value: object) -> object:

@@ -339,9 +339,7 @@ class Estimate(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None]:
         # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
         if torch.is_grad_enabled():
-            raise DualencError(
-                "an objective has no second derivatives; call backward without create_graph"
-            )
+            raise DualencError("an objective has no second derivatives; call backward without create_graph")
         (weights,) = ctx.saved_tensors
         return None, grad_outputs[0][..., None] * weights, None
 

@@ -87,9 +87,7 @@ class Matryoshka(Objective):
         vectors = {"left": left, "right": right, "negatives": negatives}
         vectors |= {"keys_left": keys_left, "keys_right": keys_right}
         if left.shape[-1] < self.dims[-1]:
-            problem = (
-                f"are {self.dims}, but the embeddings have {left.shape[-1]}; leave out what is beyond"
-            )
+            problem = f"are {self.dims}, but the embeddings have {left.shape[-1]}; leave out what is beyond"
             fail("dims", problem)
         if encode is not None and not self.encodes_in_backward:
             encode = EncodedOnce(encode)

@@ -135,8 +135,7 @@ def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] 
 def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]) -> None:
     pairs: list[tuple[str, Any, Any]] = [("dimension", index.dim, embeddings.dim)]
     pairs += [
-        (key, index.meta.get(key), embeddings.meta.get(key))
-        for key in ("model_checksum", "side", "output")
+        (key, index.meta.get(key), embeddings.meta.get(key)) for key in ("model_checksum", "side", "output")
     ]
     for name, ours, theirs in pairs:
         if ours is not None and theirs is not None and ours != theirs:

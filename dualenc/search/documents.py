@@ -83,9 +83,7 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
         if isinstance(documents.vectors, ShardedVectors) and (is_ready or _are_unit(documents)):
             return documents
         if work is None:
-            raise DualencError(
-                f"{source}: its vectors must be copied to be mapped; name a folder for them"
-            )
+            raise DualencError(f"{source}: its vectors must be copied to be mapped; name a folder for them")
         path = Path(work) / VECTORS
         if distributed.is_main():
             _write_once(documents, path, _checksum_of_files(source), scale=not is_ready)
@@ -178,18 +176,14 @@ def _table_documents(source: Path) -> Embeddings:
     bad_rows = BadRows(source)
     corpus = read_corpus(source, bad_rows=bad_rows)
     if corpus.modality != "vector":
-        raise DualencError(
-            f"{source}: its corpus is texts; index them with `dualenc index MODEL {source}`"
-        )
+        raise DualencError(f"{source}: its corpus is texts; index them with `dualenc index MODEL {source}`")
     bad_rows.report()
 
     def read(rows: range) -> np.ndarray:
         return np.stack([corpus.items[row] for row in rows])
 
     vectors = ReadRows(len(corpus), len(corpus.items[0]), read)
-    return Embeddings(
-        corpus.ids, vectors, {"metric": "cosine", "modality": "vector"}, None, corpus.columns
-    )
+    return Embeddings(corpus.ids, vectors, {"metric": "cosine", "modality": "vector"}, None, corpus.columns)
 
 
 def _check_lengths(documents: Embeddings, source: Path) -> None:

@@ -245,8 +245,7 @@ class _Encoder:
         parts = []
         for rows in chunks:
             batch = {
-                name: value.to(self.device, non_blocking=True)
-                for name, value in take(inputs, rows).items()
+                name: value.to(self.device, non_blocking=True) for name, value in take(inputs, rows).items()
             }
             autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
             try:

@@ -70,9 +70,7 @@ class Hit(NamedTuple):
 
 def as_hit(id: str, score: float, text: str | None, columns: dict[str, Any]) -> Hit:
     """A hit of a stored item, whose columns may have missing values."""
-    return Hit(
-        id, score, text or "", {name: value for name, value in columns.items() if value is not None}
-    )
+    return Hit(id, score, text or "", {name: value for name, value in columns.items() if value is not None})
 
 
 class Index:

@@ -129,9 +129,7 @@ class Lexical:
             raise DualencError(f"{folder}: corrupt ({type(error).__name__}: {why}); {AGAIN}") from None
         return cls(scorer, meta["count"])
 
-    def search(
-        self, query: str, k: int, allowed_rows: np.ndarray | None = None
-    ) -> list[tuple[int, float]]:
+    def search(self, query: str, k: int, allowed_rows: np.ndarray | None = None) -> list[tuple[int, float]]:
         """The k rows of the highest scores above 0, best first; ties by ascending row.
 
         With `allowed_rows` (N,) bool only those are returned; document frequencies still count all rows.

@@ -187,9 +187,7 @@ class Exclusions:
         self._copies = Ragged.from_pairs(self.group, np.arange(len(right)), len(contents))
         # Queries of equal contents under several ids are one query, with the positives of all of them.
         distinct, self._query_group = np.unique(left_hashes, return_inverse=True)
-        self._positives = Ragged.from_pairs(
-            self._query_group[pairs.left_id], pairs.right_id, len(distinct)
-        )
+        self._positives = Ragged.from_pairs(self._query_group[pairs.left_id], pairs.right_id, len(distinct))
         # (num_left,) group of the documents that repeat a query, or -1.
         self._repeated = np.full(len(left), -1)
         if left.modality == right.modality == "text":
@@ -224,8 +222,7 @@ def _content_hashes(corpus: Corpus) -> np.ndarray:
     for start in range(0, len(corpus), HASHED_AT_ONCE):
         rows = np.arange(start, min(start + HASHED_AT_ONCE, len(corpus)))
         digests = [
-            hashlib.blake2b(value, digest_size=8).digest()
-            for value in identities(corpus.items, rows, True)
+            hashlib.blake2b(value, digest_size=8).digest() for value in identities(corpus.items, rows, True)
         ]
         hashes[rows] = np.frombuffer(b"".join(digests), np.uint64)
     return hashes

@@ -53,9 +53,7 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
             raise DualencError(f"condition: no column {name!r}; {remedy}")
         if sign in _ORDERS and kinds[name] not in ("integer", "number"):
             word = f"{name}{sign}{texts[0]}"
-            raise DualencError(
-                f"condition: {word!r} orders a column of {kinds[name]} values; give = or !="
-            )
+            raise DualencError(f"condition: {word!r} orders a column of {kinds[name]} values; give = or !=")
         conditions.append(Condition(name, sign, tuple(_value(name, kinds[name], text) for text in texts)))
     return conditions
 

@@ -101,9 +101,7 @@ class QuerySide:
 
     def pairs(self, pairs: PairDataset) -> PairDataset:
         """Pairs of queries as the trained model takes them."""
-        queries = Corpus(
-            [str(row) for row in range(pairs.num_left)], pairs.left_items, pairs.left_modality
-        )
+        queries = Corpus([str(row) for row in range(pairs.num_left)], pairs.left_items, pairs.left_modality)
         inputs = self.inputs(queries, "queries")
         return PairDataset(
             inputs.items,

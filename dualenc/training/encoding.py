@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,17 +119,9 @@ class CachedEncoding(PlainEncoding):
     Other arguments as of `PlainEncoding`.
     """
 
-    def __init__(
-        self,
-        model: DualEncoder,
-        device: torch.device,
-        autocast: Autocast = nullcontext,
-        keep_statistics: bool = True,
-        compiled: bool = False,
-        chunk_size: int = 32,
-    ) -> None:
+    def __init__(self, *arguments: Any, chunk_size: int = 32) -> None:
         self.chunk_size = chunk_size
-        super().__init__(model, device, autocast, keep_statistics, compiled)
+        super().__init__(*arguments)
 
     def begin(self) -> None:
         """Forget the last batch."""

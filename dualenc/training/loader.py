@@ -1,8 +1,8 @@
-"""Data loading: this rank's slice of every global batch, read and prepared in workers; single items by id."""
+"""Data loading: this rank's slice of every global batch, read and prepared in workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader
 
 from dualenc import distributed
 from dualenc.data.pairs import Pair, PairDataset
-from dualenc.encoders.dual import SIDES, DualEncoder
+from dualenc.encoders.dual import SIDES
 from dualenc.errors import BadSample, DualencError
 from dualenc.seeds import derive_seed
-from dualenc.training.encoding import PlainEncoding
 from dualenc.training.signals import forgive_one_sigterm
 from dualenc.types import Inputs, OnError, Side
 
@@ -157,9 +156,7 @@ class BatchLoader:
         return pairs, bad
 
     def _prepared(self, side: Side, items: list[Any], seeds: list[int]) -> Inputs:
-        if not items:
-            return {}
-        return dict(self.prepare[side](items, seeds))
+        return dict(self.prepare[side](items, seeds)) if items else {}
 
     def _mined(self, pairs: list[Pair], right_seeds: list[int]) -> dict[str, Any]:
         """Inputs and ids of the pairs' mined negatives; {} without any."""
@@ -184,83 +181,3 @@ class BatchLoader:
         if listed.shape[1] <= 1:
             return None
         return torch.from_numpy(np.ascontiguousarray(listed))
-
-
-class ItemEncoder:
-    """The `encode` of an objective: embeds single items by id, augmented with a seed of (seed, batch, id, view).
-
-    BatchNorm normalises them as it did the batch: see `BatchStatistics`. Whether a graph is built follows
-    `torch.is_grad_enabled()`. With on_error="skip" an item that cannot be read gets a zero vector, similar to nothing.
-    `num_encoded` counts the items.
-    """
-
-    def __init__(
-        self,
-        model: DualEncoder,
-        pairs: PairDataset,
-        encoding: PlainEncoding,
-        *,
-        seed: int = 0,
-        on_error: OnError = "skip",
-    ) -> None:
-        self.model = model
-        self.pairs = pairs
-        self.encoding = encoding
-        self.seed = seed
-        self.on_error = on_error
-        self.batch_number = 0
-        self.num_encoded = 0
-
-    def begin(self, batch_number: int) -> None:
-        """Begin a batch, whose number in the run enters the seeds of the augmentation."""
-        self.batch_number = batch_number
-
-    def __call__(self, side: Side, ids: Tensor) -> Tensor:
-        """(n, D) embeddings of items (n,) of a side."""
-        return self.sides([(side, ids)])[0]
-
-    def sides(self, parts: Sequence[tuple[Side, Tensor]]) -> list[Tensor]:
-        """(n, D) embeddings of the items (n,) of each part; in one pass where both sides share their weights."""
-        inputs = []
-        places = []
-        for side, ids in parts:
-            prepared, readable = self._prepare(side, ids.reshape(-1).tolist())
-            inputs.append((side, prepared))
-            places.append(readable)
-        # Even without any item: all ranks make this pass together.
-        encoded = self.encoding.encode_parts(*inputs, out_of_batch=True)
-        results = []
-        for embeddings, readable, (_, ids) in zip(encoded, places, parts, strict=True):
-            results.append(_at_places(embeddings, readable, ids.numel()))
-        return results
-
-    def _prepare(self, side: Side, ids: list[int]) -> tuple[Inputs, list[int]]:
-        """The inputs of the items that can be read, {} for none, and the places of these in `ids`."""
-        limit = self.pairs.num_left if side == "left" else self.pairs.num_right
-        items = []
-        places = []
-        for place, item_id in enumerate(ids):
-            if not 0 <= item_id < limit:
-                raise DualencError(
-                    f"the objective asks for {side} item {item_id}, but ids lie in [0, {limit})"
-                )
-            try:
-                items.append(self.pairs.item(side, item_id))
-                places.append(place)
-            except BadSample:
-                if self.on_error == "raise":
-                    raise
-        self.num_encoded += len(items)
-        if not items:
-            return {}, places
-        readable = [ids[place] for place in places]
-        seeds = augmentation_seeds(self.seed, self.batch_number, readable, side, "item")
-        return dict(self.model.tower(side).prepare(items, seeds)), places
-
-
-def _at_places(embeddings: Tensor, places: list[int], count: int) -> Tensor:
-    """(count, D) with embeddings (n, D) at n places, and zeros elsewhere."""
-    if len(places) == count:
-        return embeddings
-    rows = torch.tensor(places, dtype=torch.int64, device=embeddings.device)
-    return embeddings.new_zeros(count, embeddings.shape[1]).index_copy(0, rows, embeddings)

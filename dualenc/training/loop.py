@@ -150,6 +150,7 @@ class Loop:
         try:
             return self._run(resume)
         finally:
+            self.train_step.items.close()
             self.log.close()
 
     def _run(self, resume: bool) -> dict[str, float]:

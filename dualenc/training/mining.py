@@ -132,9 +132,7 @@ class NegativeMiner:
         """The negatives of this rank's share of the left items; items that cannot be read have no vector."""
         if self._exclusions is None:
             # All contents are read, which takes minutes on large data: once, not on every rank.
-            self._exclusions = distributed.from_main(
-                partial(Exclusions, self.pairs, self.left, self.right)
-            )
+            self._exclusions = distributed.from_main(partial(Exclusions, self.pairs, self.left, self.right))
         rule = Rule(self.settings.mine_negatives, relative=self.settings.mine_relative)
         search = NegativeSearch(
             queries, documents, self.pairs, self.left, self.right, rule, self._exclusions, self.device

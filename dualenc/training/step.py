@@ -15,7 +15,8 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.training.averages import AveragedWeights
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
-from dualenc.training.loader import Batch, ItemEncoder
+from dualenc.training.items import ItemEncoder
+from dualenc.training.loader import Batch
 from dualenc.training.optim import (
     build_optimizer,
     build_schedule,
@@ -65,9 +66,14 @@ class TrainStep:
         if settings.chunk_size is None:
             self.encoding = PlainEncoding(*common)
         else:
-            self.encoding = CachedEncoding(*common, settings.chunk_size)
+            self.encoding = CachedEncoding(*common, chunk_size=settings.chunk_size)
         self.items = ItemEncoder(
-            model, pairs, self.encoding, seed=settings.seed, on_error=settings.on_error
+            model,
+            pairs,
+            self.encoding,
+            seed=settings.seed,
+            num_workers=settings.num_workers,
+            on_error=settings.on_error,
         )
 
     @property

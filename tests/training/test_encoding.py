@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.objectives import InfoNCE
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
-from dualenc.training.loader import ItemEncoder
+from dualenc.training.items import ItemEncoder
 from tests.training.fakes import WIDTH, TinyEncoder, gradients, tiny_objective, tiny_pairs
 
 CPU = torch.device("cpu")

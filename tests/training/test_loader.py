@@ -1,4 +1,4 @@
-"""Batches: this rank's slice, the same whatever the number of workers; items by id; the seeds of both."""
+"""Batches: this rank's slice, the same whatever the number of workers; the seeds of augmentation."""
 
 import itertools
 
@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from dualenc import distributed
-from dualenc.errors import BadSample, DualencError
-from dualenc.training.encoding import PlainEncoding
-from dualenc.training.loader import BatchLoader, ItemEncoder, augmentation_seeds
-from tests.training.fakes import NumbersPrepare, TinyEncoder, tiny_pairs
+from dualenc.errors import BadSample
+from dualenc.training.loader import BatchLoader, augmentation_seeds
+from tests.training.fakes import NumbersPrepare, tiny_pairs
 
 CPU = torch.device("cpu")
 PLAN = np.random.default_rng(0).permutation(24).reshape(4, 6)
@@ -96,45 +95,6 @@ def test_positives_are_listed_only_where_an_item_has_several():
     assert batch.left_positives is None
     for right_id, listed in zip(batch.right_id.tolist(), batch.right_positives.tolist(), strict=True):
         assert listed == [2 * right_id, 2 * right_id + 1]
-
-
-def make_items(model=None, pairs=None, **arguments):
-    model = model or TinyEncoder(batchnorm=True, shared=True).train()
-    return ItemEncoder(model, pairs or tiny_pairs(), PlainEncoding(model, CPU), **arguments)
-
-
-def test_items_are_embedded_in_the_order_of_their_ids_each_for_itself():
-    model = TinyEncoder(batchnorm=True).train()
-    items = make_items(model=model)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    rows = items("right", torch.tensor([5, 2, 5]))
-    assert rows.requires_grad
-    assert torch.allclose(rows[0], rows[2])
-    assert torch.allclose(rows[1:2], items("right", torch.tensor([2])))
-    assert items("left", torch.zeros(0, dtype=torch.int64)).shape == (0, 5)
-    assert items.num_encoded == 4
-    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
-    assert model.left.layers[1].training
-    with pytest.raises(DualencError, match=r"right item 24, but ids lie in \[0, 24\)"):
-        items("right", torch.tensor([24]))
-
-
-def test_augmentation_of_an_item_depends_on_seed_and_batch():
-    found = []
-    for seed, number in ((1, 4), (1, 4), (1, 5), (2, 4)):
-        items = make_items(seed=seed)
-        items.begin(number)
-        found.append(items("left", torch.tensor([3])))
-    assert torch.equal(found[0], found[1])
-    assert not torch.allclose(found[0], found[2])
-    assert not torch.allclose(found[0], found[3])
-
-
-def test_broken_items_become_zero_or_raise():
-    rows = make_items(pairs=tiny_pairs(bad=(3, 8)))("left", torch.tensor([2, 3, 8]))
-    assert rows.norm(dim=1).tolist() == pytest.approx([1, 0, 0])
-    with pytest.raises(BadSample, match="not readable"):
-        make_items(pairs=tiny_pairs(bad=(3,)), on_error="raise")("left", torch.tensor([3]))
 
 
 def test_weights_and_mined_negatives_come_with_their_pairs():
