@@ -60,7 +60,7 @@ class TrainerSettings:
         held_out: share of the pairs, at most 1,000, to evaluate on where no evaluator is given; by default 0.1 for
             recipes with 100 pairs or more, and 0 from Python.
         seed: of augmentation, dropout and batches.
-        num_workers: processes per rank that decode and prepare the data.
+        num_workers: processes per rank that read batches, and as many for images that an objective asks for by id.
         on_error: "skip" leaves out samples that cannot be read and counts them, "raise" stops at the first.
         mine_every: epochs after which the model mines new hard negatives in place of the data's, the first time after
             this many epochs (ANCE, Xiong et al. 2021, arXiv:2007.00808). null: never.
