@@ -99,6 +99,7 @@ TRAINER: dict[str, dict[str, Any]] = {
     "InfoNCE, 4 accumulated": {"gradient_accumulation": 4},
     "InfoNCE, cached": {"chunk_size": 16},
     "InfoNCE, cached by 8": {"chunk_size": 8},
+    "InfoNCE, cached by 4": {"chunk_size": 4},
 }
 """Settings of the trainer: mined negatives; steps of several batches, of B pairs each; gradients cached."""
 OBJECTIVES |= {name: OBJECTIVES[name.partition(",")[0]] for name in TRAINER}
