@@ -1,7 +1,7 @@
 """Quality by memory: what fine-tuning gives on test data, by the memory of its step, for objectives and batch sizes.
 
 python eval/bench/training_memory.py MODEL MEDQUAD --out eval/results/fine_tuning_memory.jsonl
-python eval/quality_by_memory.py "minilm_beginnings medquad, 1,536 pairs" --figure docs/figures/memory.svg
+python eval/quality_by_memory.py "minilm_beginnings medquad, 1,536 pairs" docs/figures/memory.svg
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(task: str, figure: Path, results: Path = FINE_TUNING, memory: Path = ME
     """
     megabytes = read_memory(memory)
     rows = [row for row in rows_of(Runs(results), task) if (row.objective, row.batch_size) in megabytes]
-    canvas = Figure(figsize=(6.4, 3.6), layout="constrained")
+    canvas = Figure(figsize=(7.6, 3.6), layout="constrained")
     axes = canvas.add_subplot()
     for colour, name in zip(COLOURS, DRAWN, strict=False):
         drawn = [row for row in rows if row.objective == name]
@@ -59,7 +59,7 @@ def main(task: str, figure: Path, results: Path = FINE_TUNING, memory: Path = ME
     axes.set_ylabel("nDCG@10 on test queries")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    canvas.legend(frameon=False, fontsize=8, loc="outside right upper")
     figure.write_text(as_svg(canvas), encoding="utf-8")
 
 

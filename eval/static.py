@@ -75,7 +75,6 @@ ROWS = {
         *(("InfoNCE", 128), ("InfoNCE", 512), ("InfoNCE", 2048)),
         *(("SogCLR+", 128), ("SogCLR+", 512)),
         *(("GlobalCache", 128), ("GlobalCache", 512)),
-        *(("GlobalCache, pool 2048", 128), ("GlobalCache, pool 2048", 512)),
         ("ExactGlobal", 128),
     )
 }
