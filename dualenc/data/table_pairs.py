@@ -452,12 +452,7 @@ class TableViews(ImageViews):
     ) -> None:
         bad_rows = BadRows(path, on_error)
         source = TableSource(
-            path,
-            bad_rows,
-            split=split,
-            subset=subset,
-            quotes=quotes,
-            allow_outside=allow_outside,
+            path, bad_rows, split=split, subset=subset, quotes=quotes, allow_outside=allow_outside
         )
         optional = () if label_column else ("label",)
         label_column = label_column or "label"

@@ -294,7 +294,8 @@ def _find_files(source: str | Path, split: str) -> list[Path]:
     files = _files_of_split(Path(source), split) if is_folder else glob_files(str(source))
     formats = {file_format(file) for file in files}
     if len(formats) != 1 or not formats <= set(TABLE_FORMATS):
-        present = f"no table of one format ({', '.join(sorted(formats))})" if files else "no such file"
+        missing = "no table in this folder (ImageFolderViews reads images)" if is_folder else "no such file"
+        present = f"no table of one format ({', '.join(sorted(formats))})" if files else missing
         fix = f"give a file, folder or glob of one of {', '.join(TABLE_FORMATS)}, or .tar files"
         raise DualencError(f"{source}: {present}; {fix}")
     if not is_folder:

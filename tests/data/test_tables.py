@@ -121,6 +121,7 @@ def test_a_hub_name_goes_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cut.parquet", r"cut\.parquet: cannot be read"),
         ("nowhere.csv", "no such file; give a file, folder or glob of"),
         ("no/such/*.parquet", "no such file"),
+        ("images", r"images: no table in this folder \(ImageFolderViews reads images\); give a file"),
         ("owner/nothing", "as a dataset of the hub it does not load"),
     ],
 )
@@ -129,6 +130,7 @@ def test_sources_that_cannot_be_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("formats").mkdir()
+    Path("images").mkdir()
     write_csv(Path("formats/train.csv"), ["query"], [["a"]])
     write_jsonl(Path("formats/train.jsonl"), [{"query": "a"}])
     datasets.Dataset.from_dict(ROWS).save_to_disk("saved")
