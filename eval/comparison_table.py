@@ -22,6 +22,9 @@ from dualenc.evaluation.plots import COLOURS, as_svg, lines
 from dualenc.evaluation.report import Table, print_table
 
 RESULTS = Path("eval/results/small_batch.jsonl")
+"""Of perceptrons."""
+ENCODER_RESULTS = Path("eval/results/small_batch_encoders.jsonl")
+"""Of models of texts and images."""
 ORDINARY_BATCH = 32
 FIRST_RATE = 1.0
 """Factor of a task's learning rate while τ is chosen."""

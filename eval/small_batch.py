@@ -2,7 +2,8 @@
 
     python eval/small_batch.py run vectors PATH_TO_PAPERS --batch_sizes [16,32,64]
     python eval/small_batch.py run text PATH_TO_PAPERS --objectives [InfoNCE,ISIR]
-    python eval/small_batch.py report --figure docs/figures/small_batch.svg
+    python eval/small_batch.py report --figures docs/figures
+    python eval/small_batch.py report --results eval/results/small_batch_encoders.jsonl
 
 Every run of one task trains the same model from the same start on the same number of pairs, whatever the batch: a
 smaller batch takes more steps. With --equal passes, objectives that encode items besides the batch see fewer pairs, so
@@ -40,6 +41,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from comparison_table import (
+    ENCODER_RESULTS,
     FIRST_RATE,
     ORDINARY_BATCH,
     RESULTS,
@@ -340,7 +342,7 @@ def run(
     tune_pairs: int | None = None,
     model: str = "sentence-transformers/all-MiniLM-L6-v2",
     processes: int = 1,
-    results: Path = RESULTS,
+    results: Path | None = None,
 ) -> None:
     """Tune objectives, train them with all seeds, and add every run to the results.
 
@@ -361,8 +363,10 @@ def run(
         tune_at, tune_epochs, tune_pairs: batch size, epochs and pairs at which to tune, where not those of the runs.
         model: name or folder of the model that minilm starts from.
         processes: trainings at once.
-        results: where finished runs are kept.
+        results: where finished runs are kept; by default those of perceptrons in one file, and all others in another.
     """
+    if results is None:
+        results = RESULTS if task.startswith(("vectors", "copies")) else ENCODER_RESULTS
     for objective in objectives:
         objective_of(objective)  # before data are opened
     cells: list[Cell] = list(itertools.product(batch_sizes, objectives))
