@@ -1,7 +1,9 @@
 """Quality by memory: what fine-tuning gives on test data, by the memory of its step, for objectives and batch sizes.
 
-python eval/bench/training_memory.py MODEL MEDQUAD --out eval/results/fine_tuning_memory.jsonl
-python eval/quality_by_memory.py "minilm_beginnings medquad, 1,536 pairs" docs/figures/memory.svg
+    python eval/bench/training_memory.py MODEL MEDQUAD --out eval/results/fine_tuning_memory.jsonl
+    python eval/quality_by_memory.py "minilm_beginnings medquad, 1,536 pairs" docs/figures/memory.svg
+
+Rows whose memory was not measured are left out.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ def draw_objective(axes: Axes, rows: list[Row], memory: dict[tuple[str, int], fl
     megabytes = [memory[row.objective, row.batch_size] for row in rows]
     means = [row.mean("test") for row in rows]
     deviations = [statistics.stdev(seed["test"] for seed in row.seeds) for row in rows]
-    axes.errorbar(megabytes, means, deviations, marker="o", markersize=4, capsize=2, color=colour)
+    label = rows[0].objective
+    axes.errorbar(megabytes, means, deviations, marker="o", markersize=4, capsize=2, color=colour, label=label)
     for row, x, y in zip(rows, megabytes, means, strict=True):
         axes.annotate(str(row.batch_size), (x, y), (3, 3), textcoords="offset points", fontsize=7, color=colour)
-    axes.plot([], [], color=colour, label=rows[0].objective)
 
 
 def main(task: str, figure: Path, results: Path = FINE_TUNING, memory: Path = MEMORY) -> None:

@@ -28,11 +28,16 @@ TEMPLATES: tuple[str, ...] = (
 
 def read_lines(path: StrPath) -> Iterator[tuple[str, str]]:
     """The lines of a text file that are not blank, without spaces at their ends, each with its place."""
-    with explain(f"{path}: cannot be read", "name a text file in UTF-8"), open_regular(path) as stream:
-        lines = stream.read().decode("utf-8-sig").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if text := line.strip():
-            yield f"{path}:{number}", text
+    with explain(f"{path}: cannot be read", "name a text file"), open_regular(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            place = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig").strip()
+            except UnicodeDecodeError as error:
+                reason = f"byte 0x{line[error.start]:02x}"
+                raise DualencError(f"{place}: not UTF-8 text ({reason}); save the file as UTF-8") from None
+            if text:
+                yield place, text
 
 
 def read_templates(path: StrPath) -> list[str]:

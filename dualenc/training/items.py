@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -37,7 +37,9 @@ class ItemReader:
         self.on_error = on_error
 
     def __getitem__(self, request: Request) -> tuple[Inputs, list[int]] | BadSample:
-        items, places, seeds = [], [], []
+        items = []
+        places = []
+        seeds = []
         for place, item_id, seed in zip(*request[1:], strict=True):
             try:
                 items.append(self.pairs.item(request.side, item_id))
@@ -105,7 +107,7 @@ class ItemEncoder:
         self.requests[:] = chain.from_iterable(requests)
         # As a list: an iterator, held by the traceback of an error, would keep the workers.
         read = iter(list(self.loader))
-        prepared = [_joined(list(islice(read, len(own)))) for own in requests]
+        prepared = [_joined(islice(read, len(own))) for own in requests]
         # Even without any item: all ranks make this pass together.
         inputs = [(side, own) for (side, _), (own, _) in zip(parts, prepared, strict=True)]
         encoded = self.encoding.encode_parts(*inputs, out_of_batch=True)
@@ -131,14 +133,17 @@ class ItemEncoder:
         return requests
 
 
-def _joined(read: Sequence[tuple[Inputs, list[int]] | BadSample]) -> tuple[Inputs, list[int]]:
+def _joined(read: Iterable[tuple[Inputs, list[int]] | BadSample]) -> tuple[Inputs, list[int]]:
     """What several workers read, as one."""
-    parts, places = [], []
+    parts = []
+    places = []
     for result in read:
         if isinstance(result, BadSample):
             raise result
-        parts += [result[0]] if result[0] else []
-        places += result[1]
+        inputs, own_places = result
+        if inputs:
+            parts.append(inputs)
+        places += own_places
     if len(parts) < 2:
         return (parts[0] if parts else {}), places
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, places

@@ -17,12 +17,7 @@ from dualenc.training.averages import AveragedWeights
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.items import ItemEncoder
 from dualenc.training.loader import Batch
-from dualenc.training.optim import (
-    build_optimizer,
-    build_schedule,
-    clip_gradients,
-    trainable_parameters,
-)
+from dualenc.training.optim import build_optimizer, build_schedule, clip_gradients, trainable_parameters
 from dualenc.training.settings import TrainerSettings
 from dualenc.types import Inputs, Side
 
@@ -49,11 +44,7 @@ class TrainStep:
         modules = [model, objective]
         self.parameters = trainable_parameters(modules)
         self.optimizer = build_optimizer(
-            modules,
-            settings.optimizer,
-            settings.learning_rate,
-            settings.weight_decay,
-            settings.momentum,
+            modules, settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum
         )
         self.schedule = build_schedule(self.optimizer, settings.schedule, total_steps, settings.warmup)
         # The average that is evaluated and saved, and the momentum encoder, by their names in a checkpoint.

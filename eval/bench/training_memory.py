@@ -95,9 +95,9 @@ def as_long(texts: Sequence[str], words: int) -> list[str]:
 
 
 def peak_bytes(
-    encoder: TextEncoder, data: PairDataset, objective_name: str, batch_size: int, steps: int
+    encoder: TextEncoder, weights: int, data: PairDataset, objective_name: str, batch_size: int, steps: int
 ) -> tuple[int, float]:
-    """The most bytes that a short training holds before it saves, on a CPU beside the weights; seconds of a pair."""
+    """The most bytes that a short training holds beside those of the weights before it saves, and seconds of a pair."""
     objective = OBJECTIVES[objective_name](temperature=0.05, num_left=data.num_left, num_right=data.num_right)
     on_gpu = torch.cuda.is_available()
     clock = StepClock(1, steps)
@@ -131,7 +131,7 @@ def peak_bytes(
         trainer.fit(encoder, data, objective)
     seconds = clock.seconds_per_step / batch_size
     if on_gpu:
-        return peaks[-1], seconds
+        return peaks[-1] - weights, seconds
     held, most = 0, 0
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
@@ -176,10 +176,9 @@ def main(
             name, _, batch_size = row.rpartition(" ")
             encoder = TextEncoder(model, **settings)
             weights = sum(one.nbytes for one in encoder.parameters())
-            most, seconds = peak_bytes(encoder, data, name, int(batch_size), steps)
-            beside = most - weights if torch.cuda.is_available() else most
+            most, seconds = peak_bytes(encoder, weights, data, name, int(batch_size), steps)
             cells = {"objective": name, "batch_size": int(batch_size), "tokens": tokens}
-            cells |= {"weights, MiB": round(weights / 2**20), "MiB": round(beside / 2**20)}
+            cells |= {"weights, MiB": round(weights / 2**20), "MiB": round(most / 2**20)}
             if torch.cuda.is_available():
                 cells["ms per pair"] = round(1000 * seconds, 1)
             print(cells, flush=True)

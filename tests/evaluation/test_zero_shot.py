@@ -68,7 +68,7 @@ def test_class_names_are_made_readable(name: str, readable: str) -> None:
         (b"", "no template"),
         (b"ok {}\nnone\n", ":2: a template needs"),
         (b"{} {}", ":1:"),
-        (b"ok {}\n\xff {}\n", r"prompts\.txt: cannot be read \(.*byte 0xff in position 6.*; name a text file in UTF-8"),
+        (b"ok {}\n\xff {}\n", r"prompts\.txt:2: not UTF-8 text \(byte 0xff\); save the file as UTF-8"),
     ],
 )
 def test_bad_templates(text: bytes, message: str, tmp_path: Path) -> None:
