@@ -249,12 +249,11 @@ class ChainObjective(Objective):
         scores = []
         log_means = []
         for x, memory in enumerate(self.memories):
-            counts = self.corpus.item_counts(anchors.directions[x])
-            draws = memory.draw(queries[x], hidden[x], uniform[:, x], counts)
+            draws = memory.draw(queries[x], hidden[x], uniform[:, x])
             keys.append(draws.keys)
             scores.append(draws.scores)
             # Items that are not remembered are taken to be like those that are.
-            num_remembered = memory.num_negatives(hidden[x], counts).clamp(min=1)
+            num_remembered = memory.num_negatives(hidden[x]).clamp(min=1)
             log_means.append(draws.log_sum - num_remembered.log().to(queries))
         own = anchors.batch_rows
         log_partition = torch.stack(log_means)[:, own] + self.corpus.log_num_negatives(anchors)

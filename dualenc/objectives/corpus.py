@@ -36,7 +36,7 @@ class SampledCorpus(nn.Module):
         # Rows of a table with one per item: left items first, then right ones; with views one per image.
         self.num_rows = (num_left or 0) + (0 if views else num_right or 0)
         self.counts_pairs = True
-        self.num_pairs: int | None = None
+        self.num_pairs = 0
         # A fact about the data, set anew in every run; None where every item is in one pair.
         self.register_buffer("pair_counts", None, persistent=False)
 
@@ -103,7 +103,7 @@ class SampledCorpus(nn.Module):
                 number = (num_ids - is_positive[x].sum(dim=-1)) * self.num_views
             else:
                 positive_counts = counts[anchors.positive_ids[x].clamp(min=0)] * is_positive[x]  # (A, K)
-                number = (counts.sum() - positive_counts.sum(dim=-1)) * self.num_views
+                number = (self.num_pairs - positive_counts.sum(dim=-1)) * self.num_views
             numbers.append(number)
         # An anchor without negatives has a loss of its positive alone.
         return torch.stack(numbers).clamp(min=1).to(anchors.embeddings.dtype).log()

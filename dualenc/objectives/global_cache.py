@@ -73,8 +73,7 @@ class GlobalCache(MemoryObjective):
         draws = []
         for x, direction in enumerate(anchors.directions):
             pool = self._pool(direction, queries)
-            counts = self.corpus.item_counts(direction)
-            attention = self.memories[direction].attend(all_queries[x], hidden[x], counts, pool)
+            attention = self.memories[direction].attend(all_queries[x], hidden[x], pool)
             draws.append(sample(attention, num_draws, self.draws.uniform(1, like=queries)))
             pools.append(pool)
             seen.append(attention)

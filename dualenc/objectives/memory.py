@@ -69,6 +69,8 @@ class EmbeddingMemory(nn.Module):
 
     keys: Tensor
     embeddings: Tensor
+    counts: Tensor | None  # (N,) how often each item counts; None: once
+    num_remembered: Tensor  # items of this rank, each as often as it counts
 
     def __init__(self, num_items: int, num_slots: int | None = None, keys_per_item: int = 1) -> None:
         super().__init__()
@@ -81,6 +83,8 @@ class EmbeddingMemory(nn.Module):
         # This rank's rows, allocated with the first write, when the dimension is known.
         self.register_buffer("keys", torch.full((0,), PADDING))
         self.register_buffer("embeddings", torch.zeros(0, 0))
+        self.register_buffer("counts", None, persistent=False)
+        self.register_buffer("num_remembered", torch.zeros((), dtype=torch.float64), persistent=False)
         self.num_seen = 0
         self.num_refreshes = 0
         self.expect(num_items)
@@ -90,8 +94,11 @@ class EmbeddingMemory(nn.Module):
         """Whether every item has a slot, and the first pass over all of them is done."""
         return self.has_every_slot and self.num_seen >= self.num_expected
 
-    def expect(self, num_rows: int) -> None:
-        """Set after how many rows of batches it is complete: those of an epoch, or twice the slots of a sample."""
+    def expect(self, num_rows: int, counts: Tensor | None = None) -> None:
+        """Set after how many rows of batches it is complete: those of an epoch, or twice the slots of a sample. And
+        how often each item counts (N,), by default once."""
+        self.counts = counts
+        self._count_all()
         self.num_expected = num_rows
         if not self.has_every_slot:
             self.num_expected = min(num_rows, 2 * self.num_slots)
@@ -113,14 +120,18 @@ class EmbeddingMemory(nn.Module):
         is_item = keys != PADDING
         slots = keys // self.keys_per_item % self.num_slots
         first = first_occurrence(slots, preferred=is_item)
+        is_first = first == torch.arange(len(keys), device=keys.device)
         rows = slots - own.start
         # A single process holds all rows, and selecting them would wait for the device.
         if distributed.is_initialized():
             is_own = (rows >= 0) & (rows < len(self.keys))
             rows = rows[is_own]
             first = first[is_own]
+            is_first = is_first[is_own]
         # Selecting the items would wait, too: padding writes what is there.
+        replaced = self._counts_of(self._items_at(rows))
         write_rows(self.keys, rows, keys[first], is_item[first])
+        self.num_remembered += ((self._counts_of(self._items_at(rows)) - replaced) * is_first).sum()
         write_rows(self.embeddings, rows, embeddings.detach()[first], is_item[first, None])
 
     def due(self, share: float) -> Tensor:
@@ -141,28 +152,23 @@ class EmbeddingMemory(nn.Module):
         # One rank at most knows an item.
         return distributed.all_reduce(remembered), distributed.all_reduce(is_known.long()) > 0
 
-    def num_negatives(self, hidden: Tensor, counts: Tensor | None = None) -> Tensor:
-        """(G,) remembered items that anchors see, each as often as counts (N,) say; `hidden` (G, K) see `draw`."""
+    def num_negatives(self, hidden: Tensor) -> Tensor:
+        """(G,) remembered items that anchors see, each as often as it counts; `hidden` (G, K) see `draw`."""
         _, is_known = self._find(hidden)
-        total = _counts_of(self._items_at(slice(None)), counts).sum()
-        num_hidden = (_counts_of(hidden, counts) * is_known).sum(dim=1)
-        return distributed.all_reduce((total - num_hidden).double())
+        return distributed.all_reduce(self.num_remembered - (self._counts_of(hidden) * is_known).sum(dim=1))
 
     @torch.no_grad()
-    def draw(
-        self, queries: Tensor, hidden: Tensor, uniform: Tensor, counts: Tensor | None = None
-    ) -> MemoryDraws:
+    def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor) -> MemoryDraws:
         """Draw an item per anchor from its softmax: first a block of items, then one of the block.
 
         Args:
             queries: (G, D) anchors over τ.
             hidden: (G, K) items that an anchor does not see, padded with -1.
             uniform: (2, G) draws in [0, 1).
-            counts: (N,) how often each item counts; by default once.
         """
         block_sums = [queries.new_zeros(len(queries), 0)]
         for rows in self._parts(queries):
-            _, _, logits = self._logits(rows, queries, hidden, counts)
+            _, _, logits = self._logits(rows, queries, hidden)
             by_block = logits.unflatten(1, (-1, self.block_size))
             block_sums.append(by_block.logsumexp(dim=2))
         log_sums = torch.cat(block_sums, dim=1).double()  # (G, blocks of this rank)
@@ -179,7 +185,7 @@ class EmbeddingMemory(nn.Module):
             inside = ((target - start) / (end - start)).nan_to_num(0.0)
             block_shares = torch.softmax(log_sums, dim=1).nan_to_num(0.0)
             block = inverse_cdf(block_shares, inside)
-            own_keys, own_scores = self._draw_in_block(queries, hidden, block, uniform[1], counts)
+            own_keys, own_scores = self._draw_in_block(queries, hidden, block, uniform[1])
             keys = torch.where(is_own, own_keys, keys)
             scores = torch.where(is_own, own_scores, scores)
         # One rank at most has drawn for an anchor; the others bring less than any key or score.
@@ -188,22 +194,16 @@ class EmbeddingMemory(nn.Module):
         return MemoryDraws(keys, scores.to(queries), log_sum.to(queries))
 
     @torch.no_grad()
-    def attend(
-        self,
-        queries: Tensor,
-        hidden: Tensor,
-        counts: Tensor | None = None,
-        slots: Tensor | None = None,
-    ) -> Attention:
+    def attend(self, queries: Tensor, hidden: Tensor, slots: Tensor | None = None) -> Attention:
         """The anchors' softmax: the shares of this rank's items, and the mean that each anchor sees.
 
         Args:
-            queries, hidden, counts: see `draw`.
+            queries, hidden: see `draw`.
             slots: (n,) ascending slots to look at; by default all.
         """
 
         def weigh(rows: Tensor) -> MemoryPart:
-            items, embeddings, logits = self._logits(rows, queries, hidden, counts)
+            items, embeddings, logits = self._logits(rows, queries, hidden)
             # NaN for an anchor that sees nothing.
             shares = torch.softmax(logits, dim=1).nan_to_num_(0.0)
             # The largest share is 1/Σ exp(s/τ − peak): no second pass over all exponents.
@@ -246,14 +246,12 @@ class EmbeddingMemory(nn.Module):
         num_blocks = max(1, PART_ENTRIES // entries_per_block)
         return rows.split(num_blocks * self.block_size)
 
-    def _logits(
-        self, rows: Tensor, queries: Tensor, hidden: Tensor, counts: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _logits(self, rows: Tensor, queries: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(n,) items and (n, D) embeddings of ascending rows, and (G, n) s/τ plus the log of each item's count, -inf
         for what is not seen."""
         items = self._items_at(rows)
         embeddings = self._embeddings_at(rows, queries)
-        log_counts = _counts_of(items, counts).to(queries).log()
+        log_counts = self._counts_of(items).to(queries).log()
         logits = torch.addmm(log_counts, queries, embeddings.T)
         hidden_rows = hidden % self.num_slots - self._own_slots.start
         column = torch.searchsorted(rows, hidden_rows).clamp(max=len(rows) - 1)  # (G, K)
@@ -263,7 +261,7 @@ class EmbeddingMemory(nn.Module):
         return items, embeddings, logits.scatter_add_(1, column, penalty)
 
     def _draw_in_block(
-        self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor, counts: Tensor | None
+        self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(G,) keys and (G,) scores of an item drawn from each anchor's block (G,) of this rank."""
         drawn_rows = []
@@ -275,12 +273,21 @@ class EmbeddingMemory(nn.Module):
             items = self._items_at(rows)
             scores = torch.einsum("gd,gnd->gn", queries[chunk], self._embeddings_at(rows, queries))
             is_hidden = (items[:, :, None] == hidden[chunk, None, :]).any(dim=2)
-            logits = scores + _counts_of(items, counts).log().to(scores)
+            logits = scores + self._counts_of(items).log().to(scores)
             shares = logits.masked_fill(is_hidden, -torch.inf).softmax(dim=1)
             column = inverse_cdf(shares.nan_to_num(0.0), uniform[chunk])[:, None]
             drawn_rows.append(rows.gather(1, column)[:, 0])
             drawn_scores.append(scores.gather(1, column)[:, 0])
         return self.keys[torch.cat(drawn_rows)], torch.cat(drawn_scores).double()
+
+    def _count_all(self) -> None:
+        """Count what this rank holds; `write` keeps count from there on."""
+        self.num_remembered.copy_(self._counts_of(self._items_at(slice(None))).sum())
+
+    def _counts_of(self, items: Tensor) -> Tensor:
+        """(…) how often items (…) count; 0 for -1, an empty slot."""
+        is_item = (items != PADDING).double()
+        return is_item if self.counts is None else is_item * self.counts[items.clamp(min=0)]
 
     def _items_at(self, rows: Tensor | slice) -> Tensor:
         """(…) the items in rows (…) of this rank; -1 for an empty one, which floor division keeps."""
@@ -327,6 +334,7 @@ class EmbeddingMemory(nn.Module):
                 setattr(self, name, torch.zeros_like(own, device=self.keys.device))
                 state_dict[prefix + name] = own
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._count_all()
 
 
 class MemoryObjective(Objective):
@@ -364,8 +372,7 @@ class MemoryObjective(Objective):
         """(X, A) how many negatives of each anchor are remembered, by hidden items (X, G, K) of all ranks' anchors."""
         numbers = []
         for x, direction in enumerate(anchors.directions):
-            counts = self.corpus.item_counts(direction)
-            numbers.append(self.memories[direction].num_negatives(hidden[x], counts))
+            numbers.append(self.memories[direction].num_negatives(hidden[x]))
         return torch.stack(numbers)[:, anchors.batch_rows].to(anchors.embeddings)
 
 
@@ -406,11 +413,3 @@ def _own_interval(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ends = values.cumsum(dim=0)
     bounds = torch.cat([torch.zeros_like(ends[:1]), ends])
     return bounds[distributed.rank()], bounds[distributed.rank() + 1], ends[-1]
-
-
-def _counts_of(items: Tensor, counts: Tensor | None) -> Tensor:
-    """(…) how often items (…) count, by counts (N,) or once; 0 for -1, an empty slot."""
-    is_item = items != PADDING
-    if counts is None:
-        return is_item
-    return is_item * counts.double()[items.clamp(min=0)]

@@ -29,22 +29,23 @@ def filled_memory(dtype: torch.dtype = torch.float32) -> tuple[EmbeddingMemory, 
     return found, vectors
 
 
-def draw_for(found: EmbeddingMemory, queries: Tensor, hidden: Tensor, counts: Tensor | None = None) -> MemoryDraws:
+def draw_for(found: EmbeddingMemory, queries: Tensor, hidden: Tensor) -> MemoryDraws:
     uniform = torch.rand(2, len(queries), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return found.draw(queries, hidden, uniform, counts)
+    return found.draw(queries, hidden, uniform)
 
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_draws_follow_the_softmax_over_the_filled_slots(counted: bool) -> None:
     found, vectors = filled_memory()
     counts = torch.arange(N) % 4 + 1 if counted else None
+    found.expect(N, counts)
     query = normalize(torch.ones(1, D), dim=1) / TAU
     logits = (vectors @ query[0]).double() + (0 if counts is None else counts.double().log())
     logits[EMPTY] = -torch.inf
     logits[[4, 7, 290]] = -torch.inf
     expected = torch.softmax(logits, dim=0) * 20_000
     hidden = torch.tensor([4, 7, -1, 290, 0]).expand(20_000, -1)
-    draws = draw_for(found, query.expand(20_000, -1), hidden, counts)
+    draws = draw_for(found, query.expand(20_000, -1), hidden)
     observed = torch.bincount(draws.keys, minlength=N).double()
     assert observed[expected == 0].sum() == 0
     often = expected >= 5
@@ -62,13 +63,14 @@ def test_attention_is_the_softmax_over_the_slots_looked_at(some: bool) -> None:
     draw = torch.Generator().manual_seed(1)
     queries, hidden = vectors[:7] / TAU, torch.tensor([[-1, i, 200 + i] for i in range(7)])
     counts = torch.randint(1, 4, (N,), generator=draw)
+    found.expect(N, counts)
     logits = queries @ vectors.T + counts.log()
     logits[:, EMPTY] = -torch.inf
     logits[torch.arange(7)[:, None], hidden[:, 1:]] = -torch.inf
     slots = torch.arange(20, 220, 2) if some else None
     is_looked_at = torch.zeros(N, dtype=torch.bool).index_fill(0, torch.arange(N) if slots is None else slots, True)
     logits[:, ~is_looked_at] = -torch.inf
-    softmax, seen = torch.softmax(logits, dim=1), found.attend(queries, hidden, counts, slots)
+    softmax, seen = torch.softmax(logits, dim=1), found.attend(queries, hidden, slots)
     is_item = seen.items >= 0
     shares = torch.zeros(N, dtype=torch.float64).index_add(0, seen.items[is_item], seen.shares[is_item])
     torch.testing.assert_close(shares, softmax.mean(dim=0))
@@ -161,6 +163,23 @@ def test_with_fewer_slots_than_items_each_slot_holds_the_latest() -> None:
     remembered, is_known = found.recall(torch.arange(10), torch.zeros(1, 2))
     assert is_known.nonzero().flatten().tolist() == [2, 9]
     assert remembered[:, 0].tolist() == [0, 0, 2, 0, 0, 0, 0, 0, 0, 9]
+
+
+@settings(max_examples=40)
+@given(writes=st.lists(st.lists(st.integers(-1, 19), max_size=12), max_size=8), num_slots=st.sampled_from([7, 20]))
+def test_it_keeps_count_of_what_anchors_see(writes: list[list[int]], num_slots: int) -> None:
+    found, resumed = EmbeddingMemory(20, num_slots), EmbeddingMemory(20, num_slots)
+    counts, hidden = torch.arange(20) % 3 + 1, torch.tensor([[3, 11], [19, -1]])
+    for one in (found, resumed):
+        one.expect(20, counts)
+    for items in writes:
+        found.write(torch.tensor(items, dtype=torch.long), torch.ones(len(items), 2))
+    resumed.load_state_dict(found.state_dict())
+    _, is_known = found.recall(torch.arange(20), torch.ones(1, 2))
+    known = set(is_known.nonzero()[:, 0].tolist())
+    expected = [sum(counts[item].item() for item in known - set(row)) for row in hidden.tolist()]
+    for one in (found, resumed):
+        assert one.num_negatives(hidden).tolist() == expected
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
