@@ -13,7 +13,7 @@ from dualenc.data.columns import Column, ItemColumn, read_column, read_ids
 from dualenc.data.detect import detect
 from dualenc.data.item_lists import Picked, VectorItems, number_items
 from dualenc.data.pairs import PairDataset
-from dualenc.data.ragged import Ragged
+from dualenc.data.ragged import Ragged, distinct
 from dualenc.data.table_pairs import paired_positions
 from dualenc.data.tables import TableSource
 from dualenc.data.vector_shards import Embeddings
@@ -129,7 +129,7 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
         most: queries of either part at most.
         seed: of the draw.
     """
-    order = np.random.default_rng(seed).permutation(np.unique(pairs.left_id)).tolist()
+    order = np.random.default_rng(seed).permutation(distinct(pairs.left_id)).tolist()
     documents = Ragged.from_pairs(pairs.left_id, pairs.right_id, pairs.num_left)
     num_pairs = np.bincount(pairs.right_id, minlength=pairs.num_right)
     is_held_out = np.zeros(pairs.num_right, dtype=bool)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dualenc.data.identity import digest_of, items_identity
-from dualenc.data.ragged import Ragged
+from dualenc.data.ragged import Ragged, distinct
 from dualenc.decoding import rgb_item
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, Side
@@ -180,7 +180,7 @@ class PairDataset:
 
     def split(self, share: float, seed: int = 0) -> tuple[PairDataset, PairDataset]:
         """Divide the pairs at random into the rest and about a share; all pairs of a left item are in one part."""
-        items = np.random.default_rng(seed).permutation(np.unique(self.left_id))
+        items = np.random.default_rng(seed).permutation(distinct(self.left_id))
         chosen = items[: max(1, round(share * len(items)))]
         in_share = np.isin(self.left_id, chosen)
         if not 0 < share < 1 or in_share.all():

@@ -20,7 +20,8 @@ from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS
 from dualenc.data.images import existing_file, find_images, split_folder
 from dualenc.data.item_lists import Joined, Picked, number_items
 from dualenc.data.lines import Record, read_records
-from dualenc.data.pairs import PairDataset, Ragged
+from dualenc.data.pairs import PairDataset
+from dualenc.data.ragged import Ragged, distinct
 from dualenc.data.tables import ColumnKind, DataTable, TableSource
 from dualenc.data.vectors import open_vectors
 from dualenc.errors import DualencError
@@ -58,7 +59,7 @@ class ColumnPairs(PairDataset):
         if negative_columns:
             negatives = _read_negatives(negative_columns, rows, len(right.items), max_negatives)
             items = Joined([items, *(column.items for column in negative_columns)])
-            used = np.concatenate([paired, np.unique(negatives.values)])
+            used = np.concatenate([paired, distinct(negatives.values)])
         # Only items that a pair uses get a number: ids have no gaps.
         used_rows, pair_row = np.unique(rows, return_inverse=True)
         left_first, left_number = number_items(left.items, used_rows, deduplicate)

@@ -273,10 +273,10 @@ class Objective(nn.Module):
         """
         if self.num_left is None or self.num_right is None:
             return
-        num_pairs = self.corpus.set_counts(left_counts, right_counts, self.log_temperature.device)
+        self.corpus.set_counts(left_counts, right_counts, self.log_temperature.device)
         for direction, memory in zip(self.directions, getattr(self, "memories", ()), strict=False):
             # An epoch shows pairs, so that items in many pairs come many times.
-            memory.expect(num_pairs * self.num_views, self.corpus.item_counts(direction))
+            memory.expect(self.corpus.num_pairs * self.num_views, self.corpus.item_counts(direction))
 
     def log_odds(self, log_partition: Tensor, positive: Tensor) -> Tensor:
         """(X, A) log(Z/e⁺) without gradient. Of an anchor without negatives, whose log Z is -inf, −s⁺/τ; or with

@@ -69,8 +69,8 @@ class SampledCorpus(nn.Module):
             return None
         return counts.repeat_interleave(self.num_views)
 
-    def set_counts(self, left_counts: Tensor, right_counts: Tensor, device: torch.device) -> int:
-        """Set how many pairs each item is in, see `Objective.set_counts`; returns the number of pairs."""
+    def set_counts(self, left_counts: Tensor, right_counts: Tensor, device: torch.device) -> None:
+        """Set how many pairs each item is in, see `Objective.set_counts`."""
         counts = {"left_counts": left_counts}
         sizes = {"left_counts": self.num_left, "right_counts": self.num_right}
         if not self.views:
@@ -88,7 +88,6 @@ class SampledCorpus(nn.Module):
         # In the order of per-item tables.
         by_row = torch.cat([values.float() for values in counts.values()]).to(device)
         self.pair_counts = by_row if bool((by_row != 1).any()) else None
-        return self.num_pairs
 
     def log_num_negatives(self, anchors: Anchors) -> Tensor:
         """(X, A) log of the number of negatives that each anchor has in the corpus, or in the batch if N is unknown."""

@@ -136,11 +136,12 @@ class GlobalCache(MemoryObjective):
         return against_all.in_blocks(weigh, plan.seen_mean, plan.log_partition, width=width)
 
     def _pool(self, direction: int, like: Tensor) -> Tensor:
-        """(n,) the items of a direction to look at, ascending: one at random of each stretch."""
+        """(n,) ascending items to look at, one at random of each stretch; N for one beyond the corpus."""
         num_items = self.corpus.num_items(direction)
         stride = self.strides[direction]
         first = torch.arange(0, num_items, stride, device=like.device)
-        return first + self.draws.integers(stride, len(first), device=like.device)
+        items = first + self.draws.integers(stride, len(first), device=like.device)
+        return items.clamp(max=num_items)
 
     def _log_partition(
         self, anchors: Anchors, log_seen: Tensor, log_strides: Tensor, hidden: Tensor

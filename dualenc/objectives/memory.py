@@ -70,7 +70,7 @@ class EmbeddingMemory(nn.Module):
     keys: Tensor
     embeddings: Tensor
     counts: Tensor | None  # (N,) how often each item counts; None: once
-    num_remembered: Tensor  # items of this rank, each as often as it counts
+    num_held: Tensor  # items of this rank, each as often as it counts
 
     def __init__(self, num_items: int, num_slots: int | None = None, keys_per_item: int = 1) -> None:
         super().__init__()
@@ -79,12 +79,13 @@ class EmbeddingMemory(nn.Module):
         self.has_every_slot = self.num_slots == num_items
         self.keys_per_item = keys_per_item
         self.block_size = max(MIN_BLOCK_SIZE, math.ceil(self.num_slots / MAX_BLOCKS))
-        self.num_blocks = math.ceil(self.num_slots / self.block_size)
+        # A slot at least stays empty: `num_slots` is that of no item.
+        self.num_blocks = math.ceil((self.num_slots + 1) / self.block_size)
         # This rank's rows, allocated with the first write, when the dimension is known.
         self.register_buffer("keys", torch.full((0,), PADDING))
         self.register_buffer("embeddings", torch.zeros(0, 0))
         self.register_buffer("counts", None, persistent=False)
-        self.register_buffer("num_remembered", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.register_buffer("num_held", torch.zeros((), dtype=torch.float64), persistent=False)
         self.num_seen = 0
         self.num_refreshes = 0
         self.expect(num_items)
@@ -95,13 +96,10 @@ class EmbeddingMemory(nn.Module):
         return self.has_every_slot and self.num_seen >= self.num_expected
 
     def expect(self, num_rows: int, counts: Tensor | None = None) -> None:
-        """Set after how many rows of batches it is complete: those of an epoch, or twice the slots of a sample. And
-        how often each item counts (N,), by default once."""
+        """Set after how many rows of batches it is complete, and how often each item counts (N,), by default once."""
         self.counts = counts
         self._count_all()
-        self.num_expected = num_rows
-        if not self.has_every_slot:
-            self.num_expected = min(num_rows, 2 * self.num_slots)
+        self.num_expected = num_rows if self.has_every_slot else min(num_rows, 2 * self.num_slots)
 
     def count(self, num_rows: int) -> bool:
         """Count rows of a batch; whether they complete the memory for the first time."""
@@ -131,7 +129,7 @@ class EmbeddingMemory(nn.Module):
         # Selecting the items would wait, too: padding writes what is there.
         replaced = self._counts_of(self._items_at(rows))
         write_rows(self.keys, rows, keys[first], is_item[first])
-        self.num_remembered += ((self._counts_of(self._items_at(rows)) - replaced) * is_first).sum()
+        self.num_held += ((self._counts_of(self._items_at(rows)) - replaced) * is_first).sum()
         write_rows(self.embeddings, rows, embeddings.detach()[first], is_item[first, None])
 
     def due(self, share: float) -> Tensor:
@@ -155,7 +153,7 @@ class EmbeddingMemory(nn.Module):
     def num_negatives(self, hidden: Tensor) -> Tensor:
         """(G,) remembered items that anchors see, each as often as it counts; `hidden` (G, K) see `draw`."""
         _, is_known = self._find(hidden)
-        return distributed.all_reduce(self.num_remembered - (self._counts_of(hidden) * is_known).sum(dim=1))
+        return distributed.all_reduce(self.num_held - (self._counts_of(hidden) * is_known).sum(dim=1))
 
     @torch.no_grad()
     def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor) -> MemoryDraws:
@@ -282,7 +280,7 @@ class EmbeddingMemory(nn.Module):
 
     def _count_all(self) -> None:
         """Count what this rank holds; `write` keeps count from there on."""
-        self.num_remembered.copy_(self._counts_of(self._items_at(slice(None))).sum())
+        self.num_held.copy_(self._counts_of(self._items_at(slice(None))).sum())
 
     def _counts_of(self, items: Tensor) -> Tensor:
         """(…) how often items (…) count; 0 for -1, an empty slot."""
@@ -370,9 +368,8 @@ class MemoryObjective(Objective):
 
     def num_remembered(self, anchors: Anchors, hidden: Tensor) -> Tensor:
         """(X, A) how many negatives of each anchor are remembered, by hidden items (X, G, K) of all ranks' anchors."""
-        numbers = []
-        for x, direction in enumerate(anchors.directions):
-            numbers.append(self.memories[direction].num_negatives(hidden[x]))
+        memories = [self.memories[direction] for direction in anchors.directions]
+        numbers = [memory.num_negatives(own) for memory, own in zip(memories, hidden, strict=True)]
         return torch.stack(numbers)[:, anchors.batch_rows].to(anchors.embeddings)
 
 

@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from dualenc import distributed
 from dualenc.data.corpus import corpora
 from dualenc.data.identity import digest_of, identities
-from dualenc.data.ragged import Ragged
+from dualenc.data.ragged import Ragged, distinct
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, check_file_target, remove, removed_if_refused, write_json
@@ -270,7 +270,7 @@ class NegativeSearch:
             self.documents.vectors,
             right_row[pairs.right_id[is_scored]],
         )
-        self.query_ids = np.unique(pairs.left_id[is_scored])
+        self.query_ids = distinct(pairs.left_id[is_scored])
         self._pairs_of = Ragged.from_pairs(pairs.left_id, np.arange(len(pairs)), len(self.left))
 
     def blocks(self) -> list[list[int]]:
@@ -328,7 +328,7 @@ class _Miner:
 
     def report(self, num_blocks: int) -> Report:
         """The counts of all blocks, once they are finished."""
-        report = Report(queries=len(np.unique(self.search.pairs.left_id)))
+        report = Report(queries=len(distinct(self.search.pairs.left_id)))
         report.without_vectors = report.queries - len(self.search.query_ids)
         for number in range(num_blocks):
             with open(_block_path(self.folder, number), encoding="utf-8") as stream:

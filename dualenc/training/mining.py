@@ -16,7 +16,8 @@ import torch
 from dualenc import distributed
 from dualenc.data.corpus import Corpus, corpora
 from dualenc.data.mixture import Mixture
-from dualenc.data.pairs import PairDataset, Ragged
+from dualenc.data.pairs import PairDataset
+from dualenc.data.ragged import Ragged, distinct
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
@@ -82,7 +83,7 @@ class NegativeMiner:
             seconds; mean_rank of the negatives; without_negatives, the share of left items that have none.
         """
         begin = time.perf_counter()
-        left_ids = np.unique(self.pairs.left_id)
+        left_ids = distinct(self.pairs.left_id)
         # Workers that read images draw a seed from the global generator.
         with preserve_random_state():
             queries = self._embed("left", self.left.take(left_ids))

@@ -227,7 +227,9 @@ def filled(num_items: int, **arguments: Any) -> tuple[GlobalCache, Corpus]:
     return criterion, corpus
 
 
-@pytest.mark.parametrize(("num_items", "pool", "stride"), [(1000, 100, 10), (1000, 300, 4), (1000, 2048, 1), (7, 1, 7)])
+@pytest.mark.parametrize(
+    ("num_items", "pool", "stride"), [(1000, 100, 10), (1000, 300, 4), (1000, 2048, 1), (7, 1, 7), (192, 5, 39)]
+)
 def test_every_item_is_in_as_many_pools(num_items: int, pool: int, stride: int) -> None:
     criterion, _ = filled(num_items, pool=pool)
     times = torch.zeros(num_items + stride)
@@ -241,9 +243,17 @@ def test_every_item_is_in_as_many_pools(num_items: int, pool: int, stride: int) 
     assert float((shares - 1 / stride).abs().max()) <= 5 * (1 / stride * (1 - 1 / stride) / 2000) ** 0.5
 
 
+def test_a_pool_may_end_beyond_the_corpus() -> None:
+    """Of 192 items, which fill whole blocks: three times of five the last stretch looks at none."""
+    criterion, corpus = filled(192, pool=40)
+    for first in range(0, 20, 2):
+        assert criterion(**corpus.batch([first, first + 1])).loss.isfinite()
+
+
 @pytest.mark.slow
-def test_the_partition_function_of_a_pool_is_unbiased() -> None:
-    criterion, corpus = filled(1000, pool=256)
+@pytest.mark.parametrize(("num_items", "pool"), [(1000, 256), (1024, 400)], ids=["even", "a last stretch beyond N"])
+def test_the_partition_function_of_a_pool_is_unbiased(num_items: int, pool: int) -> None:
+    criterion, corpus = filled(num_items, pool=pool)
     criterion.eval()
     exact = (corpus.left[:4] @ corpus.right.T / TAU).detach().exp()
     exact[torch.arange(4), torch.arange(4)] = 0
