@@ -82,9 +82,7 @@ class MixtureBatches(BatchSelector):
     def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
         """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings are ignored."""
         draw = self.generator(epoch)
-        counts = []
-        for number in range(len(self.sizes)):
-            counts.append(self.counts(number, epoch))
+        counts = [self.counts(number, epoch) for number in range(len(self.sizes))]
         if not self.one_source:
             return deal(np.concatenate(counts), self.num_batches, self.batch_size, draw)
         batches = []

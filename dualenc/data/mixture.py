@@ -175,7 +175,5 @@ def _joined_weights(parts: Sequence[PairDataset]) -> np.ndarray | None:
     """The weights of one part after the other, 1 where a part has none; None if none has any."""
     if all(part.weights is None for part in parts):
         return None
-    weights = []
-    for part in parts:
-        weights.append(np.ones(len(part), np.float32) if part.weights is None else part.weights)
+    weights = [np.ones(len(part), np.float32) if part.weights is None else part.weights for part in parts]
     return np.concatenate(weights)

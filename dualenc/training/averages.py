@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class AveragedWeights:
-    """An exponential moving average of all weights and running statistics of a model; integers are copied.
+    """An exponential moving average of the weights that train, and of running statistics; integers are copied.
 
     θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Tarvainen and Valpola 2017, arXiv:1703.01780), where δ is `decay`, or with
     `warm_up` min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten.
@@ -23,7 +23,10 @@ class AveragedWeights:
         self.decay = decay
         self.warm_up = warm_up
         self.steps = 0
-        self.average = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        weights = model.named_parameters(remove_duplicate=False)
+        frozen = {name for name, weight in weights if not weight.requires_grad}
+        state = model.state_dict()
+        self.average = {name: state[name].detach().clone() for name in state if name not in frozen}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -45,7 +48,8 @@ class AveragedWeights:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """In this context the model has the averaged weights."""
-        weights = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        current = self.model.state_dict()
+        weights = {name: current[name].detach().clone() for name in self.average}
         _assign(self.model, self.average)
         try:
             yield
@@ -65,5 +69,6 @@ class AveragedWeights:
 
 @torch.no_grad()
 def _assign(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    for name, tensor in model.state_dict().items():
-        tensor.copy_(weights[name])
+    state = model.state_dict()
+    for name, tensor in weights.items():
+        state[name].copy_(tensor)

@@ -157,6 +157,15 @@ def test_the_average_is_that_of_the_formula(decay):
     AveragedWeights(nn.Identity(), 0.9).update()
 
 
+def test_frozen_weights_have_no_average():
+    model = TinyEncoder(batchnorm=True)
+    model.left.requires_grad_(False)
+    average = AveragedWeights(model, 0.9)
+    parameters = dict(model.named_parameters())
+    assert all(name not in parameters or parameters[name].requires_grad for name in average.average)
+    assert len(average.average) == len(model.state_dict()) - len(list(model.left.parameters()))
+
+
 class Watching(FixedEvaluator):
     """Keeps the weights that it measures."""
 
