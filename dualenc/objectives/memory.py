@@ -126,8 +126,8 @@ class EmbeddingMemory(nn.Module):
             rows = rows[is_own]
             first = first[is_own]
             is_first = is_first[is_own]
-        # Selecting the items would wait, too: padding writes what is there.
         replaced = self._counts_of(self._items_at(rows))
+        # Selecting the items would wait, too: padding writes what is there.
         write_rows(self.keys, rows, keys[first], is_item[first])
         self.num_held += ((self._counts_of(self._items_at(rows)) - replaced) * is_first).sum()
         write_rows(self.embeddings, rows, embeddings.detach()[first], is_item[first, None])

@@ -70,11 +70,11 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
         if not len(rows) or (rows < 0).any():
             missing = f"has no item {ids[int(np.argmin(rows))]!r}" if len(rows) else "no ids were given"
             raise DualencError(f"{folder}: {missing}; give ids that it has")
-        removed = np.unique(rows)
+        stays = np.ones(len(index), bool)
+        stays[rows] = False
+        removed = np.flatnonzero(~stays)
         if len(removed) == len(index):
             raise DualencError(f"{folder}: nothing would be left; remove the folder instead")
-        stays = np.ones(len(index), bool)
-        stays[removed] = False
         texts = _whole_texts(index, folder)
         if texts is not None:
             texts = itertools.compress(texts, stays)
