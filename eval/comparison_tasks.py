@@ -2,7 +2,8 @@
 
 - "vectors": two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder.
 - "copies": the same on 4,000 of its pairs, a fifth of which come twice; "copies_known", where training knows of them.
-- "text": a one-layer transformer from scratch on it; "text_dropout", with a dropout of 0.1.
+- "text": a one-layer transformer from scratch on it; "text_dropout", with a dropout of 0.1; "two_languages", where its
+  tokenizer knows the words of queries as well.
 - "minilm": a published one; "minilm_lora", adapters of rank 16 on it; "minilm_beginnings" and "minilm_lora_beginnings",
   the same on so few tokens and documents that a CPU can; "minilm_512", on texts of up to 512 tokens.
 - "decoder": a two-layer decoder from scratch whose last token is the text's vector.
@@ -101,7 +102,7 @@ class Retrieval(Quality):
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         queries, documents = (
-            embed(tower, corpus, batch_size=256, autocast=self.autocast, progress=False)
+            embed(tower, corpus, batch_size=64, autocast=self.autocast, progress=False)
             for tower, corpus in ((model.left, self.collection.queries), (model.right, self.collection.corpus))
         )
         qrels = self.collection.qrels
@@ -281,18 +282,20 @@ def decoder(path: Path, model: str) -> Task:
     return from_scratch(path, config)
 
 
-def text(path: Path, model: str, dropout: float = 0.0) -> Task:
+def text(path: Path, model: str, dropout: float = 0.0, both_sides: bool = False) -> Task:
     """A one-layer transformer with a tokenizer of its own, both from scratch."""
     config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config |= {"intermediate_size": 256, "max_position_embeddings": 64}
     config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    return from_scratch(path, config)
+    return from_scratch(path, config, both_sides)
 
 
-def from_scratch(path: Path, config: dict[str, Any]) -> Task:
-    """A transformer with random weights, and a tokenizer of the training documents."""
+def from_scratch(path: Path, config: dict[str, Any], both_sides: bool = False) -> Task:
+    """A transformer with random weights, and a tokenizer of the training documents, or of the queries as well."""
     pairs, validation, test = beginnings(path, words=64)
-    tokenizer = train_tokenizer(beir_parts(path)[0].right_items, 8000, max_length=64)
+    whole = beir_parts(path)[0]
+    texts = [*whole.left_items, *whole.right_items] if both_sides else whole.right_items
+    tokenizer = train_tokenizer(texts, 8000, max_length=64)
 
     def new_model() -> DualEncoder:
         return TextEncoder(config=config, tokenizer=tokenizer, max_length=64)
@@ -449,12 +452,13 @@ TASKS: dict[str, Callable[[Path, str], Task]] = {
     "copies_known": partial(copies, known=True),
     "text": text,
     "text_dropout": partial(text, dropout=0.1),
+    "two_languages": partial(text, both_sides=True),
     "decoder": decoder,
     "minilm": minilm,
     "minilm_lora": partial(minilm, lora_rank=16),
     "minilm_beginnings": partial(minilm, **BEGINNINGS),
     "minilm_lora_beginnings": partial(minilm, lora_rank=16, **BEGINNINGS),
-    "minilm_512": partial(minilm, **BEGINNINGS | {"max_tokens": 512}),
+    "minilm_512": partial(minilm, **BEGINNINGS | {"max_tokens": 512, "max_documents": 1500, "max_queries": 300}),
     "image_text": image_text,
     "image_text_vectors": image_text_vectors,
     "image_text_sets": partial(image_text_vectors, one_item=True),
