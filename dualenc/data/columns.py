@@ -20,7 +20,7 @@ from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, existing_file
 from dualenc.data.item_lists import Picked, VectorItems, VectorsById
 from dualenc.data.items import rows_of
-from dualenc.data.tables import DataTable, is_list, kind_of_type
+from dualenc.data.tables import FILE, DataTable, is_list, kind_of_type
 from dualenc.data.vector_shards import Array, ShardedVectors
 from dualenc.decoding import decode_image, open_image
 from dualenc.errors import BadSample, DualencError, explain
@@ -36,6 +36,8 @@ _VALUES_EXAMINED = 1000  # of a column of strings, which may name image files
 _STRINGS = ("string", "large_string")
 _BYTES = ("binary", "large_binary")
 _TEXT_LIKE = (*_STRINGS, "null", "boolean", "integer", "floating", "decimal", "temporal")
+# Controls and marks such as zero-width spaces (Cc, Cf) are blank, too: a tokenizer may make nothing of them.
+_NOT_BLANK = r"^[\s\p{Z}\p{Cc}\p{Cf}]*[^\s\p{Z}\p{Cc}\p{Cf}]"
 _DERIVED = ("array", "rows", "lengths")  # what a column computes again in another process
 _RECORD_PARTS = {"bytes": _BYTES, "path": _STRINGS}  # of an image, as `datasets` writes them
 
@@ -56,9 +58,7 @@ class Column:
         kind = table.dataset.data.schema.field(name).type
         self.is_list = is_list(kind)
         if self.is_list and not lists:
-            raise DualencError(
-                f"{table.source}: column {name!r} holds lists; name one with a single value in each row"
-            )
+            raise DualencError(f"{table.source}: column {name!r} holds lists; name one of single values")
         with explain(f"{table.source}: column {name!r} is damaged", "write it again, texts as UTF-8"):
             self.array.validate(full=True)
         self.holds_strings = _is(self.array.type, *_STRINGS)
@@ -139,7 +139,7 @@ class Column:
             if _is(array.type, *_STRINGS, *_BYTES):
                 filled = pc.and_(filled, pc.greater(pc.binary_length(array), 0))
             if _is(array.type, *_STRINGS):
-                filled = pc.and_(filled, pc.invert(pc.utf8_is_space(array)))
+                filled = pc.and_(filled, pc.match_substring_regex(array, _NOT_BLANK))
             result |= pc.fill_null(filled, False).to_numpy()
         return result
 
@@ -192,11 +192,16 @@ class TextColumn:
 class ColumnImages:
     """Values of a column as images: file contents, `{"bytes", "path"}` records, or paths.
 
-    Unless the table has `allow_outside`, paths must stay in its folder, links resolved: a table from somewhere else
-    must not make this machine read files of its choice.
+    Unless the table has `allow_outside`, paths must stay in the folder of the row, links resolved: a table from
+    somewhere else must not make this machine read files of its choice.
     """
 
     def __init__(self, table: DataTable, column: Column) -> None:
+        is_unclear = column.holds_strings and not (table.is_in_one_folder or table.has(FILE))
+        if is_unclear and not all(os.path.isabs(path) for path in column.values() if path):
+            problem = f"relative paths in column {column.name!r} of parquet files in several folders"
+            fix = "open the folders one by one, or write absolute paths and pass allow_outside=True"
+            raise DualencError(f"{table.source}: {problem}; {fix}")
         self.table = table
         self.column = column
 
@@ -212,13 +217,13 @@ class ColumnImages:
         if path is None:
             raise BadSample(f"{position}: no image; fill it in or remove the row")
         try:
-            return open_image(self._file(path))
+            return open_image(self._file(row, path))
         except BadSample as error:
             raise BadSample(f"{error} (named in {position})") from None
 
-    def _file(self, path: str) -> Path:
-        """The file that a path of the table means; a `BadSample` if it is outside of the table's folder."""
-        root = self.table.root
+    def _file(self, row: int, path: str) -> Path:
+        """The file that a path of a row means; a `BadSample` if it is outside of the row's folder."""
+        root = self.table.folder(row)
         file = existing_file(root, path)
         if self.table.allow_outside:
             return file
@@ -232,26 +237,28 @@ class ColumnImages:
     def key(self, index: int) -> bytes | str:
         """File contents, or the path."""
         data, path = _contents_and_path(self.column[index])
-        return os.path.normpath(self.table.root / (path or "")) if data is None else data
+        if data is not None:
+            return data
+        return os.path.normpath(self.table.folder(int(self.column.rows[index])) / (path or ""))
 
     @property
     def key_sizes(self) -> np.ndarray:
         """Bytes of each file's contents (N,), 0 for paths."""
         return np.zeros(len(self)) if self.column.holds_strings else self.column.lengths
 
-    def item_identity(self, row: int, read: bool) -> bytes:
+    def item_identity(self, index: int, read: bool) -> bytes:
         """File contents, or their length; of a path the `file_identity`."""
-        length = int(self.column.lengths[row])
+        length = int(self.column.lengths[index])
         # Contents are known by their lengths unless they are read; the lengths of paths say nothing.
         if length and not read and not self.column.holds_strings:
             return str(length).encode()
-        data, path = _contents_and_path(self.column[row])
+        data, path = _contents_and_path(self.column[index])
         if data is not None:
             return data
         if not path:
             return str(length).encode()
         try:
-            identity = file_identity(self._file(path), read)
+            identity = file_identity(self._file(int(self.column.rows[index]), path), read)
         except BadSample:
             identity = b"outside"
         return path.encode(errors="surrogatepass") + b" " + identity

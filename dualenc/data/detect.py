@@ -20,12 +20,15 @@ glob. folder: of tables. hub: a name on the hub, or a retrieval collection in a 
 ONLY_SPLIT = "train"
 """What `datasets` calls the rows of a source without splits."""
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
+CAPTION_FILES = [
+    f"{stem}{suffix}" for stem in ("metadata", "captions") for suffix in TABLE_FORMATS if suffix != ".txt"
+]
+"""Tables of captions among images."""
 
 _CARD_BYTES = 1 << 20  # of a README.md that is looked at
 _HEADER = re.compile(r"---[ \t\r]*\n(?:(?!---).*\n)*?configs:[ \t\r]*\n((?:(?!---)[ -].*\n)+)")
-_ELSEWHERE = re.compile(
-    r"\.\.|:/|\\|[\s\"']/|[:-]\s+[*&]"
-)  # absolute paths, URLs, escapes and anchors of YAML
+# Absolute paths, URLs, escapes and anchors of YAML.
+_ELSEWHERE = re.compile(r"\.\.|:/|\\|[\s\"']/|[:-]\s+[*&]")
 _URL = re.compile(r"[A-Za-z][\w+.-]+(:/|::)")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -69,10 +72,14 @@ def _kind_of_folder(folder: Path) -> Kind:
     suffixes = {Path(name).suffix.lower() for name in entries}
     if ".tar" in suffixes:
         return "tars"
-    has_tables = any(file_format(entry) in TABLE_FORMATS and entry.is_file() for entry in entries.values())
     # The hub stores the tables of a data set in `data`.
-    has_tables = has_tables or (folder / "data").is_dir()
-    return "folder" if has_tables and not suffixes & set(IMAGE_SUFFIXES) else "images"
+    files = [*entries.values(), *(folder / "data").glob("*")]
+    tables = {file.name for file in files if file_format(file) in TABLE_FORMATS and file.is_file()}
+    if suffixes & set(IMAGE_SUFFIXES) or not (tables or (folder / "data").is_dir()):
+        return "images"
+    # Images may lie in a subfolder of their captions.
+    inner = folder.glob("*/**/*") if tables and tables <= set(CAPTION_FILES) else ()
+    return "images" if any(file.suffix.lower() in IMAGE_SUFFIXES for file in inner) else "folder"
 
 
 def _configurations(folder: Path) -> set[str]:

@@ -45,9 +45,8 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
     passes = [(all_rows, True)]
     if len(items) > max_read and modality != "vector":
         # The seed is fixed: every process and every run looks at the same sample.
-        draws = np.random.default_rng(0).integers(
-            len(items), size=SAMPLED_IMAGES if is_image else SAMPLED_TEXTS
-        )
+        size = SAMPLED_IMAGES if is_image else SAMPLED_TEXTS
+        draws = np.random.default_rng(0).integers(len(items), size=size)
         passes = [(all_rows, False), (np.unique(draws), True)]
     digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
     for rows, read in passes:

@@ -99,6 +99,5 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _unreadable_folder(error: OSError) -> None:
-    raise DualencError(
-        f"{error.filename}: folder cannot be read ({error.strerror}); fix its permissions"
-    ) from None
+    problem = f"folder cannot be read ({error.strerror})"
+    raise DualencError(f"{error.filename}: {problem}; fix its permissions") from None

@@ -109,9 +109,7 @@ class Ids(Texts):
             row = int(self._order[position])
             return row if self[row] == name else -1
         except IndexError:
-            raise DualencError(
-                f"{self._order_path}: corrupt (a row beyond {len(self)}); {self.fix}"
-            ) from None
+            raise DualencError(f"{self._order_path}: corrupt (row > {len(self)}); {self.fix}") from None
 
 
 def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:

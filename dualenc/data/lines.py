@@ -210,9 +210,9 @@ def _read_rows(rows: Any, header: list[str]) -> Iterator[tuple[int, list[str], s
 
 
 def _unquoted(field: str) -> str:
-    """A field as its writer had it: quotes are doubled only by writers that enclose the field in quotes."""
+    """A field as its writer had it: only writers that enclose fields in quotes double quotes, or write two alone."""
     inner = field[1:-1]
     is_enclosed = field[:1] == field[-1:] == '"'
-    if is_enclosed and '""' in inner and '"' not in inner.replace('""', ""):
+    if field == '""' or (is_enclosed and '""' in inner and '"' not in inner.replace('""', "")):
         return inner.replace('""', '"')
     return field

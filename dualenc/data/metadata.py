@@ -29,9 +29,7 @@ def check_column_names(names: Sequence[str]) -> None:
     for name in names:
         lower = name.lower()
         if not _NAME.fullmatch(name):
-            raise DualencError(
-                f"column {name!r} cannot be kept: give it a name of letters, digits and _ in the table"
-            )
+            raise DualencError(f"column {name!r} cannot be kept: name it by letters, digits and _")
         if lower in RESERVED:
             raise DualencError(
                 f"column {name!r} cannot be kept: every result has its own {lower}; rename it"

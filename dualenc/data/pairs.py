@@ -93,9 +93,7 @@ class PairDataset:
         if negatives is not None:
             rows = len(negatives.lengths)
             if rows != len(self):
-                raise DualencError(
-                    f"negatives has {rows} rows for {len(self)} pairs; give one row per pair"
-                )
+                raise DualencError(f"negatives has {rows} rows for {len(self)} pairs; give one per pair")
             _checked_ids("negatives", negatives.values, self.num_right)
             self.negatives = negatives.keep(negatives.first_in_row())
         self._positives: dict[Side, Ragged] = {}
@@ -183,11 +181,12 @@ class PairDataset:
         items = np.random.default_rng(seed).permutation(distinct(self.left_id))
         chosen = items[: max(1, round(share * len(items)))]
         in_share = np.isin(self.left_id, chosen)
-        if not 0 < share < 1 or in_share.all():
-            raise DualencError(
-                f"{len(items)} left items cannot be split by {share}; give a share between 0 and 1"
-            )
-        return self.take(np.flatnonzero(~in_share)), self.take(np.flatnonzero(in_share))
+        if not 0 < share < 1:
+            raise DualencError(f"share is {share}; give one between 0 and 1")
+        if in_share.all():
+            raise DualencError(f"{len(items)} left items are too few to hold {share} out; set held_out=0")
+        # A query that is held out is no negative of a document that it shares with one that is trained on.
+        return self.take(np.flatnonzero(~in_share), self), self.take(np.flatnonzero(in_share), self)
 
     def take(self, rows: np.ndarray, positives_of: PairDataset | None = None) -> PairDataset:
         """The pairs at these rows (n,) over the same items; `positives_of` knows more positives than these pairs."""
@@ -218,13 +217,9 @@ def _checked_weights(weights: Sequence[float] | np.ndarray, count: int) -> np.nd
 def _checked_ids(name: str, ids: Sequence[int] | np.ndarray | None, num_items: int) -> np.ndarray:
     result = np.arange(num_items) if ids is None else np.asarray(ids)
     if result.ndim != 1 or (result.size and not np.issubdtype(result.dtype, np.integer)):
-        raise DualencError(
-            f"{name}: give whole numbers of shape (M,), not {result.dtype} of shape {result.shape}"
-        )
+        raise DualencError(f"{name}: give whole numbers (M,), not {result.dtype} {result.shape}")
     wrong = np.flatnonzero((result < 0) | (result >= num_items))
     if wrong.size:
         row = wrong[0]
-        raise DualencError(
-            f"{name}: {result[row]} at row {row} is outside [0, {num_items}); ids are positions"
-        )
+        raise DualencError(f"{name}: {result[row]} at row {row} is outside [0, {num_items}), the positions")
     return result.astype(np.int64)

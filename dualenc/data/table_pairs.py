@@ -16,7 +16,7 @@ import numpy as np
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import Column, ItemColumn, read_column, read_ids
 from dualenc.data.corpus import image_corpus, table_corpus
-from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS
+from dualenc.data.detect import CAPTION_FILES, ONLY_SPLIT
 from dualenc.data.images import existing_file, find_images, split_folder
 from dualenc.data.item_lists import Joined, Picked, number_items
 from dualenc.data.lines import Record, read_records
@@ -357,9 +357,7 @@ class ImageFolderPairs(ColumnPairs):
 
 def _captions_file(folder: Path) -> Path | None:
     """The table of captions in a folder, if there is one."""
-    suffixes = [suffix for suffix in TABLE_FORMATS if suffix != ".txt"]
-    files = [folder / f"{stem}{suffix}" for stem in ("metadata", "captions") for suffix in suffixes]
-    return next((file for file in files if file.is_file()), None)
+    return next((folder / name for name in CAPTION_FILES if (folder / name).is_file()), None)
 
 
 def _rows_of_files(table: DataTable, image_column: str, names: list[str]) -> DataTable:
@@ -395,9 +393,8 @@ def _table_of_text_files(folder: Path, names: list[str], bad_rows: BadRows) -> D
     bad_rows.require(len(rows), "image with a caption")
     # Explicit, because an empty first list has no type to infer.
     features = Features({"image": Value("string"), "captions": List(Value("string"))})
-    return DataTable(
-        str(folder), Dataset.from_list(rows, features=features), bad_rows, folder, allow_outside=True
-    )
+    dataset = Dataset.from_list(rows, features=features)
+    return DataTable(str(folder), dataset, bad_rows, folder, allow_outside=True)
 
 
 class ImageViews(PairDataset):

@@ -45,7 +45,7 @@ _RECORDS_EXAMINED = 1000  # of each file, to see what its columns hold
 class DataTable:
     """Rows of named columns as memory-mapped Arrow, and the local files behind them, none of a hub name.
 
-    Relative image paths start at `root`, and stay in it unless the table has `allow_outside`.
+    Relative image paths start at the `folder` of their row, and stay in it unless the table has `allow_outside`.
     """
 
     source: str
@@ -65,6 +65,17 @@ class DataTable:
     def has(self, name: str | None) -> bool:
         """Whether there is such a column."""
         return name in self.dataset.column_names
+
+    @cached_property
+    def is_in_one_folder(self) -> bool:
+        """Whether all files, if there are any, lie in `root`."""
+        return {file.parent for file in self.files} <= {self.root}
+
+    def folder(self, row: int) -> Path:
+        """The folder of a row's file, as far as rows know their files; otherwise `root`."""
+        if self.is_in_one_folder or not self.has(FILE):
+            return self.root
+        return self.files[self.column(FILE)[row].as_py()].parent
 
     def position(self, row: int) -> str:
         """Where a row comes from: file:line if it was read from lines."""
@@ -189,11 +200,15 @@ class TableSource:
         names = [name for name in self._schema.names if name in columns]
         schema = pa.schema([self._schema.field(name) for name in names], self._schema.metadata)
 
+        # Read no further ahead than a batch: otherwise a file is in memory twice.
+        options: dict[str, Any] = {"batch_size": BATCH_ROWS, "batch_readahead": 1, "fragment_readahead": 1}
+        options["fragment_scan_options"] = pyarrow.dataset.ParquetFragmentScanOptions(pre_buffer=False)
+
         def batches(_: BadRows) -> Iterator[pa.RecordBatch]:
             for file in self.files:
                 with explain(f"{file}: cannot be read", _PARQUET_ADVICE):
                     data = pyarrow.dataset.dataset(file, schema=schema, format="parquet")
-                    yield from data.to_batches(batch_size=BATCH_ROWS)
+                    yield from data.to_batches(**options)
 
         return cached_dataset(batches, schema, self.files, names, self.bad_rows)
 

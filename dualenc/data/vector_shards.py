@@ -178,9 +178,7 @@ def is_embeddings(folder: str | os.PathLike[str]) -> bool:
 
 def are_embeddings(folder: Path) -> bool:
     """Whether a folder holds nothing but folders that are empty or hold embeddings."""
-    return all(
-        child.is_dir() and (is_embeddings(child) or not os.listdir(child)) for child in folder.iterdir()
-    )
+    return all(path.is_dir() and (is_embeddings(path) or not os.listdir(path)) for path in folder.iterdir())
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def test_quotes_can_be_ordinary_characters(tmp_path: Path) -> None:
     [
         # Characters of the text, also where they open in one row and close in another.
         ('id\ttext\n1\t"Hello\n2\tworld"\n3\t"all"\n4\t5" and 6"\n', ['"Hello', 'world"', '"all"', '5" and 6"']),
-        # The csv module and pandas double the quotes of a field, and then enclose it.
-        ('id\ttext\n1\t"a ""b"" c"\n2\t""a"\n3\t"\n4\t""\n', ['a "b" c', '""a"', '"', '""']),
+        # The csv module and pandas double the quotes of a field, and then enclose it; polars writes an empty text so.
+        ('id\ttext\n1\t"a ""b"" c"\n2\t""a"\n3\t"\n4\t""\n', ['a "b" c', '""a"', '"', ""]),
         # R, and pandas with QUOTE_ALL, enclose every field.
         ('"id"\t"text"\n"1"\t"one"\n"2"\t"two\tlines\nhere"\n', ["one", "two\tlines\nhere"]),
     ],

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.data import Pair, PairDataset, Ragged
+from dualenc.data import Mixture, Pair, PairDataset, Ragged
 from dualenc.errors import DualencError
 
 
@@ -48,6 +50,23 @@ def test_wrong_ids_are_told_in_one_line(arguments: dict, message: str) -> None:
     with pytest.raises(DualencError) as error:
         PairDataset(["a", "b"], ["x", "y", "z"], **arguments)
     assert message in str(error.value)
+
+
+def test_both_parts_of_a_split_know_all_positives() -> None:
+    """So that a held-out query is no negative of a document that it shares; also of a part, and after pickling."""
+    pairs = PairDataset([f"q{i}" for i in range(8)], ["d0", "d1"], range(8), [0, 1] * 4, negatives=[[1], [0]] * 4)
+    rest, part = pairs.split(0.25)
+    for each in (*rest.split(0.5), part, pickle.loads(pickle.dumps(rest))):
+        assert each.positives("right", np.arange(2)).tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert each[0].negative_ids == (1 - each[0].right_id,)
+    assert rest.identities() != part.identities()
+    assert Mixture({"rest": rest}).positives("left", rest.left_id).tolist() == rest.right_id[:, None].tolist()
+    for share, message in (
+        (1.5, "share is 1.5; give one between 0 and 1"),
+        (0.1, "1 left items are too few.*held_out=0"),
+    ):
+        with pytest.raises(DualencError, match=message):
+            PairDataset(["q"], ["d"]).split(share)
 
 
 ROWS = st.lists(st.lists(st.integers(0, 20), max_size=5), max_size=8)

@@ -25,9 +25,10 @@ from dualenc.data import (
     open_pairs,
 )
 from dualenc.data.corpus import used_items
+from dualenc.data.detect import detect
 from dualenc.errors import DualencError
 
-from .make import encoded, picture, shade_of, write_beir, write_csv, write_jsonl, write_rows
+from .make import contents, encoded, picture, shade_of, write_beir, write_csv, write_jsonl, write_rows
 from .test_webdataset import write_tar
 
 
@@ -102,6 +103,20 @@ def image_and_caption(path: Path, shade: int, caption: str) -> None:
     kind = Image.registered_extensions().get(path.suffix.lower(), "PNG")
     path.write_bytes(encoded(picture(shade, (64, 64)), kind))
     path.with_suffix(".txt").write_text(caption)
+
+
+@pytest.mark.parametrize("captions", ["metadata.csv", "captions.jsonl"])
+def test_images_may_lie_in_a_subfolder_of_their_captions(tmp_path: Path, captions: str) -> None:
+    (tmp_path / captions).write_text(
+        "file_name,text\npics/a/1.png,one\n" if captions.endswith("csv") else '{"image": "pics/a/1.png", "text": "one"}'
+    )
+    assert detect(tmp_path) == "folder"
+    (tmp_path / "pics" / "a").mkdir(parents=True)
+    picture(5).save(tmp_path / "pics" / "a" / "1.png")
+    assert contents(open_pairs(tmp_path)) == [(5, "one")]
+    assert open_corpus(tmp_path).modality == "image"
+    (tmp_path / "train.csv").write_text("text\none\n")
+    assert detect(tmp_path) == "folder"
 
 
 @pytest.mark.parametrize("suffix", [".jfif", ".JPE", ".jp2", ".pgm", ".tif"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -224,6 +225,44 @@ def test_images_of_a_table_lie_in_its_folder_unless_allowed(tmp_path: Path, how:
             trusted[1]
     else:
         assert shade_of(trusted[1].left) == 5
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_image_paths_start_at_the_folder_of_their_own_table(tmp_path: Path, suffix: str) -> None:
+    """Equal paths in tables of two folders are two images, and each stays in its folder."""
+    for shade in (5, 6):
+        folder = tmp_path / f"g{shade}"
+        folder.mkdir()
+        picture(shade).save(folder / "1.png")
+        rows = [{"image": "1.png", "text": f"{shade}"}, {"image": f"../{shade}.png", "text": "x"}]
+        pd.DataFrame(rows).to_parquet(folder / "metadata.parquet")
+        write_csv(folder / "metadata.csv", ["image", "text"], [row.values() for row in rows])
+        write_jsonl(folder / "metadata.jsonl", rows)
+    glob = f"{tmp_path}/*/metadata.{suffix}"
+    if suffix == "parquet":
+        with pytest.raises(DualencError, match=r"relative paths in column 'image'.*open the folders one by one"):
+            TablePairs(glob, "image", "text")
+        assert len(TablePairs(f"{tmp_path}/g5/*.parquet", "image", "text")) == 2
+        return
+    pairs = TablePairs(glob, "image", "text")
+    assert [(shade_of(pairs[row].left), pairs[row].right) for row in (0, 2)] == [(5, "5"), (6, "6")]
+    assert (pairs.left_id[0], pairs.left_id[2]) == (0, 2)
+    with pytest.raises(BadSample, match=r"outside of the folder .*g6; .*metadata\.\w+:[23]"):
+        pairs[3]
+    corpus = open_corpus(glob, modality="image")
+    assert [shade_of(corpus[row]) for row in (0, 2)] == [5, 6]
+    identity = pairs.identity()
+    picture(7, (9, 9)).save(tmp_path / "g6" / "1.png")
+    assert TablePairs(glob, "image", "text").identity() != identity
+
+
+def test_texts_of_invisible_characters_are_blank(tmp_path: Path) -> None:
+    """Tokenizers may make no token of them; emoji, also joined and coloured ones, and texts that begin so are texts."""
+    blank = ["\u200b", "\ufeff\u00ad", "\x00\x1f\x7f", " \u3000\u2028\u200d\n", "\U000e0041"]
+    texts = ["\u200ba", "👨\u200d👩", "❤\ufe0f", "👍🏽", "\u0301", "\n\u200b\u00e9", "."]
+    path = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in blank + texts])
+    corpus = open_corpus(path)
+    assert (list(corpus.items), corpus.skipped) == (texts, len(blank))
 
 
 def test_decimals_and_dates_are_spelled_out(tmp_path: Path) -> None:
