@@ -122,7 +122,7 @@ def atomic_folder(target: StrPath, is_ours: Callable[[Path], bool], what: str) -
     """
     work = _Work(target)
     with work.locked():
-        check_folder_target(target, is_ours, what)
+        check_folder_target(target, is_ours, what, is_replaced=True)
         yield work.new
         for file in work.new.rglob("*"):
             if file.is_file():
@@ -174,9 +174,8 @@ def recover(target: StrPath, *, unfinished: bool = False) -> None:
     except Timeout:
         pass
     except OSError as error:
-        raise DualencError(
-            f"{target}: a killed process has left it in {work.folder} ({error}); move it back"
-        ) from None
+        problem = f"a killed process has left it in {work.folder} ({error})"
+        raise DualencError(f"{target}: {problem}; move it back") from None
 
 
 def recover_inside(folder: StrPath) -> None:
@@ -188,14 +187,16 @@ def recover_inside(folder: StrPath) -> None:
 def check_file_target(path: StrPath) -> None:
     """Refuse a folder where a file is to be written."""
     if os.path.isdir(path):
-        raise DualencError(
-            f"{os.fspath(path)}: is a folder, and a file is written here; name a file in it, or another"
-        )
+        raise DualencError(f"{path}: is a folder, and a file is written here; name a file in it")
 
 
-def check_folder_target(folder: StrPath, is_ours: Callable[[Path], bool], what: str) -> None:
-    """Refuse to write a folder over a file or a folder of another kind; arguments as of `atomic_folder`."""
+def check_folder_target(
+    folder: StrPath, is_ours: Callable[[Path], bool], what: str, is_replaced: bool = False
+) -> None:
+    """Refuse a file, a folder of another kind, and a mount point that is replaced; arguments as of `atomic_folder`."""
     folder = Path(folder)
+    if is_replaced and os.path.ismount(os.path.realpath(folder)):
+        raise DualencError(f"{folder}: is a mount point, which cannot be replaced; name a folder in it")
     recover(folder)
     is_free = not folder.exists() or (folder.is_dir() and not os.listdir(folder))
     if not is_free and not (folder.is_dir() and is_ours(folder)):
@@ -209,9 +210,8 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise DualencError(
-            f"{folder}: cannot be written ({error.strerror}); choose another --out"
-        ) from None
+        fault = f"cannot be written ({error.strerror})"
+        raise DualencError(f"{folder}: {fault}; choose another --out") from None
 
 
 def consistent_read(folder: StrPath, read: Callable[[], Result]) -> Result:

@@ -25,6 +25,7 @@ from dualenc.evaluation.zero_shot import read_templates
 from dualenc.files import (
     atomic_folder,
     atomic_path,
+    check_folder_target,
     locked,
     recover,
     recover_inside,
@@ -286,6 +287,19 @@ def test_a_folder_replaces_no_other_kind(tmp_path: Path, name: str) -> None:
     with pytest.raises(DualencError, match="is a folder"):
         write_json(path.parent, {})
     assert path.read_text() == "years of work"
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be renamed; files may be written into it."""
+    monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == os.path.realpath(tmp_path / "volume"))
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "volume")
+    for name in ("volume", "link"):
+        with pytest.raises(DualencError, match="is a mount point, which cannot be replaced; name a folder in it"):
+            write_folder(tmp_path / name, "new")
+        check_folder_target(tmp_path / name, lambda folder: False, "run")
+    write_folder(tmp_path / "volume" / "inside", "new")
+    assert version_of(tmp_path / "volume" / "inside") == "new"
 
 
 @pytest.mark.parametrize(

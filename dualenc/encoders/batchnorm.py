@@ -89,9 +89,8 @@ def synchronise_statistics(module: nn.Module) -> None:
 
 def waits_for_others(module: nn.Module) -> bool:
     """Whether a layer exchanges its statistics with other processes when it trains."""
-    return distributed.is_initialized() and any(
-        _synchroniser(layer) is not None for layer in module.modules()
-    )
+    synchronisers = map(_synchroniser, module.modules())
+    return distributed.is_initialized() and any(one is not None for one in synchronisers)
 
 
 class _Synchroniser:
@@ -146,9 +145,7 @@ def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
     total = distributed.gather_with_grad(sums[None], [1] * distributed.world_size()).sum(0)
     count = int(total[-1])
     if count < 2:
-        raise DualencError(
-            "BatchNorm needs more than one value per channel in training; make batch_size larger"
-        )
+        raise DualencError("BatchNorm needs more than one value per channel in training; raise batch_size")
     mean, square = (total[:-1] / count).chunk(2)
     variance = (square - mean.square()).clamp(min=0)
     dtype = torch.promote_types(values.dtype, torch.float32)
@@ -216,9 +213,7 @@ class _Connection(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
         if torch.is_grad_enabled():
-            raise DualencError(
-                "batch statistics have no second derivatives; call backward without create_graph"
-            )
+            raise DualencError("batch statistics have no second derivatives; leave create_graph out")
         gradient = gradients[0]
         values, mean, variance = ctx.saved_tensors
         others = [0, *range(2, values.dim())]

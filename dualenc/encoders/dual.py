@@ -33,8 +33,10 @@ DUALENC_FILE = "dualenc.json"
 MODEL_FILES = (DUALENC_FILE, "modules.json", "open_clip_config.json", "config.json")
 """Files of which every model folder has one."""
 
-WINDOW = 4096
-"""Texts and vectors that `DualEncoder.encode` prepares at once; images are prepared by the batch."""
+TOKENS_PER_WINDOW = 2**21
+"""Tokens in a window of texts, with padding: 50 MB for BERT's three inputs."""
+DEFAULT_LENGTH = 512
+VECTORS_PER_WINDOW = 2**12
 
 ITEM_TYPES: dict[Modality, tuple[tuple[type, ...], str]] = {
     "text": ((str,), "a str"),
@@ -109,16 +111,12 @@ class DualEncoder(nn.Module):
     ecosystem: str | None = None  # the folder's format, one of `card.LIBRARIES`; None: as the kind
     example_side: Side = "right"  # of the model card's example
     usage: str | None = None  # the example of the model card's template; None: as the format
-    base: Mapping[str, str] = MappingProxyType(
-        {}
-    )  # `base_model` and `license` for the model card, where known
+    base: Mapping[str, str] = MappingProxyType({})  # `base_model` and `license` of the card, where known
 
     def __init__(self, left: Tower, right: Tower, kind: Kind, views: bool = False) -> None:
         super().__init__()
         if left.dim != right.dim:
-            raise DualencError(
-                f"left tower has dimension {left.dim}, right tower {right.dim}: give both the same"
-            )
+            raise DualencError(f"left tower: dimension {left.dim}, right tower {right.dim}; use one size")
         self.kind = kind
         self.views = views
         self.left = left
@@ -185,9 +183,8 @@ class DualEncoder(nn.Module):
         tower = self.tower(side)
         is_sequence = hasattr(items, "__len__") and hasattr(items, "__getitem__")
         if not is_sequence or isinstance(items, (str, bytes, Mapping)):
-            raise DualencError(
-                f"items is of type {type(items).__name__}; give a list of texts, images or vectors"
-            )
+            kind = type(items).__name__
+            raise DualencError(f"items is of type {kind}; give a list of texts, images or vectors")
         if batch_size < 1:
             raise DualencError(f"batch_size is {batch_size}; give at least 1")
         shows_bar = len(items) > 1000 if show_progress_bar is None else show_progress_bar
@@ -238,9 +235,8 @@ class DualEncoder(nn.Module):
         with failure, tempfile.TemporaryDirectory() as folder:
             huggingface_hub.create_repo(repo, private=private, exist_ok=True)
             self.write(Path(folder))
-            Path(folder, "README.md").write_text(
-                self.model_card(repo, card or {}, on_hub=True), encoding="utf-8"
-            )
+            text = self.model_card(repo, card or {}, on_hub=True)
+            Path(folder, "README.md").write_text(text, encoding="utf-8")
             commit = huggingface_hub.upload_folder(repo_id=repo, folder_path=folder)
         return str(commit.commit_url)
 
@@ -266,13 +262,23 @@ class DualEncoder(nn.Module):
         """Store the temperature that training ended with, in formats with a place for it (CLIP)."""
 
 
+def window_rows(tower: Tower, batch_size: int) -> int:
+    """Items that are prepared at once, a whole number of batches: of images one, of texts as their length allows."""
+    batches = 1
+    if tower.modality == "text":
+        max_length = getattr(tower.prepare, "max_length", DEFAULT_LENGTH)
+        batches = int(TOKENS_PER_WINDOW // (max_length * batch_size))
+    elif tower.modality == "vector":
+        batches = VECTORS_PER_WINDOW // batch_size
+    return batch_size * max(1, batches)
+
+
 def _encode_windows(tower: Tower, items: Sequence[Any], batch_size: int, bar: tqdm) -> Iterator[np.ndarray]:
     """Vectors (n, D) of one window of items after another; within it, texts of similar length share a batch."""
     device = next(itertools.chain(tower.parameters(), tower.buffers())).device
-    batches = 1 if tower.modality == "image" else max(1, WINDOW // batch_size)
     # Iterated, because the labels of a pandas Series are no positions.
     numbered = enumerate(items)
-    while window := list(itertools.islice(numbered, batches * batch_size)):
+    while window := list(itertools.islice(numbered, window_rows(tower, batch_size))):
         raw = []
         for number, item in window:
             check_item(item, tower.modality, f"item {number}")

@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder
@@ -147,32 +148,36 @@ class IndexEncoder(DualEncoder):
 def with_map(text: TextEncoder, tower: VectorTower) -> TextEncoder:
     """Append a trained map of query vectors to the query tower of a text model.
 
-    The result shares the transformer's weights with `text`; the map's are copies. Documents are encoded as before,
-    unless the map changes the size of vectors: then they take it too.
+    The result shares the transformer's weights with `text`; the map's are copies. Documents are encoded as before, but
+    cut where the map takes fewer numbers than `text` gives, and mapped, too, where it changes the size of vectors.
 
         with_map(TextEncoder("me/base"), load_model("runs/adapted/model").left)
 
     Args:
-        text: the model that made the vectors (B, input_dim) on which the map was trained.
+        text: the model that made the vectors, of whose first components (B, input_dim) the map was trained.
         tower: of kind "dense", "linear" or "identity".
 
     Raises `DualencError` if the sizes do not fit, or for a text model with truncate_dim, or a tower of kind "mlp".
     """
+    from sentence_transformers.sentence_transformer.modules import Dense
+
     if text.left.truncate_dim is not None:
-        raise DualencError(
-            f"the text model cuts its vectors to {text.left.truncate_dim} numbers, which a map would come before; "
-            "give one without truncate_dim"
-        )
-    if tower.prepare.input_dim != text.dim:
-        raise DualencError(
-            f"the map takes vectors of {tower.prepare.input_dim} numbers, but the text model gives {text.dim}; give "
-            "the model that made the vectors"
-        )
-    modules = [module.to(next(text.parameters()).device) for module in tower.as_modules()]
+        cut = f"cuts its vectors to {text.left.truncate_dim} numbers, which a map would come before"
+        raise DualencError(f"the text model {cut}; give one without truncate_dim")
+    dim = tower.prepare.input_dim
+    if dim > text.dim:
+        problem = f"takes vectors of {dim} numbers, but the text model gives {text.dim}"
+        raise DualencError(f"the map {problem}; give the model that made the vectors")
+    device = next(text.parameters()).device
+    first: list[nn.Module] = []
+    if dim < text.dim:
+        weight = torch.eye(dim, text.dim, device=device)
+        first = [Dense(text.dim, dim, bias=False, activation_function=nn.Identity(), init_weight=weight)]
+    modules = [*first, *(module.to(device) for module in tower.as_modules())]
     left = TextTower([*text.left.parts, *modules], text.left.prepare)
     right = text.right
     if tower.dim != text.dim:
-        right = TextTower([*right.parts, *modules], right.prepare)
+        right = TextTower([*right.parts, *(first if tower.dim == dim else modules)], right.prepare)
     return text.with_towers(left, right)
 
 

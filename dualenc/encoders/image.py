@@ -219,7 +219,7 @@ def load_backbone(
         replace_stem(model)
         if folder is not None:  # timm does not know this stem, so its weights go in here
             load_weights(model, folder / WEIGHTS_FILE)
-    return model, {**saved, **args}, small
+    return model, {**saved, **args, **size}, small
 
 
 def is_plain_resnet(backbone: nn.Module) -> bool:

@@ -90,9 +90,8 @@ class ImageTextEncoder(DualEncoder):
     ) -> None:
         check_crop_scale(crop_scale)
         _check_arguments(name, pretrained, config, tokenizer)
-        clip, own_config, tokenize = load_clip(
-            name, pretrained, config, tokenizer, image_size, context_length
-        )
+        arguments = name, pretrained, config, tokenizer, image_size, context_length
+        clip, own_config, tokenize = load_clip(*arguments)
         if gradient_checkpointing:
             clip.set_grad_checkpointing(True)
         visual = clip.visual
@@ -130,9 +129,8 @@ class ImageTextEncoder(DualEncoder):
         config["text_cfg"].pop("hf_model_pretrained", None)
         visual: Any = self.left.visual
         known = visual.preprocess_cfg
-        preprocess = {
-            key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known
-        }
+        names = ("mean", "std", "interpolation", "resize_mode")
+        preprocess = {name: known[name] for name in names if name in known}
         write_json(folder / CONFIG_FILE, {"model_cfg": config, "preprocess_cfg": preprocess})
         weights = {f"visual.{name}": value for name, value in merge_adapters(visual).state_dict().items()}
         weights |= merge_adapters(self.right.clip).state_dict()
@@ -158,9 +156,8 @@ def _image_prepare(preprocess_config: dict[str, Any], crop_scale: tuple[float, f
 
     preprocess = PreprocessCfg(**preprocess_config)
     train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=crop_scale))
-    return ImagePrepare(
-        image_transform_v2(preprocess, is_train=False), partial(seeded_transform, transform=train)
-    )
+    evaluate = image_transform_v2(preprocess, is_train=False)
+    return ImagePrepare(evaluate, partial(seeded_transform, transform=train))
 
 
 class ClipImageTower(Tower):
@@ -177,9 +174,8 @@ class ClipImageTower(Tower):
     def forward(self, inputs: Inputs) -> Tensor:
         """Encode pixels (B, 3, H, W) to (B, D) unit-norm float32."""
         vectors = self.visual(inputs["image"])
-        return unit_norm(
-            vectors[0] if isinstance(vectors, tuple) else vectors
-        )  # CoCa's tokens come with them
+        # With those of CoCa come its tokens.
+        return unit_norm(vectors[0] if isinstance(vectors, tuple) else vectors)
 
 
 class ClipTextPrepare(Prepare):
@@ -288,7 +284,7 @@ def load_clip(
 ) -> tuple[Any, dict[str, Any], Tokenize]:
     """An open_clip model, its configuration and its tokenizer; the arguments are those of `ImageTextEncoder`."""
     import open_clip
-    from open_clip.factory import load_checkpoint
+    from open_clip.factory import get_pretrained_cfg, load_checkpoint
 
     weights = None
     with tempfile.TemporaryDirectory() as scratch:
@@ -298,6 +294,9 @@ def load_clip(
         elif is_open_clip_name(name):
             own = open_clip.get_model_config(name)
             place = str(name)
+            # The name of an architecture says GELU for weights trained with QuickGELU, where open_clip only warns.
+            if pretrained is not None and get_pretrained_cfg(place, pretrained).get("quick_gelu"):
+                own["quick_gelu"] = True
         else:
             folder = model_folder(str(name))
             own = _folder_config(folder)
@@ -331,6 +330,7 @@ def load_clip(
             clip = open_clip.create_model(
                 place,
                 weights_only=True,
+                force_quick_gelu=own.get("quick_gelu", False),
                 force_image_size=image_size,
                 force_context_length=context_length,
                 pretrained_image=False,
@@ -368,9 +368,7 @@ def check_config(config: dict[str, Any], where: str) -> None:
 
     missing = [section for section in SECTIONS if section not in config]
     if missing:
-        raise DualencError(
-            f"{where}: {', '.join(missing)} missing; an open_clip model needs {', '.join(SECTIONS)}"
-        )
+        raise DualencError(f"{where}: {', '.join(missing)} missing; open_clip needs {', '.join(SECTIONS)}")
     text = config["text_cfg"]
     for key in text.get("tokenizer_kwargs") or {}:
         if key not in TOKENIZER_ARGUMENTS:
@@ -389,9 +387,8 @@ def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTok
     """Write a configuration, fitted in place to its tokenizer (None: open_clip's own), where open_clip reads both."""
     text = config["text_cfg"]
     if tokenizer is not None:
-        text["hf_tokenizer_name"] = (
-            "."  # in a folder, open_clip takes the tokenizer beside its configuration
-        )
+        # In a folder, open_clip takes the tokenizer beside its configuration.
+        text["hf_tokenizer_name"] = "."
         size = text.setdefault("vocab_size", len(tokenizer))
         if size < len(tokenizer):
             raise DualencError(

@@ -102,9 +102,8 @@ def new_model(
     special_ids = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
     fields = {"vocab_size": len(tokenizer), **special_ids, **copy.deepcopy(config)}
     if fields["vocab_size"] < len(tokenizer):
-        raise DualencError(
-            f"config: vocab_size is below the {len(tokenizer)} of the tokenizer; leave it out"
-        )
+        problem = f"vocab_size is below the {len(tokenizer)} of the tokenizer"
+        raise DualencError(f"config: {problem}; leave it out")
     check_settings(fields, "config")
     with tempfile.TemporaryDirectory() as folder, quiet_loading():
         full_config = AutoConfig.for_model(**fields)
@@ -127,9 +126,13 @@ def side_modules(model: SentenceTransformer, role: str) -> list[Any]:
 def side_prompt(model: SentenceTransformer, role: str) -> str:
     """A side's prompt that is not empty, by its names, or the default prompt, unless that belongs to a side."""
     default = model.default_prompt_name or ""
-    is_of_a_side = any(default in names for names in PROMPT_NAMES.values())
-    names = PROMPT_NAMES[role] if is_of_a_side else (*PROMPT_NAMES[role], default)
+    names = PROMPT_NAMES[role] if is_of_a_side(default) else (*PROMPT_NAMES[role], default)
     return next((prompt for name in names if (prompt := model.prompts.get(name))), "")
+
+
+def is_of_a_side(prompt: str | None) -> bool:
+    """Whether a prompt's name says which side it is for."""
+    return any(prompt in names for names in PROMPT_NAMES.values())
 
 
 def set_up(

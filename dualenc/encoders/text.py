@@ -94,6 +94,7 @@ class TextEncoder(DualEncoder):
         if self.shares_weights and self.left.parts != self.right.parts:
             raise DualencError("the sides share weights, but not modules; leave the Router out")
         self.prompts = dict(models[0].prompts)
+        self.default_prompt = models[0].default_prompt_name
         if isinstance(name, str):
             self.base = base_metadata(name)
 
@@ -111,13 +112,17 @@ class TextEncoder(DualEncoder):
 
     def write(self, folder: Path) -> None:
         """Write a sentence-transformers folder, with a Router where the sides have different weights."""
-        from dualenc.encoders.sentence_model import save_model
+        from dualenc.encoders.sentence_model import is_of_a_side, save_model
 
         sides = {role: tower.parts for role, tower in zip(ROLES, (self.left, self.right))}
         if self.shares_weights:
             del sides["document"]
         prompts = {"query": self.left.prepare.prompt, "document": self.right.prepare.prompt}
-        save_model(sides, folder, prompts=self.prompts | prompts, truncate_dim=self.left.truncate_dim)
+        settings: dict[str, Any] = {"truncate_dim": self.left.truncate_dim}
+        # A side without a prompt would get the default one when the folder is loaded.
+        if all(prompts.values()) or is_of_a_side(self.default_prompt):
+            settings["default_prompt_name"] = self.default_prompt
+        save_model(sides, folder, prompts=self.prompts | prompts, **settings)
 
 
 class TextPrepare(Prepare):

@@ -84,9 +84,8 @@ class VectorEncoder(DualEncoder):
     @classmethod
     def from_folder(cls, folder: Path) -> VectorEncoder:
         """Load a folder that `save` wrote."""
-        config = read_json_object(
-            folder / DUALENC_FILE, {"dim": int, "left": dict, "right": (dict, NoneType)}
-        )
+        expected = {"dim": int, "left": dict, "right": (dict, NoneType)}
+        config = read_json_object(folder / DUALENC_FILE, expected)
         left = config["left"]
         right = config["right"] or left
         with explain(f"{folder}: cannot be loaded", "save the model again"):
@@ -244,9 +243,7 @@ class VectorPrepare(Prepare):
         for item in items:
             shape = getattr(item, "shape", None)
             if shape is None or len(shape) != 1:
-                raise DualencError(
-                    f"{str(item)[:40]!r} is no vector; give arrays of shape ({self.input_dim},)"
-                )
+                raise DualencError(f"{str(item)[:40]!r} is no vector; give arrays ({self.input_dim},)")
             if shape != (self.input_dim,):
                 raise DualencError(
                     f"a vector has dimension {shape[0]}, but this side of the model takes {self.input_dim}; embed "

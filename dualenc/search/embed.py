@@ -23,18 +23,13 @@ from tqdm.auto import tqdm
 from dualenc import distributed
 from dualenc.data.identity import MAX_IMAGES, digest_of, identities
 from dualenc.data.vector_shards import Embeddings
-from dualenc.encoders.dual import Prepare, Tower, check_item, chunk_rows, take, unit_norm
+from dualenc.encoders.dual import Prepare, Tower, check_item, chunk_rows, take, unit_norm, window_rows
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.embeddings import EmbeddingWriter, Skipped, shard_ranges, skipped_entries
 from dualenc.types import Inputs, OnError, Output
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
-
-TOKENS_PER_WINDOW = 2**21
-"""Tokens in a text window, including padding: 50 MB for BERT's three inputs."""
-DEFAULT_LENGTH = 512
-VECTORS_PER_WINDOW = 2**12
 
 Window = tuple["Inputs | None", Skipped]
 """Prepared rows, if any; unusable rows with the reasons."""
@@ -78,22 +73,19 @@ def embed(
         progress: show a progress bar; a text describes it, and it then disappears at the end.
     """
     if corpus.modality != tower.modality:
-        raise DualencError(
-            f"the data is {corpus.modality}, but this side of the model encodes {tower.modality}"
-        )
+        needed = tower.modality
+        raise DualencError(f"the data is {corpus.modality}, but this side of the model encodes {needed}")
     if not len(corpus):
         raise DualencError("the data holds no items; give at least one to embed")
     if batch_size < 1 or (num_workers is not None and num_workers < 0):
-        raise DualencError(
-            f"batch_size is {batch_size} and num_workers is {num_workers}; give at least 1 and 0"
-        )
+        raise DualencError(f"batch_size is {batch_size}, num_workers is {num_workers}; give at least 1, 0")
     encoder = _Encoder(tower, corpus, batch_size, output, dim, autocast, num_workers, on_error)
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     identity = {**(identity or {}), "output": output}
     bar = _bar(progress)
     if out is None:
         return _embed_in_memory(encoder, dtype, {**notes, **identity}, bar)
-    identity["model_checksum"] = tower_checksum(tower)
+    identity |= {"model_checksum": tower_checksum(tower), "autocast": autocast}
     embeddings = _embed_into(out, encoder, dtype, identity, notes, bar)
     distributed.barrier()
     return embeddings
@@ -162,13 +154,17 @@ def _embed_in_memory(
 
 
 def tower_checksum(tower: Tower) -> str:
-    """Model fingerprint: SHA-256 of a tower's weights and the plain settings of its preprocessing."""
+    """Model fingerprint: SHA-256 of a tower's weights, the plain settings of its preprocessing, and its pooling."""
     digest = hashlib.sha256()
     for name, value in sorted(tower.state_dict().items()):
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     plain = {k: v for k, v in vars(tower.prepare).items() if isinstance(v, (str, int, float))}
     digest.update(repr(sorted(plain.items())).encode())
+    modes = [part.pooling_mode for part in getattr(tower, "parts", ()) if hasattr(part, "pooling_mode")]
+    # The usual mean adds nothing: it is that of fingerprints which left pooling out.
+    if modes not in ([], ["mean"]):
+        digest.update(repr(modes).encode())
     return digest.hexdigest()
 
 
@@ -191,20 +187,12 @@ class _Encoder:
         self.dim = tower.feature_dim if output == "features" else tower.dim
         if dim is not None:
             if output == "features" or not 1 <= dim <= tower.dim:
-                raise DualencError(
-                    f"dim is {dim}: give 1 to {tower.dim}, of embeddings; features are always whole"
-                )
+                raise DualencError(f"dim is {dim}: give 1 to {tower.dim}; features are always whole")
             self.dim = dim
         self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
         self.device = next(itertools.chain(tower.parameters(), tower.buffers())).device
         self.autocast = getattr(torch, autocast) if autocast else None
-        self.window_rows = batch_size
-        # Windows are a whole number of batches.
-        if corpus.modality == "text":
-            max_length = getattr(tower.prepare, "max_length", DEFAULT_LENGTH)
-            self.window_rows *= max(1, TOKENS_PER_WINDOW // (max_length * batch_size))
-        elif corpus.modality == "vector":
-            self.window_rows *= max(1, VECTORS_PER_WINDOW // batch_size)
+        self.window_rows = window_rows(tower, batch_size)
         if num_workers is None:
             is_cheap = corpus.modality != "image" or len(corpus) <= 4 * batch_size
             num_workers = 0 if is_cheap else min(4, os.cpu_count() or 1)
@@ -244,9 +232,8 @@ class _Encoder:
         chunks = chunk_rows(inputs, self.batch_size)
         parts = []
         for rows in chunks:
-            batch = {
-                name: value.to(self.device, non_blocking=True) for name, value in take(inputs, rows).items()
-            }
+            taken = take(inputs, rows)
+            batch = {name: value.to(self.device, non_blocking=True) for name, value in taken.items()}
             autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
             try:
                 with autocast, torch.inference_mode():
@@ -261,9 +248,7 @@ class _Encoder:
             bar.update(len(rows))
         vectors = torch.cat(parts).cpu()
         if not torch.isfinite(vectors).all():
-            raise DualencError(
-                "the model's vectors are not finite; check its weights, or embed without autocast"
-            )
+            raise DualencError("the vectors are not finite; check the weights, or embed without autocast")
         return vectors[torch.argsort(torch.cat(chunks))]
 
 

@@ -354,7 +354,7 @@ def is_index(folder: str | os.PathLike[str]) -> bool:
 
 def check_target(folder: str | os.PathLike[str]) -> None:
     """Refuse a folder that is not new, not empty, and no index to replace."""
-    check_folder_target(folder, is_index, "index")
+    check_folder_target(folder, is_index, "index", is_replaced=True)
 
 
 def check_recorded(path: Path, meta: Mapping[str, Any], remedy: str) -> None:

@@ -14,8 +14,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dualenc.data import PairDataset
-from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, Tower, VectorEncoder
+from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, Tower, VectorEncoder, dual
 from dualenc.encoders.dual import unit_norm
+from dualenc.encoders.text import TextPrepare
 from dualenc.errors import BadSample, DualencError
 
 
@@ -130,3 +131,17 @@ def test_items_are_encoded_to_numpy_in_their_order(text_encoder: Any) -> None:
             expected = torch.cat([model(side, model.tower(side).prepare([text])) for text in texts])
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize(("length", "window"), [(20, 8), (40, 4), (10**6, 2), (math.inf, 2)])
+def test_few_texts_share_a_window_where_they_may_be_long(
+    text_encoder: Any, monkeypatch: pytest.MonkeyPatch, length: float, window: int
+) -> None:
+    """A window is padded to its longest text: with texts of 30,000 tokens thousands would take all memory."""
+    model = text_encoder()
+    model.left.prepare.max_length = length
+    prepare, sizes = TextPrepare.__call__, []
+    monkeypatch.setattr(TextPrepare, "__call__", lambda self, texts: sizes.append(len(texts)) or prepare(self, texts))
+    monkeypatch.setattr(dual, "TOKENS_PER_WINDOW", 160)
+    assert model.encode(["a dog"] * 9, batch_size=2).shape == (9, 32)
+    assert set(sizes[:-1]) == {window}

@@ -137,6 +137,19 @@ def test_a_map_to_another_size_is_that_of_both_sides(text: TextEncoder, texts: l
     np.testing.assert_array_equal(same_size.encode_document(texts), text.encode_document(texts))
 
 
+@pytest.mark.parametrize("dim", [20, 40])
+def test_a_map_of_the_first_components(text: TextEncoder, texts: list[str], tmp_path: Path, dim: int) -> None:
+    """Of an index of cut vectors: both sides are cut, scaled to length one and, where the size changes, mapped."""
+    tower = shaken(VectorTower("dense", 20, dim, 9))
+    mapped = with_map(text, tower)
+    queries, documents = (F.normalize(torch.from_numpy(text.encode(texts, side)[:, :20])) for side in ("left", "right"))
+    expected = documents if dim == 20 else tower({"vector": documents}).detach()
+    np.testing.assert_allclose(mapped.encode_document(texts), expected, atol=1e-6)
+    IndexEncoder(mapped, facts(dim=dim)).save(tmp_path / "model")
+    for model in (mapped, load_model(tmp_path / "model")):
+        np.testing.assert_allclose(model.encode_query(texts), tower({"vector": queries}).detach(), atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"chunk_size": 2}, {"weight_average": 0.9}])
 @pytest.mark.parametrize("kind", ["text", "vector"])
@@ -207,8 +220,8 @@ def test_parts_that_do_not_fit_are_refused(text: TextEncoder, text_encoder: Any)
         with_map(text, VectorTower("mlp", 32, 32, 4))
     with pytest.raises(DualencError, match="cuts its vectors to 12 numbers"):
         with_map(text_encoder(truncate_dim=12), VectorTower("linear", 12, 12, None))
-    with pytest.raises(DualencError, match="takes vectors of 20 numbers, but the text model gives 32"):
-        with_map(text, VectorTower("linear", 20, 32, None))
+    with pytest.raises(DualencError, match="takes vectors of 40 numbers, but the text model gives 32"):
+        with_map(text, VectorTower("linear", 40, 32, None))
 
 
 @pytest.mark.parametrize(

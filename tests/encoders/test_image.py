@@ -72,6 +72,20 @@ def test_reloaded_model_is_the_same_with_its_projector(
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
 
 
+@pytest.mark.parametrize("backbone", ["eva02_tiny_patch14_224", "test_vit", "test_resnet"])
+def test_another_image_size_is_that_of_the_saved_model(backbone: str, tmp_path: Path) -> None:
+    """Also where timm does not take it from the configuration; a saved model opens at yet another size."""
+    small = {"depth": 1, "embed_dim": 24, "num_heads": 2} if "eva" in backbone else {}
+    model = ImageEncoder(backbone, image_size=112, projector_dim=None, backbone_args=small)
+    model.save(tmp_path / "model")
+    for size in (None, 112, 224):
+        again = ImageEncoder(str(tmp_path / "model"), image_size=size, projector_dim=None)
+        again.save(tmp_path / "again")
+        pixels = {"image": torch.rand(1, 3, size or 112, size or 112)}
+        assert torch.equal(load_model(tmp_path / "again")("left", pixels), again("left", pixels))
+        assert size == 224 or torch.equal(model("left", pixels), again("left", pixels))
+
+
 def test_training_compares_the_projector_and_probes_see_the_backbone(images: list[Image.Image]) -> None:
     model = ImageEncoder("test_resnet", image_size=32, projector_dim=8)
     linears = [layer for layer in model.left.projector if isinstance(layer, nn.Linear)]

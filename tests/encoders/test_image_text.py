@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import pytest
 import torch
+from open_clip.transformer import QuickGELU
 from PIL import Image
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import ImageTextEncoder, load_model
@@ -24,6 +27,26 @@ def model(request: pytest.FixtureRequest, clip: dict[str, Any], tokenizer: PreTr
         clip["custom_text"] = True
     own = None if request.param == "open_clip's tokenizer" else tokenizer
     return ImageTextEncoder(config=clip, tokenizer=own)
+
+
+@pytest.mark.parametrize("trained_with", [nn.GELU, QuickGELU])
+def test_weights_by_a_tag_get_the_activation_that_they_were_trained_with(
+    clip: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_with: type[nn.Module]
+) -> None:
+    """open_clip's tags of ViT-B-32 need QuickGELU, and open_clip only warns; the saved folder says so."""
+    ImageTextEncoder(config=clip).save(tmp_path / "theirs")
+    weights = tmp_path / "theirs" / "open_clip_model.safetensors"
+    tag = {"url": "", "quick_gelu": trained_with is QuickGELU}
+    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "tiny", clip)
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "tiny", {"tag": tag})
+    monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda *args, **options: str(weights))
+    model = ImageTextEncoder("tiny", "tag")
+    model.save(tmp_path / "ours")
+    for each in (model, load_model(tmp_path / "ours")):
+        kinds = {type(layer) for layer in each.modules() if isinstance(layer, (nn.GELU, QuickGELU))}
+        assert kinds == {trained_with}
+    config = json.loads((tmp_path / "ours" / "open_clip_config.json").read_text())["model_cfg"]
+    assert config.get("quick_gelu", False) is (trained_with is QuickGELU)
 
 
 def siglip(clip: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -250,6 +251,29 @@ def test_a_model_in_memory(transformer: Any, texts: list[str], tmp_path: Path) -
     model.save(tmp_path / "model")
     for one in (model, separate):
         assert_equal(one, tmp_path / "model", texts)
+
+
+@pytest.mark.parametrize(
+    ("default", "query_prompt", "kept"),
+    [("web", None, "web"), ("web", "", None), ("query", None, "query"), (None, None, None)],
+)
+def test_the_default_prompt_is_saved(
+    transformer: Any, tmp_path: Path, default: str | None, query_prompt: str | None, kept: str | None
+) -> None:
+    """Unless a side that was given no prompt would get it."""
+    prompts = {"web": "web: ", "query": "ask: " if default == "query" else ""}
+    theirs = SentenceTransformer(
+        modules=[transformer("bert", SIZES), Pooling(32)], prompts=prompts, default_prompt_name=default, device="cpu"
+    )
+    model = TextEncoder(theirs, query_prompt=query_prompt)
+    model.save(tmp_path / "model")
+    saved = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    assert saved.default_prompt_name == kept
+    for side in (model.left, model.right):
+        again = TextEncoder(str(tmp_path / "model")).tower("left" if side is model.left else "right")
+        assert again.prepare.prompt == side.prepare.prompt
+    if kept == default:
+        assert np.abs(saved.encode(["a dog"]) - theirs.encode(["a dog"], normalize_embeddings=True)).max() < 1e-6
 
 
 def test_a_language_model_as_it_is(transformer: Any, texts: list[str], tmp_path: Path) -> None:

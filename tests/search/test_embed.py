@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,31 @@ def test_the_checksum_follows_weights_and_prompt() -> None:
     checksums = [tower_checksum(t) for t in (LetterTower(), LetterTower(), LetterTower(prompt="q: "), changed)]
     assert checksums[0] == checksums[1]
     assert len(set(checksums)) == 3
+
+
+def test_the_checksum_follows_pooling() -> None:
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    towers = [LetterTower() for _ in range(4)]
+    modes: Any = ["mean", "cls", ("cls", "mean")]
+    for tower, mode in zip(towers[1:], modes):
+        tower.parts = [tower.letters, Pooling(6, mode)]
+    checksums = list(map(tower_checksum, towers))
+    assert checksums[0] == checksums[1], "means are what there was before pooling counted"
+    assert len(set(checksums)) == 3
+
+
+def test_another_precision_is_another_embedding(tmp_path: Path) -> None:
+    written = embed(LetterTower(), corpus(), tmp_path / "half", autocast="bfloat16", progress=False)
+    assert embed(LetterTower(), corpus(), tmp_path / "half", autocast="bfloat16", progress=False).meta == written.meta
+    with pytest.raises(DualencError, match="holds embeddings with autocast bfloat16, not None; choose another folder"):
+        embed(LetterTower(), corpus(), tmp_path / "half", progress=False)
+    embed(LetterTower(), corpus(), tmp_path / "whole", progress=False)
+    path = tmp_path / "whole" / "meta.json"
+    meta = json.loads(path.read_text())
+    del meta["autocast"]  # as of earlier versions
+    path.write_text(json.dumps(meta))
+    embed(LetterTower(), corpus(), path.parent, progress=False)
 
 
 @pytest.mark.parametrize(
