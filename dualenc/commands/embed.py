@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from dualenc.commands.checks import MAX_ITEMS, MAX_WORKERS, check_options
 from dualenc.commands.options import SOURCE, EmbedOptions, SourceOptions
@@ -21,6 +23,7 @@ def embed(
     source: SourceOptions = SOURCE,
     options: EmbedOptions,
     device: str | None = None,
+    replace: Annotated[bool, Parameter(parse=False)] = False,
 ) -> None:
     """Embed a corpus with one side of a model, into a folder of Arrow files.
 
@@ -35,9 +38,10 @@ def embed(
         out: folder to write: data-*.arrow, order.npy, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         device: such as cpu or cuda:0; by default a GPU if there is one.
+        replace: other embeddings in `out`; only for a folder that no other process writes.
     """
     from dualenc import distributed
-    from dualenc.commands.output import recorded_name, start_processes
+    from dualenc.commands.output import embed_into, recorded_name, start_processes
     from dualenc.data.sources import open_corpus
     from dualenc.encoders import load_model
     from dualenc.encoders.frozen import IndexEncoder
@@ -65,15 +69,16 @@ def embed(
     if side is None:
         side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
     notes = {"model": recorded_name(model), "kind": encoder.kind, "data": data}
-    embeddings = embed_corpus(
-        encoder.tower(side), corpus, out, **vars(options), identity={"side": side}, notes=notes
-    )
+    tower, settings = encoder.tower(side), {**vars(options), "notes": notes}
+    if replace:
+        embeddings = embed_into(Path(out), tower, corpus, side=side, **settings)
+    else:
+        embeddings = embed_corpus(tower, corpus, out, identity={"side": side}, **settings)
     if distributed.is_main():
         skipped = embeddings.meta["skipped"]
         if skipped:
             first = embeddings.meta["first_skipped"][0]
             summary = f"left out {skipped:,} of {skipped + len(embeddings):,} items"
             print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)
-        print(
-            printable(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({side} side) → {out}")
-        )
+        made = f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({side} side)"
+        print(printable(f"{made} → {out}"))

@@ -94,7 +94,8 @@ class ZeroShotOptions:
     Args:
         split: of a folder of tables or a hub name, by default test; one file is tested as a whole.
         label_column: of a table, class numbers or names; by default `label`.
-        class_names: text file with the name of each class on a line; by default the names in the data.
+        class_names: text file with the name of each class on a line, in the order of the class numbers (of folders:
+            sorted by name); by default the names in the data.
         templates: text file with prompt templates, one on a line, {} for the class; by default a set of eight.
         batch_size: items encoded at once.
     """

@@ -100,10 +100,7 @@ def evaluate_corrupted(
         conditions = [(name, severity) for name in names for severity in SEVERITIES]
         correct = _measure(tower, source, conditions, images, is_right, "robustness")
         errors = 1 - correct.reshape(len(correct), len(names), len(SEVERITIES)).mean(axis=0)
-        robustness: dict[str, Any] = {
-            "images": len(correct),
-            "mean_corruption_error": float(errors.mean()),
-        }
+        robustness: dict[str, Any] = {"images": len(correct), "mean_corruption_error": float(errors.mean())}
         if clean is not None:
             correct = _measure(tower, clean, [CLEAN], images, is_right, "clean images")
             robustness["clean_accuracy"] = float(correct.mean())

@@ -23,12 +23,7 @@ CUTOFFS = (1, 5, 10)
 
 
 def evaluate_image_text(
-    model: str,
-    data: str,
-    split: str | None,
-    columns: ColumnOptions,
-    batch_size: int,
-    output: OutputOptions,
+    model: str, data: str, split: str | None, columns: ColumnOptions, batch_size: int, output: OutputOptions
 ) -> None:
     """Evaluate retrieval both ways."""
     evaluation = Evaluation("image-text", model, data, output)

@@ -67,11 +67,5 @@ def evaluate_probe(
         facts: dict[str, object] = {"model": model, "data": data, "split": split, "train": source}
         facts["train_split"] = images.train_split
         facts |= {"train_images": len(train_labels), "test_images": len(test_labels)}
-        evaluation.conclude(
-            "Probes",
-            data,
-            facts,
-            {"accuracy": accuracies},
-            [Table("Probes", rows)],
-        )
+        evaluation.conclude("Probes", data, facts, {"accuracy": accuracies}, [Table("Probes", rows)])
     distributed.barrier()

@@ -73,13 +73,10 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
     distributed.barrier()
 
 
-def _class_names(
-    file: str | None, recorded: Sequence[str] | None, labels: np.ndarray, data: str
-) -> list[str]:
+def _class_names(file: str | None, own: Sequence[str] | None, labels: np.ndarray, data: str) -> list[str]:
     """Readable names of all classes, from a file or from the data."""
-    names = recorded
-    if file is not None:
-        names = [line for _, line in read_lines(file)]
+    recorded = [readable_class(name) for name in own or ()]
+    names = recorded if file is None else [readable_class(line) for _, line in read_lines(file)]
     if not names or all(name.isdecimal() for name in names):
         raise DualencError(
             f"{data}: the classes have no names; give them with --class_names FILE, one on each line"
@@ -87,4 +84,5 @@ def _class_names(
     if labels.max(initial=-1) >= len(names):
         problem = f"{len(names)} class names, but there is a label {labels.max()}"
         raise DualencError(f"{file or data}: {problem}; name every class")
-    return [readable_class(name) for name in names]
+    # A file may list the names of the data in another order than that of their numbers.
+    return recorded if sorted(names) == sorted(recorded) else names

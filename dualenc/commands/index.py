@@ -52,7 +52,7 @@ def index(
             index.
         data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
         out: folder to write: index.faiss, items.arrow, order.npy, meta.json.
-        append: add the vectors to the index that is in out.
+        append: add the vectors to the index that is in out; with a model and data they are cut as it is.
         remove: file with ids, one a line, to take out of the index.
         verify: compare every file of an index or of embeddings with its checksum.
         bm25: index the words of the texts beside the vectors.
@@ -83,8 +83,12 @@ def index(
             # embedding.
             target = Path(os.path.abspath(out))
             folder = target.with_name(f".{target.name}.embeddings")
-            options = EmbedOptions(batch_size=batch_size, dim=build.dim)
-            embed(source, data, out=str(folder), side=side, source=items, options=options, device=device)
+            dim = build.dim
+            if append and dim is None:
+                dim = read_json_object(target / "meta.json", {"dim": int})["dim"]
+            options = EmbedOptions(batch_size=batch_size, dim=dim)
+            places: dict[str, Any] = {"out": str(folder), "side": side, "source": items, "device": device}
+            embed(source, data, **places, options=options, replace=True)
         if not distributed.is_main():
             return None
         if append:
@@ -217,15 +221,20 @@ def _verify(folder: str) -> None:
     """Open an index or embeddings with every file read and compared."""
     from dualenc.data.vector_shards import is_embeddings
     from dualenc.search import Embeddings, Index
+    from dualenc.search.lexical import FOLDER, Lexical, has_lexical
+    from dualenc.search.texts import TextStore, has_texts
 
     kind: type[Index] | type[Embeddings] = Embeddings if is_embeddings(folder) else Index
     opened = kind.open(folder, verify=True)
-    size = sum(path.stat().st_size for path in Path(folder).iterdir())
-    print(
-        printable(
-            f"{folder}: {len(opened):,} vectors, {size / 2**20:,.1f} MiB, every file as it was written"
-        )
-    )
+    state = "every file as it was written"
+    if isinstance(opened, Index) and has_texts(folder):
+        TextStore(folder, opened.items_checksum, verify=True)
+    if isinstance(opened, Index) and has_lexical(folder):
+        Lexical.open(folder, opened.items_checksum, verify=True)
+        if "files" not in read_json_object(Path(folder, FOLDER, "meta.json")):
+            state += ", but bm25, which has no checksums"
+    size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    print(printable(f"{folder}: {len(opened):,} vectors, {size / 2**20:,.1f} MiB, {state}"))
 
 
 def _remove(folder: str, path: str) -> None:

@@ -179,11 +179,7 @@ class _Steps:
         if not self.is_resumed:
             rest = self.seconds * (len(order) / len(old) - 1)
             facts |= {"seconds for the sample": self.seconds, "seconds for the others, estimated": rest}
-        report = {
-            "facts": facts,
-            "systems": systems_rows,
-            "served": measures.served_shares(systems_rows),
-        }
+        report = {"facts": facts, "systems": systems_rows, "served": measures.served_shares(systems_rows)}
         write_json(self.migration.work / "report.json", report)
         return report
 

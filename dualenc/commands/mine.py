@@ -55,7 +55,7 @@ def mine(
     left, right = corpora(pairs)
     check_modalities(left, right, form)
     encoder = open_model(model, ("query-document", "vector"), device_to_use)
-    embedding: dict[str, Any] = {"batch_size": batch_size, "model": model}
+    embedding: dict[str, Any] = {"batch_size": batch_size, "notes": {"model": model}}
     with writing(out):
         queries = embed_into(folder / "queries", encoder.left, left, side="left", **embedding)
         documents = embed_into(folder / "documents", encoder.right, right, side="right", **embedding)

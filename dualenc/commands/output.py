@@ -16,14 +16,7 @@ from dualenc.data.identity import digest_of
 from dualenc.data.vector_shards import Embeddings, is_embeddings
 from dualenc.errors import DualencError, first_line
 from dualenc.evaluation.report import Table, print_table, write_report
-from dualenc.files import (
-    check_file_target,
-    check_folder_target,
-    check_writable,
-    locked,
-    remove,
-    write_json,
-)
+from dualenc.files import check_file_target, check_folder_target, check_writable, locked, remove, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.embed import embed, tower_checksum
 from dualenc.terminal import printable
@@ -90,7 +83,7 @@ class Evaluation:
         self, folder: StrPath, encoder: DualEncoder, side: Side, corpus: Corpus, batch_size: int
     ) -> Embeddings:
         """Embed into a folder below the output, or reuse what is there: `embed_into`."""
-        settings: dict[str, Any] = {"side": side, "model": self.model, "batch_size": batch_size}
+        settings: dict[str, Any] = {"side": side, "notes": {"model": self.model}, "batch_size": batch_size}
         return embed_into(self.folder / folder, encoder.tower(side), corpus, **settings)
 
     def conclude(
@@ -186,29 +179,22 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
 
 
 def embed_into(
-    folder: Path,
-    tower: Tower,
-    corpus: Corpus,
-    *,
-    side: Side | None = None,
-    model: str = "",
-    **options: Any,
+    folder: Path, tower: Tower, corpus: Corpus, *, side: Side | None = None, **options: Any
 ) -> Embeddings:
-    """Embed into a folder below an output; embeddings of another model or other data are replaced.
+    """Embed into a folder below an output; embeddings of another model, other data or another `dim` are replaced.
 
-    Finished shards stay where the checksums of weights and items are the same. The side, and the model as the user
-    calls it, are recorded with the embeddings; `options` are those of `dualenc.search.embed.embed`.
+    Finished shards stay where the checksums of weights and items are the same. The side is recorded with the
+    embeddings; `options` are those of `dualenc.search.embed.embed`.
     """
     # Changed items under the same ids are noticed by `embed` itself.
     identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}
     if distributed.is_main():
         check_folder_target(folder, is_embeddings, "embeddings")
         meta = read_json_object(folder / "meta.json") if (folder / "meta.json").is_file() else {}
-        expected = {**identity, "model_checksum": tower_checksum(tower)}
+        expected: dict[str, Any] = {**identity, "model_checksum": tower_checksum(tower)}
+        if "dim" in options:
+            expected["dim"] = options["dim"] or tower.dim
         if any(meta.get(name) != value for name, value in expected.items()):
             remove(folder)
     distributed.barrier()
-    notes = {"model": model} if model else None
-    return embed(
-        tower, corpus, folder, progress=distributed.is_main(), identity=identity, notes=notes, **options
-    )
+    return embed(tower, corpus, folder, progress=distributed.is_main(), identity=identity, **options)

@@ -200,9 +200,7 @@ def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: in
     Of the documents, which are all in the corpus, `num_test` random ones are held out from the training pairs.
     """
     if len(docstrings) < 2 * num_test:
-        raise DualencError(
-            f"only {len(docstrings)} docstrings were found; give at most half of that as --test-docs"
-        )
+        raise DualencError(f"found only {len(docstrings)} docstrings; give at most half as --test-docs")
     order = np.random.default_rng(seed).permutation(len(docstrings))
     documents = [{"_id": each.name, "title": each.name, "text": each.rest} for each in docstrings]
     queries = [{"_id": f"query-{each.name}", "text": each.summary} for each in docstrings]

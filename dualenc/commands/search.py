@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from json import dumps
@@ -60,9 +61,7 @@ def search(
     if json:
         print(dumps({"query": query, "index": index, "results": results}, indent=2))
     elif not results:
-        restricted = (
-            " that meets all conditions; search with fewer or wider ones" if where or filter else ""
-        )
+        restricted = " that meets all conditions; give fewer or wider ones" if where or filter else ""
         print(printable(f"nothing was found for {query!r}{restricted}"))
     else:
         _print_results(query, results, list(columns), searcher.index.has_snippets)
@@ -104,7 +103,9 @@ def _modality(query: str, takes: Sequence[Modality]) -> Modality:
 
     if len(takes) == 1:
         return takes[0]
-    return "image" if Path(query).suffix.lower() in IMAGE_SUFFIXES or Path(query).is_file() else "text"
+    # `Path.is_file` fails for a text that is longer than the name of a file may be.
+    is_image = Path(query).suffix.lower() in IMAGE_SUFFIXES or os.path.isfile(query)
+    return "image" if is_image else "text"
 
 
 def _item(query: str, modality: Modality) -> Any:

@@ -84,10 +84,7 @@ def summarize(scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
     for name, own in scores.items():
         row: dict[str, Any] = {"system": name}
         for metric, values in own.items():
-            for column, base in (
-                (metric, np.zeros_like(values)),
-                (f"{metric} - old", scores[OLD][metric]),
-            ):
+            for column, base in ((metric, np.zeros_like(values)), (f"{metric} - old", scores[OLD][metric])):
                 row[column] = list(paired_bootstrap(base, values))
         rows.append(row)
     return rows

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from dualenc.data.items import check_ids, rows_of
 from dualenc.data.vector_shards import Embeddings
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 from dualenc.files import atomic_folder, locked
 from dualenc.search.build import Database, reason
 from dualenc.search.filter_recall import RESULT, VECTORS
@@ -140,7 +140,7 @@ def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathL
     for name, ours, theirs in pairs:
         if ours is not None and theirs is not None and ours != theirs:
             problem = f"has vectors of {name} {str(ours)[:12]}, not {str(theirs)[:12]}"
-            raise DualencError(f"{folder}: {problem}; embed the data with its model")
+            raise DualencError(f"{folder}: {problem}; embed the data with its model and --dim {index.dim}")
     check_ids(embeddings.ids)
     present = np.flatnonzero(rows_of(index.ids, embeddings.ids) >= 0)
     if len(present):
@@ -149,20 +149,33 @@ def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathL
 
 
 def _joined(index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]) -> pa.Table | None:
-    """The columns of an index and of appended embeddings; those of only one of them are null in the other's rows."""
+    """The columns of an index and of appended embeddings; those of only one of them are null in the other's rows.
+
+    A file shows some of a column's values: fractions may follow integers, integers texts, and anything missing values.
+    """
     if index.columns is None and embeddings.columns is None:
         return None
-    ours = column_kinds(index.columns)
-    for name, kind in column_kinds(embeddings.columns).items():
-        if ours.get(name, kind) != kind:
-            types = f"column {name!r} holds {ours[name]} values in the index and {kind} values in what is appended"
-            raise DualencError(f"{folder}: {types}; embed the data with values alike")
     # A table without columns has no rows, so a side without any gets one of nulls.
-    tables = [
+    ours, theirs = (
         pa.table({"_": pa.nulls(len(source))}) if source.columns is None else source.columns
         for source in (index, embeddings)
-    ]
-    joined = pa.concat_tables(tables, promote_options="permissive")
+    )
+    kinds = column_kinds(ours)
+    for name, kind in column_kinds(theirs).items():
+        own = kinds.get(name, kind)
+        if own == kind:
+            continue
+        first, second = ours.column(name), theirs.column(name)
+        if second.null_count == len(second) or (own, kind) == ("text", "integer"):
+            place = theirs.column_names.index(name)
+            theirs = theirs.set_column(place, name, second.cast(first.type))
+        elif first.null_count == len(first):
+            ours = ours.set_column(ours.column_names.index(name), name, first.cast(second.type))
+        elif {own, kind} != {"integer", "number"}:
+            types = f"column {name!r} holds {own} values in the index and {kind} values in what is appended"
+            raise DualencError(f"{folder}: {types}; embed the data with values alike")
+    with explain(f"{folder}: the columns do not join", "embed the data with values alike"):
+        joined = pa.concat_tables([ours, theirs], promote_options="permissive")
     return joined.select([name for name in joined.column_names if name != "_"])
 
 

@@ -1,6 +1,6 @@
 """BM25 index over an index's texts, for hybrid searches.
 
-    bm25/    files of bm25s, and meta.json with the checksum of the index's ids
+    bm25/    files of bm25s, and meta.json with their checksums and that of the index's ids
 
 The folder is inside that of the index. A changed index gets a new one with its texts.
 
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import regex
 
+from dualenc.checksums import checksums, sizes, verify_files
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, is_folder_of, write_json
 from dualenc.reading import read_json_object
@@ -99,18 +100,20 @@ class Lexical:
 
     def save(self, index: str | os.PathLike[str], ids: str) -> None:
         """Write the folder inside that of an index, whose file of ids has the checksum `ids`."""
-        with atomic_folder(
-            Path(index) / FOLDER, functools.partial(is_folder_of, expected=FORMAT), "BM25"
-        ) as part:
+        is_own = functools.partial(is_folder_of, expected=FORMAT)
+        with atomic_folder(Path(index) / FOLDER, is_own, "BM25") as part:
             part.mkdir()
             self.scorer.save(str(part), show_progress=False)
-            write_json(
-                part / "meta.json", {"format": FORMAT, "version": VERSION, "count": self.count, "ids": ids}
-            )
+            files = checksums(part, sorted(path.name for path in part.iterdir()))
+            head = {"format": FORMAT, "version": VERSION, "count": self.count, "ids": ids}
+            write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
 
     @classmethod
-    def open(cls, index: str | os.PathLike[str], ids: str) -> Lexical:
-        """Open the folder inside that of an index with the checksum `ids`; arrays are memory-mapped."""
+    def open(cls, index: str | os.PathLike[str], ids: str, verify: bool = False) -> Lexical:
+        """Open the folder inside that of an index with the checksum `ids`; arrays are memory-mapped.
+
+        With `verify` every file is read and compared with its SHA-256, which folders of earlier versions lack.
+        """
         folder = Path(index) / FOLDER
         if not folder.is_dir():
             raise DualencError(f"{index}: has no BM25 beside its vectors; {AGAIN}")
@@ -119,6 +122,9 @@ class Lexical:
             raise DualencError(f"{folder}: is of other texts than the index; {AGAIN}")
         if meta["version"] != VERSION:
             raise DualencError(f"{folder}: splits texts into other words than this version; {AGAIN}")
+        if isinstance(meta.get("files"), dict):
+            names = [path.name for path in folder.iterdir() if path.name in meta["files"]]
+            verify_files(folder, names, meta, AGAIN, verify)
         try:
             scorer = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
             arrays = scorer.scores

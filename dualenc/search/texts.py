@@ -8,7 +8,6 @@ meta.json has the checksum of the index's items, so that texts of other items ar
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from dualenc.files import atomic_folder, consistent_read, is_folder_of, locked, 
 from dualenc.reading import read_json_object
 from dualenc.search.index import Index, rows_in
 from dualenc.search.lexical import Lexical
+from dualenc.types import StrPath
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
@@ -31,34 +31,32 @@ AGAIN = "run dualenc index INDEX --texts"
 
 
 class TextStore:
-    """N texts on disk by their ids."""
+    """N texts on disk by their ids; with `verify` every file is read and compared with its SHA-256."""
 
-    def __init__(self, folder: str | os.PathLike[str], checksum: str) -> None:
+    def __init__(self, folder: StrPath, checksum: str, verify: bool = False) -> None:
         self.folder = Path(folder) / FOLDER
-        table = consistent_read(self.folder, lambda: self._open(checksum))
+        table = consistent_read(self.folder, lambda: self._open(checksum, verify))
         if table.texts is None:
             raise DualencError(f"{self.folder}: holds no texts; {AGAIN}")
         self.ids = table.ids
         self.texts = table.texts
 
-    def _open(self, checksum: str) -> ItemTable:
+    def _open(self, checksum: str, verify: bool) -> ItemTable:
         if not has_texts(self.folder.parent):
             raise DualencError(f"{self.folder.parent}: keeps no texts; {AGAIN}")
         meta = read_json_object(self.folder / "meta.json", {"count": int, "of": str, "files": dict})
         if meta["of"] != checksum:
             raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
-        verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=False)
+        verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, verify)
         return ItemTable([self.folder / ITEMS], meta["count"], AGAIN)
 
 
-def has_texts(folder: str | os.PathLike[str]) -> bool:
+def has_texts(folder: StrPath) -> bool:
     """Whether the folder of an index keeps whole texts."""
     return is_folder_of(Path(folder) / FOLDER, FORMAT)
 
 
-def add_texts(
-    folder: str | os.PathLike[str], corpus: Corpus, *, bm25: bool = False, whole: bool = False
-) -> int:
+def add_texts(folder: StrPath, corpus: Corpus, *, bm25: bool = False, whole: bool = False) -> int:
     """Add a BM25 index, the whole texts or both to the folder of an index; returns the number of texts.
 
     The corpus holds the texts that were indexed, in any order, and perhaps more.
@@ -77,13 +75,10 @@ def add_texts(
     return len(index)
 
 
-def write_texts(
-    folder: str | os.PathLike[str], ids: Sequence[str], texts: Iterable[str], checksum: str
-) -> None:
+def write_texts(folder: StrPath, ids: Sequence[str], texts: Iterable[str], checksum: str) -> None:
     """Write a text store of N texts into the folder of an index with the `items_checksum`."""
-    with atomic_folder(
-        Path(folder) / FOLDER, functools.partial(is_folder_of, expected=FORMAT), "texts"
-    ) as part:
+    is_own = functools.partial(is_folder_of, expected=FORMAT)
+    with atomic_folder(Path(folder) / FOLDER, is_own, "texts") as part:
         part.mkdir()
         write_items(part, ids, texts)
         files = checksums(part, [ITEMS, ORDER])

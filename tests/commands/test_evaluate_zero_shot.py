@@ -39,6 +39,10 @@ def test_class_names_from_a_file(toy_clip: Path, tmp_path: Path) -> None:
     names.write_text("blue_sky\ngreen grass\nred rose\n")
     measured = evaluated("zero-shot", tmp_path / "out", toy_clip, data, "--class_names", names)
     assert [row["class"] for row in measured["per_class"]] == ["blue sky", "green grass", "red rose"]
+    for order in (sorted(HUES), ["red", "green", "blue"]):  # the folders' own names are in the order of the folders
+        names.write_text("\n".join(order))
+        measured = evaluated("zero-shot", tmp_path / "".join(order), toy_clip, data, "--class_names", names)
+        assert [row["class"] for row in measured["per_class"]] == sorted(HUES)
 
 
 def test_a_split_is_no_way_out_of_the_folder(toy_clip: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from sentence_transformers import SentenceTransformer
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders import load_model
 from dualenc.encoders.frozen import IndexEncoder
+from dualenc.errors import DualencError
 from dualenc.search import Index
 from tests.commands import toy
 from tests.commands.in_process import failure, found, run
@@ -114,6 +115,27 @@ def test_append_remove_and_verify(
     assert "index.faiss: " in failure(capsys, "index", index, "--verify")
 
 
+def test_a_refused_append_is_no_obstacle(tmp_path: Path, toy_text: Path, documents: Path) -> None:
+    """To the same command it leaves its vectors, which another one replaces; those of a cut index are cut alike."""
+    run("index", toy_text, documents, "--dim", 12, "--out", tmp_path / "index")
+    words = ("index", toy_text, tmp_path / "more.jsonl", "--out", tmp_path / "index", "--append")
+    rows = [{"_id": name, "text": "fox"} for name in ("d0", "late")]
+    (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    times = set()
+    for _ in range(2):
+        with pytest.raises(DualencError, match="has an item 'd0' already"):
+            run(*words, "--debug")
+        times.add((tmp_path / ".index.embeddings" / "data-00000.arrow").stat().st_mtime_ns)
+    assert len(times) == 1
+    (tmp_path / "more.jsonl").write_text(json.dumps(rows[1]))
+    run(*words)
+    assert len(Index.open(tmp_path / "index")) == 61
+    with pytest.raises(DualencError, match="IVF61"):
+        run("index", toy_text, documents, "--out", tmp_path / "new", "--factory", "IVF61,Flat", "--debug")
+    assert (tmp_path / ".new.embeddings").is_dir()
+    run("index", toy_text, documents, "--out", tmp_path / "new", "--dim", 12)
+
+
 @pytest.mark.slow
 def test_search_is_the_exact_ranking_of_the_query_side(
     index: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
@@ -156,6 +178,7 @@ def test_images_are_found_by_image_and_by_text(
     by_text = found(capsys, tmp_path / "index", "a fox", "-k", 12)
     assert [result["id"] for result in by_text] == [f"{i:02d}.png" for i in np.argsort(-scores[0])]
     assert "missing.jpg" in failure(capsys, "search", tmp_path / "index", tmp_path / "missing.jpg")
+    assert found(capsys, tmp_path / "index", "a fox " * 100, "-k", 1), "longer than the name of a file may be"
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,32 @@ def test_columns_follow_what_is_appended_and_removed(tmp_path: Path) -> None:
         shown = {"year": expected["year"]} if number < 20 else {}
         shown |= {"lang": expected["lang"]} if number < 40 and expected["lang"] else {}
         assert index.hit(row, 0).columns == shown
-    other = columns.slice(0, 1).select(["year"]).rename_columns(["lang"])
-    with pytest.raises(DualencError, match="column 'lang' holds text values in the index and integer values in what"):
+    other = columns.slice(0, 1).select(["lang"]).rename_columns(["year"])
+    with pytest.raises(DualencError, match="column 'year' holds integer values in the index and text values in what"):
         change.append(folder, Embeddings(["new"], VECTORS[:1], columns=other))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "joined"),
+    [
+        ([1, 2], [0.5], [1.0, 2.0, 0.5]),
+        ([0.5, None], [2], [0.5, None, 2.0]),
+        (["7a", None], [7], ["7a", None, "7"]),
+        ([1, None], pa.nulls(1, pa.bool_()), [1, None, None]),
+        (pa.nulls(2, pa.bool_()), ["a"], [None, None, "a"]),
+        ([1, 2], pa.nulls(1, pa.float64()), [1, 2, None]),
+        ([1, 2**60 + 1], [0.5], None),
+        ([True, None], [1], None),
+    ],
+)
+def test_appended_columns_join_others_of_their_kind(tmp_path: Path, ours: Any, theirs: Any, joined: Any) -> None:
+    """The type of a column is that of its values in one file, which are not all of its values."""
+    Index.build(Embeddings(["a", "b"], VECTORS[:2], columns=pa.table({"x": ours}))).save(tmp_path / "index")
+    added = Embeddings(["c"], VECTORS[2:3], columns=pa.table({"x": theirs}))
+    if joined is None:
+        with pytest.raises(DualencError, match="embed the data with values alike"):
+            change.append(tmp_path / "index", added)
+    else:
+        columns = change.append(tmp_path / "index", added).columns
+        assert columns is not None
+        assert list(map(repr, columns.column("x").to_pylist())) == list(map(repr, joined))
