@@ -98,8 +98,8 @@ def read_recipe(
     Args:
         path: YAML file.
         overrides: `section.key=value` each, such as "trainer.epochs=3" or "objective.class_path=SogCLR"; `init_args.`
-            may be left out behind the section: "objective.temperature=0.05". A value is YAML, but a text without
-            quotes is as typed.
+            may be left out behind the section: "objective.temperature=0.05". A new class starts from its defaults; the
+            order does not matter. A value is YAML, but a text without quotes is as typed.
         allow_modules: modules other than `dualenc` whose classes the recipe may name, such as "my_package".
 
     Raises:
@@ -107,8 +107,10 @@ def read_recipe(
             the wrong type, a class that is not of dualenc or an allowed module, or not of the expected type.
     """
     settings = _read_yaml(Path(path))
-    for override in overrides:
-        _apply(settings, override)
+    # Outer ones first, and a class before its arguments, which it would drop.
+    changes = sorted(map(_parsed, overrides), key=lambda each: (len(each[0]), each[0][-1] != "class_path"))
+    for names, text in changes:
+        _apply(settings, names, text)
     return make_recipe(settings, str(path), allow_modules)
 
 
@@ -139,14 +141,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _apply(settings: dict[str, Any], override: str) -> None:
-    """Set one value in place; a new class drops the arguments of the old one."""
+def _parsed(override: str) -> tuple[list[str], str]:
+    """The names on the way to a value, with init_args behind the section, and the value's text."""
     key, separator, text = override.partition("=")
     names = key.split(".")
     if not separator or not all(names):
         raise DualencError(f"'{override}' is no override; write section.key=value: trainer.epochs=3")
     if len(names) > 1 and names[0] != "trainer" and names[1] not in CLASS_KEYS:
         names.insert(1, "init_args")
+    return names, text
+
+
+def _apply(settings: dict[str, Any], names: list[str], text: str) -> None:
+    """Set one value in place; a new class drops the arguments of the old one."""
     *parents, name = names
     section = settings
     for parent in parents:

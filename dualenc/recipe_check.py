@@ -175,9 +175,8 @@ def _find_class(path: str, base: Any, place: str, allowed: Sequence[str]) -> tup
                     return f"{package}.{key}", kind
                 names.append(key)
     advice = nearest(name, names) or f"; there are {', '.join(dict.fromkeys(names)) or 'none'}"
-    raise DualencError(
-        f"{place} is {path!r}, no class of type {base.__name__} in {module or 'dualenc'}{advice}"
-    )
+    package = module or "dualenc"
+    raise DualencError(f"{place} is {path!r}, no class of type {base.__name__} in {package}{advice}")
 
 
 def _fits(value: Any, base: Any) -> bool:

@@ -22,9 +22,8 @@ class RecipeLoader(yaml.SafeLoader):
         mapping = super().construct_mapping(node, deep)
         if len(mapping) < len(node.value):
             [(key, _)] = Counter(key.value for key, _ in node.value).most_common(1)
-            raise yaml.YAMLError(
-                f"the key {key} is given twice in line {node.start_mark.line + 1} ff.; remove one"
-            )
+            line = node.start_mark.line + 1
+            raise yaml.YAMLError(f"the key {key} is given twice in line {line} ff.; remove one")
         return mapping
 
 

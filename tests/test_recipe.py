@@ -1,6 +1,7 @@
 """Recipes: sections, links, overrides, and errors that name the nearest valid key."""
 
 import shlex
+import shutil
 
 import pytest
 import yaml
@@ -115,10 +116,18 @@ def test_an_override_of_a_class_without_arguments(settings, tmp_path, objective)
 
 
 def test_another_class_drops_the_arguments_of_the_one_before(recipe):
-    resolved = read_recipe(recipe, ["objective.gamma=0.3", "objective.class_path=HCL", "evaluator=null"]).settings
+    resolved = read_recipe(recipe, ["objective.class_path=HCL", "evaluator=null"]).settings
     assert resolved["evaluator"] is None
     assert resolved["objective"]["class_path"] == "dualenc.objectives.HCL"
-    assert "gamma" not in resolved["objective"]["init_args"]
+    assert resolved["objective"]["init_args"]["temperature"] == 0.07
+
+
+def test_arguments_and_classes_may_be_overridden_in_any_order(recipe):
+    changes = ["objective.class_path=Matryoshka", "objective.objective={class_path: HCL}"]
+    changes += ["objective.objective.init_args.temperature=0.02", "objective.dims=[8]"]
+    expected = read_recipe(recipe, changes).settings["objective"]
+    assert expected["init_args"]["objective"]["init_args"]["temperature"] == 0.02
+    assert read_recipe(recipe, changes[::-1]).settings["objective"] == expected
 
 
 REFUSALS = [
@@ -234,6 +243,19 @@ def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
     assert parts["data"][20].left.startswith("q: ")
     assert (parts["objective"].num_left, parts["objective"].num_right) == (32, 64)
     assert parts["trainer"].fit(parts["model"], parts["data"], parts["objective"]).steps == (8 + 32) // 4
+
+
+def test_the_same_data_in_another_folder_is_resumed_and_other_data_is_not(mixture, tmp_path, folder):
+    path, moved = tmp_path / "mixture.yaml", tmp_path / "moved"
+    path.write_text(yaml.safe_dump(mixture | {"evaluator": None}))
+    shutil.copytree(folder, moved)
+    changes = ["trainer.max_steps=1", f"data.sources.first.init_args.path={moved}"]
+    read_recipe(path, changes[:1]).train()
+    assert read_recipe(path, changes).train(resume=True).steps == 1
+    queries = moved / "queries.jsonl"
+    queries.write_text(queries.read_text().replace("a", "o"))
+    with pytest.raises(DualencError, match=r"other data: data\.first\.left_items was"):
+        read_recipe(path, changes).train(resume=True)
 
 
 def test_plain_values_are_those_of_yaml_1_2(tmp_path):

@@ -51,9 +51,7 @@ class GlobalLoss(nn.Module):
         super().__init__()
         refuse_momentum(objective)
         if objective.needs_encode and texts is None:
-            raise DualencError(
-                f"{objective.name} encodes texts outside the batch; pass the texts of with_ids"
-            )
+            raise DualencError(f"{objective.name} encodes more than the batch; pass the texts of with_ids")
         if texts is not None and objective.num_left is not None:
             if (objective.num_left, objective.num_right) != (texts.num_left, texts.num_right):
                 expected = f"num_left={texts.num_left}, num_right={texts.num_right}"
@@ -74,9 +72,7 @@ class GlobalLoss(nn.Module):
         left, right, *negatives = unit_vectors
         self._dim = left.shape[-1]
         if labels is None or labels.shape != (len(left), len(unit_vectors)):
-            raise DualencError(
-                "labels are not the ids of the columns' texts; train on what with_ids returns"
-            )
+            raise DualencError("labels are not the ids of the texts; train on what with_ids returns")
         left_id, right_id, *negative_ids = labels.T.contiguous()
         if not (self.model.training and torch.is_grad_enabled()):
             in_batch = InfoNCE(temperature=self.objective.temperature.item())

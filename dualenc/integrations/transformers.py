@@ -65,14 +65,16 @@ class ObjectiveStateMixin:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The trainer's optimizer, which also trains a learnable τ."""
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        present: set[int] = set()
-        for group in optimizer.param_groups:
-            present.update(map(id, group["params"]))
-        own_parameters = _trainable(self.find_objective())
-        missing = [parameter for parameter in own_parameters if id(parameter) not in present]
+        own = {id(parameter): parameter for parameter in _trainable(self.find_objective())}
+        missing = dict(own)
+        for group in list(optimizer.param_groups):
+            listed = [missing.pop(id(each)) for each in group["params"] if id(each) in missing]
+            # sentence-transformers lists those of its loss already; but weight decay would draw log τ to 0.
+            if listed and group.get("weight_decay"):
+                group["params"] = [each for each in group["params"] if id(each) not in own]
+                optimizer.add_param_group({**group, "params": listed, "weight_decay": 0.0})
         if missing:
-            # Weight decay would draw log τ to 0.
-            optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
+            optimizer.add_param_group({"params": list(missing.values()), "weight_decay": 0.0})
         return optimizer
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -90,9 +92,7 @@ class ObjectiveStateMixin:
         super()._load_from_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
         path = Path(checkpoint_path) / STATE_FILE
         if not path.is_file():
-            raise DualencError(
-                f"{path}: missing, so the loss would start anew; resume from a checkpoint that holds it"
-            )
+            raise DualencError(f"{path}: missing, so the loss would start anew; take a checkpoint with it")
         objective = self.find_objective()
         device = objective.log_temperature.device
         objective.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

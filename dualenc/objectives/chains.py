@@ -46,9 +46,7 @@ class ChainPlan(NamedTuple):
 
     chain: ChainState
     keys: Tensor  # (X, C) the proposals
-    outside: (
-        Tensor  # (X, r + A·S) this rank's share of the R draws, then states outside the batch; -1 for none
-    )
+    outside: Tensor  # (X, r + A·S) this rank's share of the R draws, then states outside the batch; or -1
     num_drawn: list[int]  # how many draws each rank encodes; empty where the batch makes the proposals
     walk: Any = None  # of EMC2, where it needs nothing that is yet to be encoded
 

@@ -173,9 +173,7 @@ def check_encoded_rows(embeddings: Tensor, num_ids: int, dimension: int) -> None
     """Refuse what is not a float tensor (n, D) from `encode`, for n ids."""
     if embeddings.shape != (num_ids, dimension) or not embeddings.is_floating_point():
         actual = f"{tuple(embeddings.shape)} ({embeddings.dtype})"
-        fail(
-            "encode", f"gave shape {actual} for {num_ids} ids; it must be a float ({num_ids}, {dimension})"
-        )
+        fail("encode", f"gave shape {actual} for {num_ids} ids; it must be float ({num_ids}, {dimension})")
 
 
 def check_encoded(embeddings: Tensor) -> None:

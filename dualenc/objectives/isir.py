@@ -48,9 +48,8 @@ class ISIR(ChainObjective):
             uniform: Tensor,
         ) -> tuple[Tensor, Tensor]:
             scores = block.scores  # (X, a, C)
-            state_scores = torch.where(
-                chain.is_found, scores.gather(-1, chain.column), outside_scores
-            )  # (X, a, S)
+            found_scores = scores.gather(-1, chain.column)
+            state_scores = torch.where(chain.is_found, found_scores, outside_scores)  # (X, a, S)
             with torch.no_grad():
                 logits = scores.masked_fill(block.not_negative, -torch.inf)
                 logits = logits - log_copies[:, None]

@@ -196,11 +196,7 @@ class IndexEvaluator(Evaluator):
         rows = np.flatnonzero(np.isin(self.queries.ids, list(query_ids)))
         qrels = {name: self.qrels[name] for name in query_ids}
         return IndexEvaluator(
-            self.queries.take(rows),
-            qrels,
-            self.documents,
-            batch_size=self.batch_size,
-            primary=self.primary,
+            self.queries.take(rows), qrels, self.documents, batch_size=self.batch_size, primary=self.primary
         )
 
 

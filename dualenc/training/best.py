@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class BestModel:
         self.last = self._measure(step)
         if step == 0:
             self.before = self.last
-        elif self.keep_best and (not self.best or self.last[self.primary] > self.best[self.primary]):
+        elif self.keep_best and (not self.best or self._rank(self.last) > self._rank(self.best)):
             self.best = self.last
             self.best_step = step
             self.evaluations_without_improvement = 0
@@ -104,6 +105,10 @@ class BestModel:
         """Restore from `state_dict()`."""
         for name in _STATE:
             setattr(self, name, state[name])
+
+    def _rank(self, metrics: Metrics) -> tuple[bool, float]:
+        """What to compare by: every number is better than NaN."""
+        return not math.isnan(metrics[self.primary]), metrics[self.primary]
 
     def _measure(self, step: int) -> Metrics:
         """The main process's metrics, on every rank."""

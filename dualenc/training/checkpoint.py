@@ -71,9 +71,7 @@ def fingerprint(
     # Reading all contents takes minutes on large data: once, not on every rank.
     contents = distributed.from_main(pairs.identities)
     kind = type(pairs).__name__
-    described["data"] = (
-        f"{kind} of {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
-    )
+    described["data"] = f"{kind}: {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
     described |= flatten(contents, "data.")
     described["batching"] = type(batching).__name__
     return described
@@ -121,9 +119,8 @@ def _take_folder(folder: Path, lock: FileLock, resume: bool, overwrite: bool) ->
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        path.write_text(
-            f"process {os.getpid()} on {socket.gethostname()}, since {since}\n", encoding="utf-8"
-        )
+        holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+        path.write_text(holder, encoding="utf-8")
         recover_inside(folder)
         present = [name for name in RUN_FILES if (folder / name).exists()]
         if present and not (resume or overwrite):
@@ -139,9 +136,7 @@ def _take_folder(folder: Path, lock: FileLock, resume: bool, overwrite: bool) ->
             "trainer.output"
         ) from None
     except OSError as error:
-        problem = (
-            f"{folder}: cannot be made or written to ({error.strerror}); choose another trainer.output"
-        )
+        problem = f"{folder}: cannot be made or written ({error.strerror}); choose another trainer.output"
         raise DualencError(problem) from None
 
 

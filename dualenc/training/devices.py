@@ -39,9 +39,7 @@ def start_accelerator(settings: TrainerSettings, folder: Path) -> Accelerator:
     trackers = [name.strip() for name in (settings.tracker or "").split(",") if name.strip()]
     for tracker in trackers:
         if tracker not in available:
-            raise DualencError(
-                f"tracker {tracker!r} is not installed or unknown; install it (pip install {tracker})"
-            )
+            raise DualencError(f"tracker {tracker!r} is not installed or unknown; pip install {tracker}")
     # cuBLAS reads this once, before its first product; only deterministic algorithms make use of it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The process group of an earlier run stays; only the precision changes.
@@ -52,9 +50,7 @@ def start_accelerator(settings: TrainerSettings, folder: Path) -> Accelerator:
             mixed_precision=mixed_precision,
             cpu=not torch.accelerator.is_available(),
             log_with=trackers or None,
-            project_config=ProjectConfiguration(
-                project_dir=str(folder), logging_dir=str(folder / "trackers")
-            ),
+            project_config=ProjectConfiguration(str(folder), logging_dir=str(folder / "trackers")),
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=settings.timeout_minutes))],
         )
 

@@ -141,9 +141,8 @@ class CachedEncoding(PlainEncoding):
                 with self.statistics.of_batch(self.model.tower(side), out_of_batch):
                     parts.append(self._forward(side, take(inputs, rows)))
             encoded = torch.cat(parts)
-            embeddings = torch.empty_like(encoded).index_copy_(
-                0, torch.cat(chunks).to(self.device), encoded
-            )
+            order = torch.cat(chunks).to(self.device)
+            embeddings = torch.empty_like(encoded).index_copy_(0, order, encoded)
         if torch.is_grad_enabled():
             embeddings.requires_grad_()
             self._calls.append(EncodeCall(side, inputs, out_of_batch, chunks, random_states, embeddings))
@@ -184,9 +183,8 @@ class CachedEncoding(PlainEncoding):
 @contextmanager
 def unchanged_running_statistics(module: nn.Module) -> Iterator[None]:
     """Keep running statistics: BatchNorm layers normalise over the batch, which was added to them before."""
-    layers = [
-        m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats
-    ]
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    layers = [layer for layer in norms if layer.training and layer.track_running_stats]
     for layer in layers:
         layer.track_running_stats = False
     try:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_beir
 from dualenc.data.corpus import Corpus, held_out, rows_with_label, used_items
 from dualenc.data.item_lists import Picked
@@ -22,7 +24,7 @@ from dualenc.data.table_pairs import ImageViews
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
+from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions
 from dualenc.evaluation.retrieval import HEADLINES, Result, report_self_matches, retrieve
 from dualenc.search.embed import embed
 from dualenc.types import Modality, Side
@@ -42,6 +44,7 @@ class Evaluator(ABC):
     modalities: Mapping[Side, Modality] = MappingProxyType({})
     batch_size: int = 64
     _moment: str = ""
+    _reported: frozenset[str] = frozenset()
 
     def describe(self, moment: str) -> None:
         """Show progress bars that begin with this, such as "before training"; "" shows none."""
@@ -51,12 +54,25 @@ class Evaluator(ABC):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         """Metrics by name. All ranks call it together; the main process's result counts."""
 
-    def embed(
-        self, model: DualEncoder, side: Side, corpus: Corpus, what: str, **options: Any
-    ) -> Embeddings:
-        """Embed a corpus in memory, every rank a share; all get the whole. `what` describes a bar."""
+    def embed(self, model: DualEncoder, side: Side, corpus: Corpus, what: str, **named: Any) -> Embeddings:
+        """Embed a corpus in memory, every rank a share; all get the whole. `what` describes a bar.
+
+        Items that cannot be read are left out, and reported once.
+        """
         progress = f"{self._moment}: embed {what}" if self._moment else False
-        return embed(model.tower(side), corpus, batch_size=self.batch_size, progress=progress, **options)
+        found = embed(model.tower(side), corpus, batch_size=self.batch_size, progress=progress, **named)
+        if found.meta["skipped"] and what not in self._reported:
+            self._reported |= {what}
+            bad_rows = BadRows(what)
+            first = found.meta["first_skipped"][0]["reason"]
+            bad_rows.add(f"{corpus.modality} that cannot be read", first, count=found.meta["skipped"])
+            bad_rows.report()
+        return found
+
+
+def _embedded_rows(corpus: Corpus, embedded: Embeddings) -> np.ndarray:
+    """The rows (n,) of a corpus that have a vector, in the order of the embeddings."""
+    return np.flatnonzero(np.isin(corpus.ids, list(embedded.ids)))
 
 
 def evaluated_data(evaluator: object) -> tuple[str, str | None]:
@@ -108,12 +124,10 @@ class RetrievalEvaluator(Evaluator):
         queries = self.embed(model, "left", collection.queries, f"queries of {self.name}")
         documents = self.embed(model, "right", collection.corpus, f"documents of {self.name}")
         device = next(model.parameters()).device
+        vectors = (queries.ids, queries.vectors, documents.ids, documents.vectors)
         # An unjudged document with the id of the query is a copy of it, and is left out.
-        qrels = collection.qrels
-        run = retrieve(
-            queries.ids, queries.vectors, documents.ids, documents.vectors, qrels=qrels, device=device
-        )
-        result = Result("model", self.name, run, qrels, len(documents.ids))
+        run = retrieve(*vectors, qrels=collection.qrels, device=device)
+        result = Result("model", self.name, run, collection.qrels, len(documents.ids))
         return {name: result.means[name] for name in (*HEADLINES, self.primary) if name in result.means}
 
 
@@ -129,20 +143,22 @@ class ImageTextEvaluator(Evaluator):
     data = ("held-out pairs", None)
 
     def __init__(self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall") -> None:
-        self.images, left_rows = used_items(pairs, "left")
-        self.texts, right_rows = used_items(pairs, "right")
-        self.captions: list[list[int]] = [[] for _ in range(len(self.images))]
-        for image, text in sorted(set(zip(left_rows.tolist(), right_rows.tolist(), strict=True))):
-            self.captions[image].append(text)
+        self.images, image_rows = used_items(pairs, "left")
+        self.texts, text_rows = used_items(pairs, "right")
+        # Of all images and texts, by their rows; `__call__` leaves out those that cannot be read.
+        self._match = partial(match_captions, image_rows, text_rows)
+        self.captions = self._match(range(len(self.images)), range(len(self.texts))).captions
         self.batch_size = batch_size
         self.primary = primary
         self.modalities = {"left": self.images.modality, "right": self.texts.modality}
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        images = self.embed(model, "left", self.images, "held-out images", on_error="raise")
-        texts = self.embed(model, "right", self.texts, "their captions", on_error="raise")
-        ranks = both_ways_ranks(images.vectors, texts.vectors, self.captions)
-        return both_ways_recall(ranks)
+        images = self.embed(model, "left", self.images, "held-out images")
+        texts = self.embed(model, "right", self.texts, "their captions")
+        rows = [_embedded_rows(self.images, images).tolist(), _embedded_rows(self.texts, texts).tolist()]
+        found = self._match(*rows)
+        kept = images.vectors[found.image_rows], texts.vectors[found.text_rows]
+        return both_ways_recall(both_ways_ranks(*kept, found.captions))
 
 
 class KNNEvaluator(Evaluator):
@@ -173,13 +189,11 @@ class KNNEvaluator(Evaluator):
         self.labels: list[np.ndarray] = []
         for name, images in (("train", train), ("test", test)):
             if images.labels is None:
-                raise DualencError(
-                    f"KNNEvaluator: {name} has no labels; name its label column or sort images into folders"
-                )
+                problem = "has no labels; name its label column or sort images into folders"
+                raise DualencError(f"KNNEvaluator: {name} {problem}")
             rows = rows_with_label(images.labels, f"KNNEvaluator: {name}")
-            self.corpora.append(
-                Corpus([str(row) for row in rows], Picked(images.left_items, rows), "image")
-            )
+            ids = [str(row) for row in rows]
+            self.corpora.append(Corpus(ids, Picked(images.left_items, rows), "image"))
             self.labels.append(images.labels[rows])
         self.k = k
         self.temperature = temperature
@@ -188,12 +202,13 @@ class KNNEvaluator(Evaluator):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         from dualenc.evaluation.probe import accuracy, knn_predict
 
-        features = []
-        for corpus, what in zip(self.corpora, ("images that vote", "held-out images"), strict=True):
-            embedded = self.embed(model, "left", corpus, what, output="features", on_error="raise")
+        features, labels = [], []
+        names = ("images that vote", "held-out images")
+        for corpus, own_labels, what in zip(self.corpora, self.labels, names, strict=True):
+            embedded = self.embed(model, "left", corpus, what, output="features")
             features.append(embedded.vectors)
+            labels.append(own_labels[_embedded_rows(corpus, embedded)])
         device = next(model.parameters()).device
-        predicted = knn_predict(
-            features[0], self.labels[0], features[1], k=self.k, temperature=self.temperature, device=device
-        )
-        return {"knn_accuracy": accuracy(predicted, self.labels[1])}
+        votes = features[0], labels[0]
+        predicted = knn_predict(*votes, features[1], k=self.k, temperature=self.temperature, device=device)
+        return {"knn_accuracy": accuracy(predicted, labels[1])}

@@ -168,9 +168,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             line = None
         step = line.get("step") if isinstance(line, dict) else None
         if type(step) is not int or not 0 <= step < 2**53:
-            raise DualencError(
-                f"{path}: line {number} was not written by a training; restore the file or remove it"
-            )
+            raise DualencError(f"{path}: line {number} was not written by a training; restore or remove it")
         lines.append(line)
     return lines
 

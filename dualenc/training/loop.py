@@ -77,9 +77,13 @@ class Loop:
         )
         self.miner = None
         if settings.mine_every is not None:
-            self.miner = NegativeMiner(
-                model, self.pairs, settings, accelerator.mixed_precision, self.device
-            )
+            if self.plan.num_steps(settings.mine_every, settings.gradient_accumulation) >= self.total_steps:
+                raise DualencError(
+                    f"mine_every is {settings.mine_every}, and training ends before so many epochs are over; give more "
+                    "epochs, or mine beforehand (dualenc mine)"
+                )
+            precision = accelerator.mixed_precision
+            self.miner = NegativeMiner(model, self.pairs, settings, precision, self.device)
         self.best = BestModel(
             model,
             objective,
@@ -105,6 +109,8 @@ class Loop:
         # The step of the checkpoint; -1 without one.
         self.resumed_at = -1
         self.is_begun = False
+        # Whether this rank could read a pair of the epoch; unknown, so taken for granted, of one begun before a resume.
+        self.has_read = True
         # Since the last line of the log, for its throughput; and the learning rate of the latest step.
         self._seconds = 0.0
         self._samples = 0
@@ -137,13 +143,10 @@ class Loop:
         # What "auto" means depends on the machine.
         settings["mixed_precision"] = self.accelerator.mixed_precision
         # The evaluator may change between two parts of a run: it does not change what is trained.
-        described = {
-            name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")
-        }
-        described["trainer"] = {
-            name: value for name, value in settings.items() if name not in FREE_SETTINGS
-        }
-        return described
+        parts = {name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")}
+        parts["trainer"] = {name: value for name, value in settings.items() if name not in FREE_SETTINGS}
+        # The data may have moved: the fingerprint holds its contents.
+        return parts | {"data": _without_paths(parts.get("data"))}
 
     def run(self, resume: bool) -> dict[str, float]:
         """Train to the last step, from scratch or the latest checkpoint. Returns the metrics of the saved model."""
@@ -162,9 +165,7 @@ class Loop:
             self.log.info(f"resuming at step {self.steps} of {self.total_steps}")
         else:
             if resume:
-                self.log.info(
-                    f"{self.checkpoints.folder}: no checkpoint to resume from; starting at step 0"
-                )
+                self.log.info(f"{self.checkpoints.folder}: no checkpoint to resume; starting at step 0")
             self._evaluate()
         self.model.train()
         self.objective.train()
@@ -179,6 +180,8 @@ class Loop:
         # A run that was finished before, or has no steps, has not begun yet.
         self._begin()
         if self.best.out_of_patience:
+            if self.epoch == 0:
+                self._fail_if_unread()
             self.log.info(
                 f"stopped at step {self.steps}: {self.settings.patience} evaluations in a row were not better than "
                 f"that of step {self.best.best_step}"
@@ -249,6 +252,8 @@ class Loop:
             is_last_batch = self.batch + len(group) == len(batches)
             if len(group) < self.settings.gradient_accumulation and not is_last_batch:
                 continue
+            if is_last_batch or (self.epoch == 0 and self.steps + 1 == self.total_steps):
+                self._fail_if_unread()
             try:
                 loss, values = self._step(group)
             except DualencError as error:
@@ -271,6 +276,7 @@ class Loop:
 
     def _begin_epoch(self) -> None:
         """Select the batches of an epoch and mine its negatives, where the settings ask for that."""
+        self.has_read = False
         self._report("selection", self.plan.start_epoch(self.epoch), self.steps)
         if self.miner is not None and self.miner.is_due(self.epoch):
             # At the first step that they serve: a run resumed before it mines them again, and logs them once.
@@ -284,11 +290,18 @@ class Loop:
             self.log.info(f"epoch {self.epoch + 1}, {work}: {values}")
 
     def _note_bad(self, batch: Batch) -> None:
+        self.has_read |= len(batch.indices) > 0
         for index, reason in batch.bad:
             # One line is enough to look into it; a broken folder would print thousands.
             if not self.bad:
                 self.log.info(f"pair {index} is left out: {reason} (further ones are counted)")
             self.bad[index] = reason
+
+    def _fail_if_unread(self) -> None:
+        """Raise if no pair of the epoch could be read, on any rank; all ranks call it together."""
+        if not any(distributed.gather_objects(self.has_read)):
+            index, reason = min(self.all_bad().items())
+            raise DualencError(f"no pair could be read; the first: pair {index}: {reason}; check the data")
 
     def _step(self, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor | float]]:
         """One optimizer step with the mean gradient of several global batches: this rank's loss, and scalars to log."""
@@ -372,6 +385,13 @@ class Loop:
             f"step {step}: the loss is not finite; lower learning_rate (now {self.settings.learning_rate:g}), lengthen "
             "warmup, set max_gradient_norm, or use mixed_precision=no; checkpoints are from before"
         )
+
+
+def _without_paths(part: Any) -> Any:
+    """A part of a recipe without its values called path, those of inner parts included."""
+    if not isinstance(part, Mapping):
+        return part
+    return {name: _without_paths(value) for name, value in part.items() if name != "path"}
 
 
 def _is_due(step: int, interval: int | None) -> bool:

@@ -42,9 +42,7 @@ def check_minable(pairs: PairDataset, objective: Objective) -> None:
     elif isinstance(pairs, Mixture) and pairs.batches == "one_source":
         reason = "mines among the items of all sources, which data.batches=one_source keeps apart"
     elif not objective.takes_mined:
-        reason = (
-            f"is for InfoNCE, SogCLR and others that take mined negatives, and {objective.name} takes none"
-        )
+        reason = f"is for InfoNCE, SogCLR and others with mined negatives, and {objective.name} takes none"
     if reason is not None:
         raise DualencError(f"mine_every {reason}; leave mine_every out")
 
@@ -92,9 +90,7 @@ class NegativeMiner:
         mined: dict[int, Negatives] = {}
         for part in distributed.gather_objects(own):
             mined |= part
-        rows: list[Any] = [
-            mined[left_id].ids if left_id in mined else [] for left_id in range(len(self.left))
-        ]
+        rows: list[Any] = [mined[row].ids if row in mined else [] for row in range(len(self.left))]
         self._set_negatives(Ragged.from_rows(rows).take(self.pairs.left_id))
         ranks = [rank for negatives in mined.values() for rank in negatives.ranks.tolist()]
         num_with_negatives = sum(len(negatives.ids) > 0 for negatives in mined.values())
@@ -135,9 +131,8 @@ class NegativeMiner:
             # All contents are read, which takes minutes on large data: once, not on every rank.
             self._exclusions = distributed.from_main(partial(Exclusions, self.pairs, self.left, self.right))
         rule = Rule(self.settings.mine_negatives, relative=self.settings.mine_relative)
-        search = NegativeSearch(
-            queries, documents, self.pairs, self.left, self.right, rule, self._exclusions, self.device
-        )
+        data = (self.pairs, self.left, self.right)
+        search = NegativeSearch(queries, documents, *data, rule, self._exclusions, self.device)
         chosen: dict[int, Negatives] = {}
         for block in search.blocks()[distributed.rank() :: distributed.world_size()]:
             chosen.update(search.choose(block))

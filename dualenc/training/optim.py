@@ -47,9 +47,8 @@ def build_optimizer(
     arguments: dict[str, Any] = {}
     if name in ("adamw", "sgd"):
         parameters = trainable_parameters(modules)
-        arguments["fused"] = all(
-            p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters
-        )
+        kinds = [(weight.device.type, weight.is_floating_point()) for weight in parameters]
+        arguments["fused"] = all(device in ("cpu", "cuda") and is_float for device, is_float in kinds)
     if name == "lars":
         # Otherwise timm adapts no group without weight decay, which it takes for norms and biases.
         for group in groups:
@@ -105,9 +104,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         matched = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
         if not matched:
             examples = list(named)[:: max(1, len(named) // 3)][:3]
-            raise DualencError(
-                f"freeze: {pattern!r} matches no weight; names are such as {', '.join(examples)}"
-            )
+            raise DualencError(f"freeze: {pattern!r} matches no weight; names are {', '.join(examples)}, …")
         for parameter in matched:
             parameter.requires_grad_(False)
 

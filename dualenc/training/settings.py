@@ -23,9 +23,9 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 FREE_SETTINGS = (
     *("output", "num_workers", "save_every", "keep_checkpoints", "log_every"),
-    *("tracker", "project", "timeout_minutes", "overwrite", "progress"),
+    *("tracker", "project", "timeout_minutes", "overwrite", "progress", "evaluate_every", "patience"),
 )
-"""Settings that the weights do not depend on: a run may be resumed with others."""
+"""Settings that the weights of a step do not depend on: a run may be resumed with others."""
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,8 @@ class TrainerSettings:
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
         chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
         compile: `torch.compile` both towers: faster after a minute or more of compiling.
-        evaluate_every: steps between evaluations; null evaluates before and after training only.
+        evaluate_every: steps between evaluations, each of which embeds all right items, up to 100,000, where pairs are
+            held out; null evaluates before and after training only.
         patience: stop after so many evaluations in a row without a better one; null trains to the end.
         keep_best: the model folder gets the weights with the best evaluation, otherwise the last ones.
         save_every: steps between checkpoints, and one at the end; null writes none.
@@ -124,9 +125,3 @@ class TrainerSettings:
                 raise DualencError(f"{name} is {value!r}; it must be {' or '.join(reasons)}") from None
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
             raise DualencError("patience counts evaluations; set evaluate_every, and leave keep_best true")
-        epochs = self.epochs or 1
-        if self.mine_every is not None and self.max_steps is None and self.mine_every >= epochs:
-            raise DualencError(
-                f"mine_every is {self.mine_every}, and training ends before so many epochs are over; give more epochs, "
-                "or mine beforehand (dualenc mine)"
-            )

@@ -109,9 +109,8 @@ class Trainer(TrainerSettings):
             model = self._prepare_model(model, pairs, accelerator.device)
             counts = [torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES]
             objective.to(accelerator.device).set_counts(*counts)
-            loop = Loop(
-                self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {}
-            )
+            parts = (model, pairs, objective, batching, evaluator)
+            loop = Loop(self, accelerator, *parts, signals, recipe or {})
             metrics = loop.run(resume)
         return TrainingResult(
             model_folder=loop.best.folder,
@@ -136,13 +135,9 @@ class Trainer(TrainerSettings):
         if share == 0:
             return pairs, None
         if batching is not None:
-            raise DualencError(
-                "batching is for all pairs, and held_out leaves some out; name an evaluator instead"
-            )
+            raise DualencError("batching is for all pairs, and held_out leaves some out; name an evaluator")
         if not can_split:
-            raise DualencError(
-                "held_out does not apply to views of images or a mixture; name an evaluator instead"
-            )
+            raise DualencError("held_out does not apply to views of images or a mixture; name an evaluator")
         rest, held_out = pairs.split(min(share, MAX_HELD_OUT / len(pairs)), self.seed)
         if pairs.left_modality == "image" and pairs.right_modality == "text":
             return rest, ImageTextEvaluator(held_out)
@@ -198,9 +193,7 @@ class Trainer(TrainerSettings):
     ) -> None:
         """Refuse parts that do not fit one another, before any work."""
         if self.patience is not None and evaluator is None:
-            raise DualencError(
-                "patience counts evaluations, and there is no evaluator; give one, or leave it out"
-            )
+            raise DualencError("patience counts evaluations, and there is no evaluator; give one")
         if (batching.batch_size, batching.num_pairs) != (self.batch_size, len(pairs)):
             raise DualencError(
                 f"batching is for batches of {batching.batch_size} of {batching.num_pairs} pairs, but batch_size is "

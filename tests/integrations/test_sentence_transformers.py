@@ -97,6 +97,15 @@ def test_equal_texts_have_equal_ids() -> None:
     assert texts("left", torch.tensor([row[0] for row in dataset["label"]])) == shuffled["anchor"]
 
 
+def test_weight_decay_leaves_the_temperature_alone(model_folder: Path, tmp_path: Path) -> None:
+    trainer = train(model_folder, tmp_path, max_steps=1, weight_decay=0.1, learning_rate_mapping={"temperature": 0.5})
+    tau = trainer.loss.objective.log_temperature
+    trainer.create_optimizer()
+    for groups in (trainer.optimizer.param_groups, trainer.create_optimizer().param_groups):
+        found = [(g["weight_decay"], g["initial_lr"]) for g in groups for p in g["params"] if p is tau]
+        assert found == [(0.0, 0.5)]
+
+
 @pytest.mark.parametrize("objective", ["SogCLR+", "GlobalCache", pytest.param("EMC2", marks=pytest.mark.nightly)])
 def test_training_lowers_the_loss_of_evaluation(model_folder: Path, tmp_path: Path, objective: str) -> None:
     before = train(model_folder, tmp_path, objective, num_train_epochs=0).evaluate()["eval_loss"]

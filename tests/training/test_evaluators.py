@@ -11,7 +11,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from dualenc.data import ImageViews, PairDataset
 from dualenc.data.corpus import held_out
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
-from dualenc.errors import DualencError
+from dualenc.errors import BadSample, DualencError
 from dualenc.training.evaluators import ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
 from tests.data.make import write_beir
 from tests.training.fakes import TinyEncoder, tiny_pairs
@@ -180,6 +180,38 @@ def test_neighbours_vote_on_features_as_in_scikit_learn():
     vote = KNeighborsClassifier(5, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07))
     reference = vote.fit(train, sides[0][1].labels)
     assert found == pytest.approx(reference.score(test, sides[1][1].labels), abs=1e-9)
+
+
+class Unreadable(list):
+    """Items of which the first cannot be read."""
+
+    def __getitem__(self, index):
+        if index == 0:
+            raise BadSample("row 0: not readable")
+        return super().__getitem__(index)
+
+
+def test_an_image_or_a_caption_that_cannot_be_read_is_left_out_and_counted_once(caplog):
+    """Of three images the first is broken, and so is one caption of the second: all others are found."""
+    values = colours(3)
+    captions = [" ".join(map(str, value)) for value in values for _ in range(2)]
+    pairs = PairDataset(Unreadable(images(values)), captions, np.repeat(np.arange(3), 2), left_modality="image")
+    pairs.right_items = Unreadable([captions[2], *captions])
+    pairs.right_id = np.array([1, 2, 0, 4, 5, 6])
+    evaluator = ImageTextEvaluator(pairs)
+    for _ in range(2):
+        assert evaluator(captioning())["mean_recall"] == 1
+    line = "held-out images: skipped 1 bad samples: 1 image that cannot be read (first: row 0: not readable)"
+    assert caplog.text.count(line) == 1
+    with pytest.raises(DualencError, match="none of 1 items could be used"):
+        ImageTextEvaluator(pairs.take(np.array([0])))(captioning())
+
+
+def test_images_that_cannot_be_read_neither_vote_nor_count():
+    values = colours(20)
+    broken = ImageViews(Unreadable(images(values)), values.argmax(axis=1), ["r", "g", "b"])
+    rest = ImageViews(images(values[1:]), values[1:].argmax(axis=1), ["r", "g", "b"])
+    assert KNNEvaluator(broken, broken, k=3)(unimodal()) == KNNEvaluator(rest, rest, k=3)(unimodal())
 
 
 @pytest.mark.slow

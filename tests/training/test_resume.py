@@ -167,6 +167,13 @@ def test_a_checkpoint_of_another_run_is_refused_in_one_line(unbroken, changes, m
     assert "\n" not in str(raised.value)
 
 
+def test_other_evaluations_are_no_other_run(tmp_path, unbroken):
+    first = train(tmp_path, evaluator=FixedEvaluator(0, 1, 0.5), evaluate_every=3, patience=1)
+    rest = train(tmp_path, evaluator=FixedEvaluator(0.5, 2), evaluate_every=4, patience=3, resume=True)
+    assert (first.steps, rest.steps, rest.metrics) == (6, 12, {"score": 2})
+    assert same(weights(tmp_path), weights(unbroken))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -158,6 +158,11 @@ def test_it_stops_when_nothing_gets_better_and_stays_stopped(tmp_path):
     assert evaluated == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_number_is_better_than_nan_and_nan_is_no_improvement(tmp_path):
+    evaluator = FixedEvaluator(0, math.nan, 0.1, math.nan)
+    assert train(tmp_path, evaluator=evaluator, evaluate_every=4).metrics == {"score": 0.1}
+
+
 def test_the_log_tells_loss_rate_and_objective_metrics_and_trackers_get_them(tmp_path, monkeypatch):
     computed, compute, tracked = [], base.batch_metrics, []
     monkeypatch.setattr(base, "batch_metrics", lambda *given: computed.append(1) or compute(*given))
@@ -187,6 +192,13 @@ def test_bad_samples_are_counted(tmp_path):
         train(tmp_path / "strict", pairs=tiny_pairs(bad=(3,)), on_error="raise")
 
 
+@pytest.mark.parametrize("changes", [{}, {"max_steps": 2}, {"evaluate_every": 1, "patience": 1}], ids=str)
+def test_a_training_in_which_no_pair_can_be_read_is_refused(tmp_path, changes):
+    with pytest.raises(DualencError, match=r"no pair could be read; the first: pair (\d+): row \1: not"):
+        train(tmp_path, pairs=tiny_pairs(bad=tuple(range(24))), evaluator=FixedEvaluator(), **changes)
+    assert "patience" in changes or not (tmp_path / "model").exists()
+
+
 class ExplodesAt(InfoNCE):
     """Multiplies the loss by NaN at one call."""
 
@@ -209,7 +221,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
     "changes",
     [
         *({name: 0} for name in ("batch_size", "epochs", "patience", "mine_negatives")),
-        *({"mine_every": every} for every in (0, 3)),
+        {"mine_every": 0},
         *({"max_gradient_norm": norm} for norm in (0.0, math.nan)),
         *({"timeout_minutes": minutes} for minutes in (0, -1, math.inf, math.nan)),
         *({"weight_average": decay} for decay in (0.0, 1.0)),
@@ -275,6 +287,9 @@ SIZES = {"num_left": 38, "num_right": 38}
         ({"pairs": WEIGHED, "objective": ISIR(**SIZES)}, "MixtureBatches chooses the batches, but ISIR .*proposals=64"),
         ({"pairs": WEIGHED, "objective": GlobalCache(**SIZES)}, "GlobalCache as set assumes random ones"),
         ({"pairs": WEIGHED, "batching": SpectralBatches(38, 6)}, "which SpectralBatches does not know"),
+        ({"mine_every": 3}, "mine_every is 3, and training ends before"),
+        ({"mine_every": 1, "epochs": 1, "max_steps": 100}, "mine_every is 1, and training ends before"),
+        ({"mine_every": 2, "epochs": None, "max_steps": 8}, "mine_every is 2, and training ends before"),
         ({"mine_every": 1, "pairs": views(), "objective": SogCLR(num_left=24, views=True)}, "two views of images"),
         ({"mine_every": 1, "objective": ISIR(num_left=24)}, "ISIR takes none"),
         ({"mine_every": 1, "pairs": Mixture({"one": tiny_pairs()}, batches="one_source")}, "one_source keeps apart"),
