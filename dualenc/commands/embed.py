@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -68,7 +68,8 @@ def embed(
     corpus = open_corpus(data, part=part, modality=modality, on_error=options.on_error, **columns)
     if side is None:
         side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
-    notes = {"model": recorded_name(model), "kind": encoder.kind, "data": data}
+    notes: dict[str, Any] = {"model": recorded_name(model), "kind": encoder.kind}
+    notes |= {"data": recorded_name(data), "read": source.given()}
     tower, settings = encoder.tower(side), {**vars(options), "notes": notes}
     if replace:
         embeddings = embed_into(Path(out), tower, corpus, side=side, **settings)

@@ -197,13 +197,13 @@ def _open_texts(folder: str, data: str | None, items: SourceOptions) -> Corpus:
     """Open the texts that an index or embeddings were made of."""
     from dualenc.data.sources import open_corpus
 
-    recorded = data or read_json_object(Path(folder) / "meta.json").get("data")
+    path = Path(folder) / "meta.json"
+    meta = {} if data is not None and not path.is_file() else read_json_object(path)
+    recorded = data or meta.get("data")
     if not isinstance(recorded, str):
-        raise DualencError(
-            f"{folder}: does not say what it was made of; name its texts: index INDEX DATA --texts"
-        )
-    columns: dict[str, Any] = {"text_column": items.text_column, "id_column": items.id_column}
-    return open_corpus(recorded, modality="text", split=items.split, quotes=items.quotes, **columns)
+        raise DualencError(f"{folder}: does not say what it was made of; name it: index INDEX DATA --texts")
+    reading: dict[str, Any] = {**meta.get("read", {}), **items.given()}
+    return open_corpus(recorded, modality="text", **reading)
 
 
 def _write_texts(folder: str, corpus: Corpus, *, bm25: bool, texts: bool) -> None:

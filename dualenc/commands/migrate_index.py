@@ -216,7 +216,7 @@ def _open_texts(folder: str, index: Index, data: str | None, queries: str | None
         store = TextStore(folder, index.items_checksum)
         corpus = Corpus(store.ids, store.texts)
     elif data or (source and Path(source).exists()):
-        corpus = open_corpus(source, modality="text")
+        corpus = open_corpus(source, modality="text", **index.meta.get("read", {}))
         corpus = corpus.take(rows_in(corpus, index, folder))
     else:
         raise DualencError(f"{folder}: keeps no texts, and its data {source} is gone; name it by --data")

@@ -43,6 +43,11 @@ class SourceOptions:
     columns: Annotated[list[str] | None, COMMAS] = None
     quotes: bool | None = None
 
+    def given(self) -> dict[str, Any]:
+        """What is not as by default, but for the columns to keep: how to read the same items again."""
+        kept = {name: value for name, value in vars(self).items() if name != "columns"}
+        return {name: value for name, value in kept.items() if value != getattr(SOURCE, name)}
+
 
 @dataclass(frozen=True)
 class EmbedOptions:

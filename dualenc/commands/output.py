@@ -122,10 +122,10 @@ def _distinct_name(data: str) -> str:
     return f"{path.stem}-{hashlib.sha256(whole.encode('utf-8', 'surrogateescape')).hexdigest()[:6]}"
 
 
-def recorded_name(model: str) -> str:
-    """What meta.json calls a model: the absolute path of a folder, by which it is found from anywhere, or its name."""
-    folder = Path(model).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else model
+def recorded_name(source: str) -> str:
+    """What meta.json calls a model or data: the absolute path, by which it is found from anywhere, or the name."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source
 
 
 def start_processes(device: str | None = None) -> torch.device:
@@ -172,9 +172,7 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
     if encoder.kind not in kinds:
         needed = " or ".join(kinds)
         other = _COMMAND_OF[encoder.kind]
-        raise DualencError(
-            f"{model}: is of kind {encoder.kind}, but this task needs kind {needed}; use {other}"
-        )
+        raise DualencError(f"{model}: is {encoder.kind}, but this task needs kind {needed}; use {other}")
     return encoder
 
 

@@ -37,8 +37,8 @@ class VectorPairs(PairDataset):
         left: folder of embeddings, .npy file of shape (N, D), or table with a column `vector` or another usual name.
         right: the same.
         deduplicate: equal vectors of one side are the same item and share an id.
-        on_error: "skip" leaves out, counts and reports vectors that are missing, not finite, zero, or of another
-            size than most; "raise" stops at the first.
+        on_error: "skip" leaves out, counts and reports vectors that are missing, not finite or zero; "raise" stops
+            at the first. A table with vectors of two sizes is refused.
     """
 
     def __init__(

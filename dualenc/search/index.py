@@ -52,8 +52,9 @@ if TYPE_CHECKING:
 
 FORMAT = "dualenc index"
 FORMAT_VERSION = 4
-EMBEDDINGS_META = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped")
-"""Entries of the embeddings' meta.json that the index keeps: model, side and data."""
+MODEL_META = ("model", "model_checksum", "side", "modality", "output", "kind")
+EMBEDDINGS_META = (*MODEL_META, "data", "read", "skipped")
+"""Entries of the embeddings' meta.json that the index keeps: model, side, data and how it was read."""
 REBUILD = "build the index again"
 MIN_QUERIES_TO_SPLIT = 100
 """From this many queries on half of them are for tuning, and the other half for measuring."""
@@ -417,7 +418,7 @@ def rows_in(corpus: Corpus, index: Index | Embeddings, folder: str | os.PathLike
     rows = rows_of(corpus.ids, index.ids).tolist()
     if -1 in rows:
         name = index.ids[rows.index(-1)]
-        raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what it was made of")
+        raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name its data and columns")
     for row, snippet in zip(rows, index.snippets or ()):
         if snippet != in_utf8(corpus.text(row)):
             problem = f"the text of {corpus.ids[row][:80]!r} in the data is not what was embedded"

@@ -18,6 +18,7 @@ from dualenc.encoders import load_model
 from dualenc.encoders.frozen import IndexEncoder
 from dualenc.errors import DualencError
 from dualenc.search import Index
+from dualenc.search.texts import TextStore
 from tests.commands import toy
 from tests.commands.in_process import failure, found, run
 
@@ -134,6 +135,21 @@ def test_a_refused_append_is_no_obstacle(tmp_path: Path, toy_text: Path, documen
         run("index", toy_text, documents, "--out", tmp_path / "new", "--factory", "IVF61,Flat", "--debug")
     assert (tmp_path / ".new.embeddings").is_dir()
     run("index", toy_text, documents, "--out", tmp_path / "new", "--dim", 12)
+
+
+def test_texts_are_found_again_as_they_were_read(
+    tmp_path: Path, toy_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another folder, and without naming again the columns of the table."""
+    rows = [{"sku": f"s{row}", "description": text, "text": "other"} for row, text in enumerate(toy.texts(5))]
+    (tmp_path / "goods.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.chdir(tmp_path)
+    columns = ("--text-column", "description", "--id-column", "sku")
+    run("index", toy_text, "goods.jsonl", *columns, "--out", "index")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run("index", tmp_path / "index", "--texts")
+    assert list(TextStore(tmp_path / "index", Index.open(tmp_path / "index").items_checksum).texts) == toy.texts(5)
 
 
 @pytest.mark.slow
