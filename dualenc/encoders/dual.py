@@ -276,9 +276,10 @@ def window_rows(tower: Tower, batch_size: int) -> int:
 def _encode_windows(tower: Tower, items: Sequence[Any], batch_size: int, bar: tqdm) -> Iterator[np.ndarray]:
     """Vectors (n, D) of one window of items after another; within it, texts of similar length share a batch."""
     device = next(itertools.chain(tower.parameters(), tower.buffers())).device
+    num_rows = window_rows(tower, batch_size)
     # Iterated, because the labels of a pandas Series are no positions.
     numbered = enumerate(items)
-    while window := list(itertools.islice(numbered, window_rows(tower, batch_size))):
+    while window := list(itertools.islice(numbered, num_rows)):
         raw = []
         for number, item in window:
             check_item(item, tower.modality, f"item {number}")

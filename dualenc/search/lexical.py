@@ -123,8 +123,7 @@ class Lexical:
         if meta["version"] != VERSION:
             raise DualencError(f"{folder}: splits texts into other words than this version; {AGAIN}")
         if isinstance(meta.get("files"), dict):
-            names = [path.name for path in folder.iterdir() if path.name in meta["files"]]
-            verify_files(folder, names, meta, AGAIN, verify)
+            verify_files(folder, meta["files"], meta, AGAIN, whole=verify)
         try:
             scorer = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
             arrays = scorer.scores

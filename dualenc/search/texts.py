@@ -47,7 +47,7 @@ class TextStore:
         meta = read_json_object(self.folder / "meta.json", {"count": int, "of": str, "files": dict})
         if meta["of"] != checksum:
             raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
-        verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, verify)
+        verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=verify)
         return ItemTable([self.folder / ITEMS], meta["count"], AGAIN)
 
 

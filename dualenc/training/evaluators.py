@@ -19,6 +19,7 @@ from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_beir
 from dualenc.data.corpus import Corpus, held_out, rows_with_label, used_items
 from dualenc.data.item_lists import Picked
+from dualenc.data.items import rows_of
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.data.vector_shards import Embeddings
@@ -68,11 +69,6 @@ class Evaluator(ABC):
             bad_rows.add(f"{corpus.modality} that cannot be read", first, count=found.meta["skipped"])
             bad_rows.report()
         return found
-
-
-def _embedded_rows(corpus: Corpus, embedded: Embeddings) -> np.ndarray:
-    """The rows (n,) of a corpus that have a vector, in the order of the embeddings."""
-    return np.flatnonzero(np.isin(corpus.ids, list(embedded.ids)))
 
 
 def evaluated_data(evaluator: object) -> tuple[str, str | None]:
@@ -155,8 +151,8 @@ class ImageTextEvaluator(Evaluator):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         images = self.embed(model, "left", self.images, "held-out images")
         texts = self.embed(model, "right", self.texts, "their captions")
-        rows = [_embedded_rows(self.images, images).tolist(), _embedded_rows(self.texts, texts).tolist()]
-        found = self._match(*rows)
+        image_rows, text_rows = rows_of(self.images.ids, images.ids), rows_of(self.texts.ids, texts.ids)
+        found = self._match(image_rows.tolist(), text_rows.tolist())
         kept = images.vectors[found.image_rows], texts.vectors[found.text_rows]
         return both_ways_recall(both_ways_ranks(*kept, found.captions))
 
@@ -207,7 +203,7 @@ class KNNEvaluator(Evaluator):
         for corpus, own_labels, what in zip(self.corpora, self.labels, names, strict=True):
             embedded = self.embed(model, "left", corpus, what, output="features")
             features.append(embedded.vectors)
-            labels.append(own_labels[_embedded_rows(corpus, embedded)])
+            labels.append(own_labels[rows_of(corpus.ids, embedded.ids)])
         device = next(model.parameters()).device
         votes = features[0], labels[0]
         predicted = knn_predict(*votes, features[1], k=self.k, temperature=self.temperature, device=device)

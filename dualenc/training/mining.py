@@ -131,8 +131,9 @@ class NegativeMiner:
             # All contents are read, which takes minutes on large data: once, not on every rank.
             self._exclusions = distributed.from_main(partial(Exclusions, self.pairs, self.left, self.right))
         rule = Rule(self.settings.mine_negatives, relative=self.settings.mine_relative)
-        data = (self.pairs, self.left, self.right)
-        search = NegativeSearch(queries, documents, *data, rule, self._exclusions, self.device)
+        search = NegativeSearch(
+            queries, documents, self.pairs, self.left, self.right, rule, self._exclusions, self.device
+        )
         chosen: dict[int, Negatives] = {}
         for block in search.blocks()[distributed.rank() :: distributed.world_size()]:
             chosen.update(search.choose(block))

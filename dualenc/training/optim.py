@@ -47,8 +47,9 @@ def build_optimizer(
     arguments: dict[str, Any] = {}
     if name in ("adamw", "sgd"):
         parameters = trainable_parameters(modules)
-        kinds = [(weight.device.type, weight.is_floating_point()) for weight in parameters]
-        arguments["fused"] = all(device in ("cpu", "cuda") and is_float for device, is_float in kinds)
+        arguments["fused"] = all(
+            p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters
+        )
     if name == "lars":
         # Otherwise timm adapts no group without weight decay, which it takes for norms and biases.
         for group in groups:

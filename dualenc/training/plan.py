@@ -134,9 +134,10 @@ class BatchPlan:
         if not self.selector.needs_embeddings:
             return {}
         self._flush()
-        arrays = [getattr(self, name) for name in _STATE]
-        tensors = [None if each is None else torch.from_numpy(each.copy()) for each in arrays]
-        return dict(zip(_STATE, tensors, strict=True))
+        arrays = {name: getattr(self, name) for name in _STATE}
+        return {
+            name: None if each is None else torch.from_numpy(each.copy()) for name, each in arrays.items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""
