@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dualenc.commands.checks import MAX_ITEMS, MAX_WORKERS, check_options
 from dualenc.commands.options import SOURCE, EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
+
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
+    from dualenc.data.vector_shards import Embeddings
+    from dualenc.encoders import Tower
 
 
 def embed(
@@ -23,7 +26,6 @@ def embed(
     source: SourceOptions = SOURCE,
     options: EmbedOptions,
     device: str | None = None,
-    replace: Annotated[bool, Parameter(parse=False)] = False,
 ) -> None:
     """Embed a corpus with one side of a model, into a folder of Arrow files.
 
@@ -38,20 +40,41 @@ def embed(
         out: folder to write: data-*.arrow, order.npy, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         device: such as cpu or cuda:0; by default a GPU if there is one.
-        replace: other embeddings in `out`; only for a folder that no other process writes.
     """
-    from dualenc import distributed
-    from dualenc.commands.output import embed_into, recorded_name, start_processes
+    from dualenc.search.embed import embed as embed_corpus
+    from dualenc.search.embeddings import check_embeddings_target
+
+    check_embeddings_target(Path(out))
+    work = open_work(model, data, side, source, options, device)
+    describe(embed_corpus(work.tower, work.corpus, out, identity={"side": work.side}, **work.settings), out)
+
+
+class Work(NamedTuple):
+    """What a command embeds: a corpus, with the tower of one side, and `settings` of `dualenc.search.embed.embed`."""
+
+    tower: Tower
+    corpus: Corpus
+    side: Literal["left", "right"]
+    settings: dict[str, Any]
+
+
+def open_work(
+    model: str,
+    data: str,
+    side: Literal["left", "right"] | None,
+    source: SourceOptions,
+    options: EmbedOptions,
+    device: str | None,
+) -> Work:
+    """Open model and data, whose kinds say which side it is where `side` does not."""
+    from dualenc.commands.output import recorded_name, start_processes
     from dualenc.data.sources import open_corpus
     from dualenc.encoders import load_model
     from dualenc.encoders.frozen import IndexEncoder
-    from dualenc.search.embed import embed as embed_corpus
-    from dualenc.search.embeddings import check_embeddings_target
 
     check_options(1, MAX_ITEMS, batch_size=options.batch_size)
     check_options(1, sys.maxsize, dim=options.dim)
     check_options(0, MAX_WORKERS, num_workers=options.num_workers)
-    check_embeddings_target(Path(out))
     encoder = load_model(model, device=str(start_processes(device)))
     if isinstance(encoder, IndexEncoder) and side != "left":
         made_by = encoder.documents["model"] or "the model of the index"
@@ -70,16 +93,19 @@ def embed(
         side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
     notes: dict[str, Any] = {"model": recorded_name(model), "kind": encoder.kind}
     notes |= {"data": recorded_name(data), "read": source.given()}
-    tower, settings = encoder.tower(side), {**vars(options), "notes": notes}
-    if replace:
-        embeddings = embed_into(Path(out), tower, corpus, side=side, **settings)
-    else:
-        embeddings = embed_corpus(tower, corpus, out, identity={"side": side}, **settings)
-    if distributed.is_main():
-        skipped = embeddings.meta["skipped"]
-        if skipped:
-            first = embeddings.meta["first_skipped"][0]
-            summary = f"left out {skipped:,} of {skipped + len(embeddings):,} items"
-            print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)
-        made = f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({side} side)"
-        print(printable(f"{made} → {out}"))
+    return Work(encoder.tower(side), corpus, side, {**vars(options), "notes": notes})
+
+
+def describe(embeddings: Embeddings, folder: str | Path) -> None:
+    """Print what was embedded, and what was left out."""
+    from dualenc import distributed
+
+    if not distributed.is_main():
+        return
+    skipped = embeddings.meta["skipped"]
+    if skipped:
+        first = embeddings.meta["first_skipped"][0]
+        summary = f"left out {skipped:,} of {skipped + len(embeddings):,} items"
+        print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)
+    made = f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({embeddings.meta['side']} side)"
+    print(printable(f"{made} → {folder}"))

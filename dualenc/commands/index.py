@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.commands.checks import MAX_ITEMS, check_options
-from dualenc.commands.embed import embed
+from dualenc.commands.embed import describe, open_work
 from dualenc.commands.options import BUILD, SOURCE, BuildOptions, EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
 from dualenc.files import remove as remove_path
@@ -62,7 +62,7 @@ def index(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.commands.output import start_processes, writing
+    from dualenc.commands.output import embed_into, start_processes, writing
 
     if verify:
         return _verify(source)
@@ -87,8 +87,9 @@ def index(
             if append and dim is None:
                 dim = read_json_object(target / "meta.json", {"dim": int})["dim"]
             options = EmbedOptions(batch_size=batch_size, dim=dim)
-            places: dict[str, Any] = {"out": str(folder), "side": side, "source": items, "device": device}
-            embed(source, data, **places, options=options, replace=True)
+            work = open_work(source, data, side, items, options, device)
+            # Nobody else writes this folder: what other embeddings are in it were left by a failed build.
+            describe(embed_into(folder, work.tower, work.corpus, side=work.side, **work.settings), folder)
         if not distributed.is_main():
             return None
         if append:

@@ -30,7 +30,7 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, check_folder_target, is_folder_of, locked, remove, write_json
 
 if TYPE_CHECKING:
-    from dualenc.data import BeirPairs, RetrievalSet
+    from dualenc.data import BeirPairs
     from dualenc.encoders import TextEncoder
     from dualenc.objectives import GlobalCache
     from dualenc.training.trainer import Trainer
@@ -97,6 +97,7 @@ def quickstart(
 
     from dualenc.data import BeirPairs, read_beir
     from dualenc.evaluation.report import Table, print_table
+    from dualenc.evaluation.retrieval import Result, bm25_run
     from dualenc.training.checkpoint import mark_run
     from dualenc.training.evaluators import RetrievalEvaluator
 
@@ -110,7 +111,9 @@ def quickstart(
         torch.manual_seed(seed)
         untrained = new_model(pairs.corpus.items)
         collection = read_beir(folder / "data", "test")
-        bm25 = _bm25(collection)
+        bm25 = Result(
+            "BM25", "docstrings", bm25_run(collection, 100), collection.qrels, len(collection.corpus)
+        )
         steps = steps or affordable_steps(untrained, pairs, seed)
         print("The loss is log(Z/e⁺) over all documents: below 0 where a positive outweighs all negatives")
         evaluator = RetrievalEvaluator(folder / "data")
@@ -120,7 +123,7 @@ def quickstart(
         remove(folder / "embeddings")
         embed(model, str(folder / "data"), out=str(folder / "embeddings"), options=EmbedOptions())
         index(str(folder / "embeddings"), out=str(folder / "index"))
-        systems = {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics}
+        systems = {"untrained": trained.before, "BM25": bm25.means, "trained": trained.metrics}
         rows = []
         for name, metrics in systems.items():
             rows.append({"system": name, "nDCG@10": metrics["ndcg@10"], "recall@10": metrics["recall@10"]})
@@ -260,10 +263,3 @@ def _objective(pairs: BeirPairs) -> GlobalCache:
     from dualenc.objectives import GlobalCache
 
     return GlobalCache(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.05)
-
-
-def _bm25(collection: RetrievalSet) -> dict[str, float]:
-    from dualenc.evaluation.retrieval import Result, bm25_run
-
-    run = bm25_run(collection, 100)
-    return dict(Result("BM25", "docstrings", run, collection.qrels, len(collection.corpus)).means)

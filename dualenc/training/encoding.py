@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from dualenc.types import Inputs, Side
 Autocast = Callable[[], AbstractContextManager[None]]
 
 
+@dataclass(eq=False)
 class PlainEncoding:
     """The forward passes of a batch with their graphs, and the backward pass: memory grows with the batch.
 
@@ -32,20 +34,15 @@ class PlainEncoding:
         compiled: the towers are compiled.
     """
 
-    def __init__(
-        self,
-        model: DualEncoder,
-        device: torch.device,
-        autocast: Autocast = nullcontext,
-        keep_statistics: bool = True,
-        compiled: bool = False,
-    ) -> None:
-        self.model = model
-        self.one_by_one = device.type == "cpu" and not compiled
-        self.device = device
-        self.autocast = autocast
-        self.keep_statistics = keep_statistics
-        self.has_batch_norm = uses_batch_statistics(model)
+    model: DualEncoder
+    device: torch.device
+    autocast: Autocast = nullcontext
+    keep_statistics: bool = True
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        self.one_by_one = self.device.type == "cpu" and not self.compiled
+        self.has_batch_norm = uses_batch_statistics(self.model)
         self.begin()
 
     def begin(self) -> None:
@@ -113,15 +110,14 @@ class EncodeCall(NamedTuple):
     leaves: Tensor
 
 
+@dataclass(eq=False)
 class CachedEncoding(PlainEncoding):
     """Gradient caching: encodes `chunk_size` items at once, twice, so that memory does not grow with the batch.
 
     Other arguments as of `PlainEncoding`.
     """
 
-    def __init__(self, *arguments: Any, chunk_size: int = 32) -> None:
-        self.chunk_size = chunk_size
-        super().__init__(*arguments)
+    chunk_size: int = field(default=32, kw_only=True)
 
     def begin(self) -> None:
         """Forget the last batch."""
