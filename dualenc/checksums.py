@@ -39,9 +39,7 @@ def sizes(folder: Path, names: Iterable[str]) -> dict[str, int]:
     return {name: (folder / name).stat().st_size for name in names}
 
 
-def verify_files(
-    folder: Path, names: Iterable[str], meta: Mapping[str, Any], remedy: str, whole: bool
-) -> None:
+def verify_files(folder: Path, names: Iterable[str], meta: Mapping[str, Any], remedy: str, whole: bool) -> None:
     """Verify that a folder's files are those that were written.
 
     Args:
@@ -63,9 +61,7 @@ def verify_files(
         size = path.stat().st_size
         expected = meta["sizes"][name]
         if size != expected:
-            raise DualencError(
-                f"{path}: truncated or corrupt ({size} bytes instead of {expected}); {remedy}"
-            )
+            raise DualencError(f"{path}: truncated or corrupt ({size} bytes instead of {expected}); {remedy}")
     if not whole:
         names = _smallest(meta["sizes"])
     for name, digest in checksums(folder, names).items():

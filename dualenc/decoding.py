@@ -95,9 +95,7 @@ def open_image(path: StrPath) -> Image.Image:
         with open_regular(path) as stream:
             data = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise BadSample(
-            f"{path}: image cannot be read ({error.strerror or error}); check the path"
-        ) from None
+        raise BadSample(f"{path}: image cannot be read ({error.strerror or error}); check the path") from None
     except (DualencError, ValueError) as error:
         raise BadSample(f"{path}: image cannot be read ({error}); check the path") from None
     return decode_image(data, str(path))

@@ -18,9 +18,7 @@ OnError: TypeAlias = Literal["skip", "raise"]
 """How to treat a sample that cannot be read: leave it out, count and report it; or stop the run."""
 Inputs: TypeAlias = "dict[str, Tensor]"
 """Inputs of a tower: tensors by name, a row per item."""
-Pooling: TypeAlias = Literal[
-    "mean", "cls", "last", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean"
-]
+Pooling: TypeAlias = Literal["mean", "cls", "last", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean"]
 """How the vectors of a text's tokens are combined, by the names of sentence-transformers; "last" is "lasttoken"."""
 Output: TypeAlias = Literal["embedding", "features"]
 """Outputs of a tower: unit-norm embeddings, or the backbone's features before the projector."""

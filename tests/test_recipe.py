@@ -303,12 +303,15 @@ def test_a_run_can_be_resumed_and_ends_with_commands_that_can_be_pasted(recipe, 
 RETRIEVAL = {"class_path": "dualenc.training.evaluators.RetrievalEvaluator"}
 TABLE = {"class_path": "dualenc.data.TablePairs", "init_args": {"path": "my data.csv", "right_column": "b"}}
 MINED = {"class_path": "dualenc.data.MinedPairs", "init_args": {"path": "mined.jsonl"}}
+DEV = {"path": "dev.csv", "left_column": "a", "right_column": "b"}
+HELD_OUT = RETRIEVAL | {"init_args": {"pairs": TABLE | {"init_args": DEV}}}
 
 
 @pytest.mark.parametrize(
     ("data", "evaluator", "evaluated", "indexed"),
     [
         (TABLE, None, "DATA", "'my data.csv' --text-column b"),
+        (TABLE, HELD_OUT, "dev.csv --left-column a --right-column b", "'my data.csv' --text-column b"),
         (MINED, RETRIEVAL | {"init_args": {"path": "a", "split": "dev"}}, "a --split dev", "DATA"),
     ],
 )

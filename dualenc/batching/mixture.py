@@ -64,9 +64,7 @@ class MixtureBatches(BatchSelector):
             raise DualencError(f"{drawn}; raise its weight")
         if batches < 1 or (self.one_source and size < self.batch_size):
             whole = "in batches of one source" if self.one_source else "from all sources together"
-            raise DualencError(
-                f"{drawn}, too few for a batch of {self.batch_size} {whole}; lower batch_size"
-            )
+            raise DualencError(f"{drawn}, too few for a batch of {self.batch_size} {whole}; lower batch_size")
         # The most frequent pair needs as many batches as it comes.
         if math.ceil(draws / size) > batches:
             raise DualencError(

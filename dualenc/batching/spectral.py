@@ -217,9 +217,7 @@ def equal_clusters(rows: ndarray, num_clusters: int, seed: int) -> ndarray:
     return order.reshape(num_clusters, size)
 
 
-def spectral_batches(
-    left: ndarray, right: ndarray, batch_size: int, temperature: float, seed: int
-) -> ndarray:
+def spectral_batches(left: ndarray, right: ndarray, batch_size: int, temperature: float, seed: int) -> ndarray:
     """Partition n pairs, (n, D) each side, into batches of large loss: Algorithm 1 of Cho et al. 2023, in O(n³).
 
     Returns (n/B, B) rows of the embeddings; the seed is that of k-means.

@@ -158,9 +158,7 @@ def _beir_tasks(
                 tasks[f"{Path(columns.test).name}: {part}"] = test.among(list(qrels))
     if columns.second is not None:
         documents = _second_documents(columns.second, side)
-        tasks[f"{SECOND}: {Path(columns.second).name}"] = _beir_task(
-            columns.second, "second", side, documents
-        )
+        tasks[f"{SECOND}: {Path(columns.second).name}"] = _beir_task(columns.second, "second", side, documents)
     return tasks
 
 

@@ -151,9 +151,7 @@ class ImageOptions:
         check_options(0, MAX_SEED, seed=self.seed)
 
 
-def probe(
-    model: str, data: str, *, images: ImageOptions, batch_size: int = 256, output: OutputOptions
-) -> None:
+def probe(model: str, data: str, *, images: ImageOptions, batch_size: int = 256, output: OutputOptions) -> None:
     """Probe the frozen image features of a model: a linear classifier, and nearest neighbours.
 
     Args:

@@ -63,7 +63,11 @@ def evaluate_corrupted(
     source, clean = _open_versions(data, split, images, options)
     if images.train is not None:
         training = open_images(
-            images.train, images.train_split, images.label_column, limit=images.train_limit
+            images.train,
+            images.train_split,
+            images.label_column,
+            limit=images.train_limit,
+            seed=images.seed,
         )
         labels = require_labels(training, f"{images.train} ({images.train_split})", for_training=True)
         # Classes that the training images lack are an error before hours of encoding.
@@ -95,7 +99,7 @@ def evaluate_corrupted(
         settings = {"batch_size": TRAIN_BATCH, "num_workers": images.num_workers}
         features, labels = labelled_features(evaluation, "train", tower, training, labels, **settings)
         # Processes may fit slightly different ones, and their results are put together.
-        classifier = distributed.from_main(lambda: linear_probe(features, labels).classifier)
+        classifier = distributed.from_main(lambda: linear_probe(features, labels, seed=images.seed).classifier)
         is_right = _comparison(classifier, tested_labels)
         conditions = [(name, severity) for name in names for severity in SEVERITIES]
         correct = _measure(tower, source, conditions, images, is_right, "robustness")
@@ -105,13 +109,9 @@ def evaluate_corrupted(
             correct = _measure(tower, clean, [CLEAN], images, is_right, "clean images")
             robustness["clean_accuracy"] = float(correct.mean())
         tables.append(Table("Robustness of a linear probe", [dict(robustness)]))
-        tables.append(
-            Table("Accuracy by corruption and severity", robustness_rows(errors, names, SEVERITIES))
-        )
+        tables.append(Table("Accuracy by corruption and severity", robustness_rows(errors, names, SEVERITIES)))
         severities = [str(severity) for severity in SEVERITIES]
-        robustness["errors"] = {
-            name: dict(zip(severities, row)) for name, row in zip(names, errors.tolist())
-        }
+        robustness["errors"] = {name: dict(zip(severities, row)) for name, row in zip(names, errors.tolist())}
         metrics["robustness"] = robustness
     if distributed.is_main():
         facts: dict[str, object] = {"model": model, "data": data, "split": split, "seed": images.seed}
@@ -163,7 +163,7 @@ def _measure(
         versions,
         encoder_of(tower, "embedding" if views else "features"),
         value_of,
-        random_rows(len(versions), images.limit).tolist(),
+        random_rows(len(versions), images.limit, images.seed).tolist(),
         num_workers=images.num_workers,
         what=what,
     )

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 NEIGHBOURS = 20
 
 
-def evaluate_probe(
-    model: str, data: str, images: ImageOptions, batch_size: int, output: OutputOptions
-) -> None:
+def evaluate_probe(model: str, data: str, images: ImageOptions, batch_size: int, output: OutputOptions) -> None:
     """Fit the probes on training images, and test them."""
     split = images.split or default_split(data, "test")
     source = images.train or data
@@ -38,8 +36,9 @@ def evaluate_probe(
     if len(parts) == 1:
         raise DualencError(f"{data}: a probe would be tested on its own images; name others: --train")
     evaluation = Evaluation("probe", model, data, output)
-    train = open_images(source, images.train_split, images.label_column, limit=images.train_limit)
-    test = open_images(data, split, images.label_column, limit=images.limit)
+    column, seed = images.label_column, images.seed
+    train = open_images(source, images.train_split, column, limit=images.train_limit, seed=seed)
+    test = open_images(data, split, column, limit=images.limit, seed=seed)
     train_labels = require_labels(train, f"{source} ({images.train_split})", for_training=True)
     test_labels = require_labels(test, f"{data} ({split})")
     # The class numbers are those of the training images.

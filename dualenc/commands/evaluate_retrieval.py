@@ -205,9 +205,7 @@ def _open_collection(
     return name, collection
 
 
-def _over_index(
-    indexed: Embeddings, source: str, split: str, index: str, needs_texts: bool
-) -> RetrievalSet:
+def _over_index(indexed: Embeddings, source: str, split: str, index: str, needs_texts: bool) -> RetrievalSet:
     """The judged queries of a BEIR folder, and the documents of an index in its order.
 
     The documents' texts are read from the folder where they are needed; else they are what the index shows.
@@ -241,9 +239,7 @@ def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet
     except DualencError as error:
         if Path(source).is_file():
             raise
-        forms = (
-            "a BEIR folder (corpus.jsonl, queries.jsonl, qrels/) nor pairs (csv, jsonl, parquet, hub name)"
-        )
+        forms = "a BEIR folder (corpus.jsonl, queries.jsonl, qrels/) nor pairs (csv, jsonl, parquet, hub name)"
         reason = str(error).removeprefix(f"{source}: ")
         raise DualencError(f"{source}: neither {forms}: {reason}") from error
     if "image" in (pairs.left_modality, pairs.right_modality):

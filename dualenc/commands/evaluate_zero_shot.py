@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.labelled_images import open_images, require_labels
+from dualenc.commands.labelled_images import align_labels, open_images, require_labels
 from dualenc.commands.output import Evaluation, short_name
 from dualenc.data import Corpus
 from dualenc.data.detect import default_split
@@ -41,7 +41,7 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
     split = options.split or default_split(data, "test")
     images = open_images(data, split, options.label_column)
     labels = require_labels(images, f"{data}, {split}")
-    names = _class_names(options.class_names, images.class_names, labels, data)
+    names, labels = _class_names(options.class_names, images.class_names, labels, data)
     prompts = class_prompts(names, templates)
     corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
     encoder = evaluation.open("image-text")
@@ -73,8 +73,10 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
     distributed.barrier()
 
 
-def _class_names(file: str | None, own: Sequence[str] | None, labels: np.ndarray, data: str) -> list[str]:
-    """Readable names of all classes, from a file or from the data."""
+def _class_names(
+    file: str | None, own: Sequence[str] | None, labels: np.ndarray, data: str
+) -> tuple[list[str], np.ndarray]:
+    """Readable names of all classes, from a file or from the data, and the labels (N,) in their numbers."""
     recorded = [readable_class(name) for name in own or ()]
     names = recorded if file is None else [readable_class(line) for _, line in read_lines(file)]
     if not names or all(name.isdecimal() for name in names):
@@ -84,5 +86,10 @@ def _class_names(file: str | None, own: Sequence[str] | None, labels: np.ndarray
     if labels.max(initial=-1) >= len(names):
         problem = f"{len(names)} class names, but there is a label {labels.max()}"
         raise DualencError(f"{file or data}: {problem}; name every class")
-    # A file may list the names of the data in another order than that of their numbers.
-    return recorded if sorted(names) == sorted(recorded) else names
+    if len(set(names)) == len(names) and set(recorded) <= set(names):
+        # A file may list the classes of the data in another order, and others among them.
+        return names, align_labels(labels, recorded, names, data)
+    if len(recorded) != len(names) and not all(name.isdecimal() for name in recorded):
+        problem = f"{len(names)} class names for {len(recorded)} classes, which it does not list by name"
+        raise DualencError(f"{file}: {problem}; name each class of the data, or use its names")
+    return names, labels

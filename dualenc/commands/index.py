@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,6 +64,7 @@ def index(
     """
     from dualenc import distributed
     from dualenc.commands.output import embed_into, start_processes, writing
+    from dualenc.search import Index
 
     if verify:
         return _verify(source)
@@ -83,10 +85,13 @@ def index(
             # embedding.
             target = Path(os.path.abspath(out))
             folder = target.with_name(f".{target.name}.embeddings")
-            dim = build.dim
-            if append and dim is None:
-                dim = read_json_object(target / "meta.json", {"dim": int})["dim"]
-            options = EmbedOptions(batch_size=batch_size, dim=dim)
+            options = EmbedOptions(batch_size=batch_size, dim=build.dim)
+            if append:
+                grown = Index.open(out)
+                options = replace(options, dim=build.dim or grown.dim)
+                items = replace(
+                    items, columns=list(dict.fromkeys([*_column_names(grown), *(items.columns or ())]))
+                )
             work = open_work(source, data, side, items, options, device)
             # Nobody else writes this folder: what other embeddings are in it were left by a failed build.
             describe(embed_into(folder, work.tower, work.corpus, side=work.side, **work.settings), folder)
@@ -135,10 +140,18 @@ def _check_build(source: str, data: str | None, out: str, build: BuildOptions, a
         )
 
 
+def _column_names(source: Embeddings | Index) -> list[str]:
+    return [] if source.columns is None else source.columns.column_names
+
+
 def _append(folder: Path, out: str, dim: int | None, corpus: Corpus | None) -> None:
-    from dualenc.search import Embeddings, change
+    from dualenc.search import Embeddings, Index, change
 
     added = _first(Embeddings.open(folder, verify=True), dim)
+    missing = ",".join(sorted(set(_column_names(Index.open(out))) - set(_column_names(added))))
+    if missing:
+        problem = f"has no column {missing}, which the index filters by; embed with --columns {missing}"
+        raise DualencError(f"{folder}: {problem}")
     appended = change.append(out, added, corpus)
     print(printable(f"{len(added):,} vectors appended, now {len(appended):,} → {out}"))
 
@@ -153,9 +166,7 @@ def _build(folder: Path, out: str, build: BuildOptions, corpus: Corpus | None) -
         rows_in(corpus, vectors, folder)
     options: dict[str, Any] = {name: value for name, value in vars(build).items() if name != "dim"}
     if build.queries is not None:
-        options["queries"] = _first(Embeddings.open(build.queries), build.dim).vectors[
-            : build.recall_queries
-        ]
+        options["queries"] = _first(Embeddings.open(build.queries), build.dim).vectors[: build.recall_queries]
     options["memory"] = None if build.memory is None else parse_bytes(build.memory)
     _describe(Index.build(vectors, None, folder=out, progress=True, **options), out)
 
@@ -245,9 +256,7 @@ def _remove(folder: str, path: str) -> None:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DualencError(
-            f"{path}: cannot be read ({error}); give a text file with one id a line"
-        ) from None
+        raise DualencError(f"{path}: cannot be read ({error}); give a text file with one id a line") from None
     # Not `splitlines`: an id may hold other separators than a line break.
     ids = [line for line in text.split("\n") if line]
     changed = change.remove(folder, ids)

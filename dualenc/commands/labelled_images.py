@@ -15,13 +15,13 @@ from dualenc.encoders import Tower, load_model
 from dualenc.errors import DualencError
 
 
-def random_rows(total: int, limit: int | None) -> np.ndarray:
-    """All row numbers below `total`, or a sample of `limit` with a fixed seed: files are often sorted by class."""
-    return np.sort(np.random.default_rng(0).permutation(total)[:limit])
+def random_rows(total: int, limit: int | None, seed: int) -> np.ndarray:
+    """All row numbers below `total`, or a sample of `limit`: files are often sorted by class."""
+    return np.sort(np.random.default_rng(seed).permutation(total)[:limit])
 
 
 def open_images(
-    data: str, split: str, label_column: str | None = None, *, limit: int | None = None
+    data: str, split: str, label_column: str | None = None, *, limit: int | None = None, seed: int = 0
 ) -> Corpus:
     """Open images and their labels, if there are any; `limit` of them at random.
 
@@ -35,7 +35,7 @@ def open_images(
         images = images if len(rows) == len(images) else images.take(rows)
     if limit is None or limit >= len(images):
         return images
-    return images.take(random_rows(len(images), limit))
+    return images.take(random_rows(len(images), limit, seed))
 
 
 def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> np.ndarray:
@@ -64,9 +64,11 @@ def align_labels(
     """Class numbers (N,) of one source in the numbering of another, by the names of the classes.
 
     A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537 goldfish"). Where one
-    source has no names the numbers stay. A class that occurs and is not among the others is an error about `what`.
+    source has no names but numbers the numbers stay. A class that occurs and is not among the others is an error about
+    `what`.
     """
-    if names is None or onto is None or list(names) == list(onto):
+    is_unnamed = any(all(name.isdecimal() for name in own or ()) for own in (names, onto))
+    if names is None or onto is None or is_unnamed or list(names) == list(onto):
         return labels
     numbers: dict[str, int] = {}
     # The first of several names with the same first word counts, and a whole name before any first word.

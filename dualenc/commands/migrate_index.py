@@ -78,9 +78,7 @@ def migrate_index(
         print(printable(f"all {len(index):,} vectors are of this model → {folder}"))
         return
     if mapped and not is_started(folder):
-        raise DualencError(
-            f"{folder}: {mapped:,} vectors are mapped, and its work folder is gone; rebuild it"
-        )
+        raise DualencError(f"{folder}: {mapped:,} vectors are mapped, and its work folder is gone; rebuild it")
     if len(index) < MIN_DOCUMENTS:
         problem = f"{len(index)} documents are too few to learn maps from"
         raise DualencError(f"{folder}: {problem}; build the index again with the new model")

@@ -111,9 +111,7 @@ def quickstart(
         torch.manual_seed(seed)
         untrained = new_model(pairs.corpus.items)
         collection = read_beir(folder / "data", "test")
-        bm25 = Result(
-            "BM25", "docstrings", bm25_run(collection, 100), collection.qrels, len(collection.corpus)
-        )
+        bm25 = Result("BM25", "docstrings", bm25_run(collection, 100), collection.qrels, len(collection.corpus))
         steps = steps or affordable_steps(untrained, pairs, seed)
         print("The loss is log(Z/e⁺) over all documents: below 0 where a positive outweighs all negatives")
         evaluator = RetrievalEvaluator(folder / "data")

@@ -67,15 +67,11 @@ def read_run(folder: Path) -> RunRecords:
     log = folder / "metrics.jsonl"
     lines = read_metrics(log)
     if not lines:
-        raise DualencError(
-            f"{folder}: no metrics.jsonl with metrics in it; name the trainer.output of a run"
-        )
+        raise DualencError(f"{folder}: no metrics.jsonl with metrics in it; name the trainer.output of a run")
     for number, line in enumerate(lines, start=1):
         for name, value in line.items():
             if value is not None and not (type(value) in (int, float) and abs(value) < MAX_VALUE):
-                raise DualencError(
-                    f"{log}:{number}: {name!r} is no number that can be drawn; restore the file"
-                )
+                raise DualencError(f"{log}:{number}: {name!r} is no number that can be drawn; restore the file")
     return RunRecords(folder.resolve().name, lines)
 
 
@@ -87,12 +83,13 @@ def _drawn_names(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def _ends(run: RunRecords) -> list[Row]:
-    """Each metric of a run before training, at its best and at the end."""
+    """Each metric of a run before training, at the best of the trained weights and at the end."""
     rows: list[Row] = []
     for name in _drawn_names([run]):
         if name.startswith(EVALUATION):
             steps, values = run.curve(name)
             row: Row = {"run": run.name, "metric": name.removeprefix(EVALUATION), "first": values[0]}
-            best = max(values)
-            rows.append(row | {"best": best, "at step": int(steps[values.index(best)]), "last": values[-1]})
+            trained = [(value, -step) for step, value in zip(steps, values) if step > 0]
+            best, negative_step = max(trained, default=(values[0], 0))
+            rows.append(row | {"best": best, "at step": int(-negative_step), "last": values[-1]})
     return rows

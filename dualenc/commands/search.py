@@ -67,9 +67,7 @@ def search(
         _print_results(query, results, list(columns), searcher.index.has_snippets)
 
 
-def _print_results(
-    query: str, results: list[dict[str, Any]], columns: list[str], has_snippets: bool
-) -> None:
+def _print_results(query: str, results: list[dict[str, Any]], columns: list[str], has_snippets: bool) -> None:
     from dualenc.evaluation.report import Table, print_table
 
     names = ["rank", "id", "score", *columns]

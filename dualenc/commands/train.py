@@ -91,11 +91,13 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
         if column:
             indexed += ["--image-column" if task == "image-text" else "--text-column", column]
     evaluator = (settings["evaluator"] or {}).get("init_args") or {}
+    held_out = (evaluator.get("pairs") or {}).get("init_args") or evaluator
     evaluated = [STAND_IN]
-    if isinstance(evaluator.get("path"), str):
-        evaluated = [evaluator["path"]]
-        if evaluator.get("split"):
-            evaluated += ["--split", evaluator["split"]]
+    if isinstance(held_out.get("path"), str):
+        evaluated = [held_out["path"]]
+        for name in ("split", "left_column", "right_column"):
+            if held_out.get(name):
+                evaluated += [f"--{name.replace('_', '-')}", held_out[name]]
     return [
         ["report", run],
         ["evaluate", task, str(model), *evaluated],

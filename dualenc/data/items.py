@@ -230,9 +230,7 @@ def check_ids(ids: Sequence[str]) -> None:
         return
     for row, name in enumerate(ids):
         if not isinstance(name, str):
-            raise DualencError(
-                f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)"
-            )
+            raise DualencError(f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)")
         if "\n" in name:
             raise DualencError(f"id {name!r} at row {row} contains a line break; give it another id")
         if not is_utf8(name):

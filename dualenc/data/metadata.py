@@ -31,9 +31,7 @@ def check_column_names(names: Sequence[str]) -> None:
         if not _NAME.fullmatch(name):
             raise DualencError(f"column {name!r} cannot be kept: name it by letters, digits and _")
         if lower in RESERVED:
-            raise DualencError(
-                f"column {name!r} cannot be kept: every result has its own {lower}; rename it"
-            )
+            raise DualencError(f"column {name!r} cannot be kept: every result has its own {lower}; rename it")
         if lower in seen:
             raise DualencError(f"column {name!r} is asked for twice; name each column once")
         seen.add(lower)

@@ -78,6 +78,15 @@ class BatchStatistics:
             yield
 
 
+def keep_frozen_statistics(tower: nn.Module) -> None:
+    """Have BatchNorm layers whose weights are frozen normalise by their running statistics, which stay as they are."""
+    for layer in tower.modules():
+        if isinstance(layer, _BatchNorm):
+            # A layer without weights is frozen with its tower.
+            weights = list(layer.parameters()) or list(tower.parameters())
+            layer.train(layer.training and any(weight.requires_grad for weight in weights))
+
+
 def synchronise_statistics(module: nn.Module) -> None:
     """Have BatchNorm layers compute their training statistics over the batches of all processes, with gradient."""
     for layer in module.modules():

@@ -108,8 +108,7 @@ def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _metrics(metrics: Mapping[Any, Any]) -> str:
     """A table with a row per metric, and a column per name in nested mappings."""
     nested = {
-        metric: value if isinstance(value, Mapping) else {"value": value}
-        for metric, value in metrics.items()
+        metric: value if isinstance(value, Mapping) else {"value": value} for metric, value in metrics.items()
     }
     columns = list(dict.fromkeys(column for row in nested.values() for column in row))
     rows = []
@@ -134,9 +133,7 @@ def _fenced(language: str, text: str) -> str:
 
 def _without_folders(text: str) -> str:
     """A text in which only the last part of absolute paths is left; URLs stay."""
-    return re.sub(
-        r"""(?<![\w:/.<])(?:file://|~)?(?:/[^\s"'/:,<>()\]}]+)*/(?=[^\s"'/:,<>()\]}])""", "", text
-    )
+    return re.sub(r"""(?<![\w:/.<])(?:file://|~)?(?:/[^\s"'/:,<>()\]}]+)*/(?=[^\s"'/:,<>()\]}])""", "", text)
 
 
 def _inline(text: str) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from dualenc.decoding import rgb_item
+from dualenc.encoders.batchnorm import keep_frozen_statistics
 from dualenc.encoders.card import render_card
 from dualenc.errors import BadSample, DualencError, explain
 from dualenc.files import atomic_folder
@@ -149,9 +150,11 @@ class DualEncoder(nn.Module):
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def train(self, mode: bool = True) -> DualEncoder:
-        """Switch between training and evaluation mode, on both sides."""
+        """Switch between training and evaluation mode, on both sides; frozen BatchNorm keeps its statistics."""
         super().train(mode)
         self.right.train(mode)
+        for tower in (self.left, self.right):
+            keep_frozen_statistics(tower)
         return self
 
     def tower(self, side: Side) -> Tower:

@@ -63,9 +63,7 @@ class IndexEncoder(DualEncoder):
         check_fields(facts, FACTS, "documents")
         for name, allowed in (("side", ("left", "right")), ("metric", ("cosine", "ip"))):
             if facts[name] not in allowed:
-                raise DualencError(
-                    f"documents: {name} is {facts[name][:40]!r}; give {' or '.join(allowed)}"
-                )
+                raise DualencError(f"documents: {name} is {facts[name][:40]!r}; give {' or '.join(allowed)}")
         dim = facts["dim"]
         left = queries.left
         if not isinstance(left, TextTower | VectorTower):

@@ -24,9 +24,7 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
     """
     repository = hub_name(name)
     if repository is not None:
-        with explain(
-            f"{repository}: neither a folder here nor a model that the hub gives", "check the name"
-        ):
+        with explain(f"{repository}: neither a folder here nor a model that the hub gives", "check the name"):
             fetched = huggingface_hub.snapshot_download(
                 repository, allow_patterns=ALLOWED_FILES, ignore_patterns=IGNORED_FILES
             )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -76,14 +77,12 @@ class ImageEncoder(DualEncoder):
             features = int(model.eval()(torch.zeros(1, *config["input_size"])).shape[-1])
         head = nn.Identity() if projector_dim is None else projector(features, projector_dim)
         if augment is None:
-            crops = v2.RandomResizedCrop(
-                config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC
-            )
+            crops = v2.RandomResizedCrop(config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC)
             to_pixels = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
             views = v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels])
             augment = partial(seeded_transform, transform=views)
         evaluate = create_transform(**config, is_training=False)
-        prepare = ImagePrepare(evaluate, Normalized(augment, config["mean"], config["std"]))
+        prepare = ImagePrepare(evaluate, Normalized(augment, config["mean"], config["std"]), config)
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
         super().__init__(tower, tower, kind="image", views=True)
         self.backbone_args = all_args
@@ -256,13 +255,19 @@ def _data_config(known: dict[str, Any], image_size: int | None) -> dict[str, Any
 
 
 class ImagePrepare(Prepare):
-    """Stack images as pixels (3, H, W): `evaluate` makes them of an image, `augment` of an image and its seed."""
+    """Stack images as pixels (3, H, W): `evaluate` makes them of an image, `augment` of an image and its seed.
+
+    The settings of `evaluate`, in plain values, are part of the model's fingerprint.
+    """
 
     modality = "image"
 
-    def __init__(self, evaluate: Callable[[Image.Image], Tensor], augment: Augment) -> None:
+    def __init__(
+        self, evaluate: Callable[[Image.Image], Tensor], augment: Augment, settings: Mapping[str, Any]
+    ) -> None:
         self.evaluate = evaluate
         self.augment = augment
+        self.settings = json.dumps(settings, sort_keys=True)
 
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
         """Collate B RGB images, see `Prepare.__call__`."""
@@ -297,9 +302,7 @@ def check_crop_scale(crop_scale: Sequence[float]) -> None:
     """Refuse a range of shares of an image's area that no training crop could have."""
     low, high = crop_scale
     if not 0 < low <= high <= 1:
-        raise DualencError(
-            f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]"
-        )
+        raise DualencError(f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]")
 
 
 @contextmanager

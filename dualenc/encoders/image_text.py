@@ -157,7 +157,7 @@ def _image_prepare(preprocess_config: dict[str, Any], crop_scale: tuple[float, f
     preprocess = PreprocessCfg(**preprocess_config)
     train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=crop_scale))
     evaluate = image_transform_v2(preprocess, is_train=False)
-    return ImagePrepare(evaluate, partial(seeded_transform, transform=train))
+    return ImagePrepare(evaluate, partial(seeded_transform, transform=train), preprocess_config)
 
 
 class ClipImageTower(Tower):
@@ -337,6 +337,8 @@ def load_clip(
                 pretrained_text=False,
                 **loading,
             )
+            if image_size is not None or config is not None:
+                _check_image_size(clip.visual, own["vision_cfg"], where)
             if weights is not None:
                 load_checkpoint(clip, str(weights))
     return clip, own, tokenize
@@ -378,9 +380,28 @@ def check_config(config: dict[str, Any], where: str) -> None:
             )
     if name := text.get("hf_model_name"):
         # open_clip loads it with no word about code; this load before it refuses code.
-        problem = f"{where}: text_cfg.hf_model_name {name} does not load without code of its own, which is not run"
+        problem = (
+            f"{where}: text_cfg.hf_model_name {name} does not load without code of its own, which is not run"
+        )
         with explain(problem, "choose another"):
             AutoConfig.from_pretrained(str(name), trust_remote_code=False)
+
+
+def _check_image_size(visual: Any, vision: dict[str, Any], where: str) -> None:
+    """Refuse a size that a timm tower would have to be changed to, which no folder of open_clip can say."""
+    from timm.models import get_pretrained_cfg
+
+    name = vision.get("timm_model_name")
+    known = get_pretrained_cfg(name, allow_unregistered=True) if name else None
+    takes_any = not getattr(
+        getattr(getattr(visual, "trunk", None), "patch_embed", None), "strict_img_size", True
+    )
+    if known is None or takes_any or not known.fixed_input_size:
+        return
+    native = known.input_size[-1]
+    if vision.get("image_size", native) not in (native, (native, native), [native, native]):
+        problem = f"{where}: image_size is {vision['image_size']}, and {name} takes images of {native} pixels"
+        raise DualencError(f"{problem}; leave it out, or choose a model of that size")
 
 
 def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -12,13 +12,15 @@ from dualenc.errors import DualencError, explain
 
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 """Matrices of torch's attention, which are no layers of their own."""
+CLIP_POOLING = "open_clip.modified_resnet.AttentionPool2d"
+"""The pooling of CLIP's ResNets, which reads the weights of its layers without calling them."""
 
 
 def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-linear") -> None:
     """Freeze a module and add trainable adapters W + 2·BA in float32 to its layers, in place.
 
     LoRA (Hu et al. 2021, arXiv 2106.09685). Layers that are never called get none, since peft's adapters take part in
-    calls: the pooler of BERT, and the output projection inside torch's attention.
+    calls: the pooler of BERT, the output projection inside torch's attention, and the pooling of CLIP's ResNets.
 
     Args:
         module: a transformer, or a tower of open_clip.
@@ -41,6 +43,8 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
         is_uncalled = isinstance(layer, NonDynamicallyQuantizableLinear) or name.endswith("pooler.dense")
         if is_attention or is_uncalled:
             excluded.append(name)
+        if f"{type(layer).__module__}.{type(layer).__name__}" == CLIP_POOLING:
+            excluded += [f"{name}.{child}" for child, _ in layer.named_children()]
     with explain(f"LoRA of rank {rank}, targets {targets}", "correct them"):
         config = LoraConfig(
             r=rank,

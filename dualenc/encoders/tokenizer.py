@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
-from tokenizers.normalizers import BertNormalizer
+from tokenizers.normalizers import NFC, BertNormalizer
+from tokenizers.normalizers import Sequence as Normalizers
 from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel, Sequence
 from tokenizers.processors import BertProcessing
 
@@ -83,7 +84,8 @@ def train_tokenizer(
     if first is None:
         raise DualencError("the texts to train a tokenizer on are empty: give some text")
     bpe = ByteLevelBPETokenizer()
-    bpe.normalizer = BertNormalizer(lowercase=True)
+    # Accents stay: without its marks a word of Thai, Hindi or Japanese is another.
+    bpe.normalizer = Normalizers([NFC(), BertNormalizer(lowercase=True, strip_accents=False)])
     # The space that ByteLevel puts before every word marks the tokens that begin one.
     words = [BertPreTokenizer(), ByteLevel(add_prefix_space=True, use_regex=False)]
     bpe.pre_tokenizer = Sequence(words)
@@ -128,9 +130,7 @@ def pad_behind(tokenizer: PreTrainedTokenizerBase) -> None:
 def check_vocabulary(folder: Path) -> None:
     """Refuse a folder without a vocabulary, of which transformers would make an empty tokenizer."""
     if not any(any(folder.glob(name)) for name in VOCABULARY_FILES):
-        raise DualencError(
-            f"{folder}: no tokenizer loads from there; give a folder that has tokenizer.json"
-        )
+        raise DualencError(f"{folder}: no tokenizer loads from there; give a folder that has tokenizer.json")
 
 
 def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -60,9 +60,7 @@ class VectorEncoder(DualEncoder):
         shared: bool | None = None,
     ) -> None:
         if input_dim is None:  # what recipes fill in of texts and images
-            raise DualencError(
-                "the data holds no vectors to adapt; give embeddings, or choose another model"
-            )
+            raise DualencError("the data holds no vectors to adapt; give embeddings, or choose another model")
         right_tower = right_tower or tower
         right_input_dim = right_input_dim or input_dim
         alike = (tower, input_dim) == (right_tower, right_input_dim)
@@ -75,9 +73,7 @@ class VectorEncoder(DualEncoder):
         hidden = 2 * max(input_dim, right_input_dim) if hidden is None else hidden
         left = VectorTower(tower, input_dim, dim, hidden)
         right = (
-            left
-            if alike and shared is not False
-            else VectorTower(right_tower, right_input_dim, dim, hidden)
+            left if alike and shared is not False else VectorTower(right_tower, right_input_dim, dim, hidden)
         )
         super().__init__(left, right, kind="vector")
 
@@ -131,9 +127,7 @@ class VectorTower(Tower):
         if kind not in get_args(TowerKind):
             raise DualencError(f"tower is {kind!r}; choose one of {', '.join(get_args(TowerKind))}")
         if kind == "identity" and input_dim != dim:
-            raise DualencError(
-                f"an identity leaves vectors of {input_dim} as they are; dim cannot be {dim}"
-            )
+            raise DualencError(f"an identity leaves vectors of {input_dim} as they are; dim cannot be {dim}")
         self.config = {"tower": kind, "input_dim": input_dim, "hidden": hidden}
         self.dim = self.feature_dim = dim
         self.prepare: VectorPrepare = VectorPrepare(input_dim)

@@ -174,9 +174,7 @@ class CifarC(CorruptedImages):
             pixels = _read_npy(self.path / f"{name}.npy")
             if pixels.ndim != 4 or pixels.shape[::3] != (len(labels), 3) or pixels.dtype != np.uint8:
                 problem = f"{pixels.dtype} of shape {pixels.shape}"
-                raise DualencError(
-                    f"{self.path}/{name}.npy: {problem}; uint8 ({len(labels)}, H, W, 3) belongs"
-                )
+                raise DualencError(f"{self.path}/{name}.npy: {problem}; uint8 ({len(labels)}, H, W, 3) belongs")
         self.labels = labels[:num_images].astype(np.int64)
 
     def __len__(self) -> int:

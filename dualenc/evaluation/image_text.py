@@ -51,9 +51,7 @@ def match_captions(
     return Matched(image_rows, text_rows, captions, text_of_pair)
 
 
-def both_ways_ranks(
-    images: Vectors, texts: Vectors, captions: Sequence[Iterable[int]]
-) -> dict[str, Integers]:
+def both_ways_ranks(images: Vectors, texts: Vectors, captions: Sequence[Iterable[int]]) -> dict[str, Integers]:
     """Rank of the best right answer of every image among the texts, and of every text among the images.
 
     Args:

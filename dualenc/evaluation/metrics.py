@@ -56,9 +56,7 @@ def score_queries(
     ks = ",".join(str(k) for k in cutoffs)
     measures = {"recip_rank", *(f"{name}.{ks}" for name in _MEASURES.values())}
     # pytrec_eval accepts exact ints and floats only, no numpy scalars, and crashes where all grades are below -1.
-    grades = {
-        query: {doc: max(int(grade), 0) for doc, grade in docs.items()} for query, docs in qrels.items()
-    }
+    grades = {query: {doc: max(int(grade), 0) for doc, grade in docs.items()} for query, docs in qrels.items()}
     evaluated = pytrec_eval.RelevanceEvaluator(grades, measures).evaluate(scores)
     per_query = {}
     for query in qrels:
@@ -88,9 +86,7 @@ def remove_self_matches(run: Run, qrels: Qrels) -> dict[str, dict[str, float]]:
     return left
 
 
-def best_positive_ranks(
-    queries: Vectors, candidates: Vectors, positives: Sequence[Iterable[int]]
-) -> Integers:
+def best_positive_ranks(queries: Vectors, candidates: Vectors, positives: Sequence[Iterable[int]]) -> Integers:
     """Rank, from 1, of the best-scored positive of each query among all candidates, by inner product.
 
     A tie counts against the model, so that a collapsed encoder gets no credit.

@@ -73,9 +73,7 @@ def judged_scores(
 def neighbour_scores(systems: Mapping[str, System], rows: np.ndarray) -> dict[str, Scores]:
     """Recall@10 of neighbours of documents as queries, by their rows (Q,): what the new model finds is the truth."""
     truth = neighbours(*systems[NEW], rows)
-    return {
-        name: {"recall@10": overlap(neighbours(*system, rows), truth)} for name, system in systems.items()
-    }
+    return {name: {"recall@10": overlap(neighbours(*system, rows), truth)} for name, system in systems.items()}
 
 
 def summarize(scores: Mapping[str, Scores]) -> list[dict[str, Any]]:

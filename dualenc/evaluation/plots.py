@@ -43,9 +43,7 @@ def lines(
     axes.grid(axis="y", alpha=0.3)
     for number, (name, (x, y)) in enumerate(series.items()):
         marker = "o" if len(x) <= 30 else None
-        axes.plot(
-            x, y, label=literal(name), color=COLOURS[number % len(COLOURS)], marker=marker, markersize=4
-        )
+        axes.plot(x, y, label=literal(name), color=COLOURS[number % len(COLOURS)], marker=marker, markersize=4)
     if len(series) > 1:
         axes.legend(frameon=False)
     return figure

@@ -130,9 +130,7 @@ def fit_linear(features: Vectors, labels: Integers, l2: float) -> Pipeline:
         raise DualencError("the training features are not finite; did the training end in NaN?")
     num_classes = len(np.unique(labels))
     if num_classes < 2:
-        raise DualencError(
-            f"all training images have the label {labels[0]}; a probe needs two classes or more"
-        )
+        raise DualencError(f"all training images have the label {labels[0]}; a probe needs two classes or more")
     scaler = StandardScaler().fit(features)
     # scikit-learn sums the loss over images: C = 1/(λN). Of two classes it keeps the difference of their rows,
     # whose squared norm is twice that of both.

@@ -70,9 +70,7 @@ def as_text(value: object) -> str:
 
 def print_table(table: Table) -> None:
     """Print a table to the terminal, control characters escaped; a narrow one folds names, never numbers."""
-    drawn = RichTable(
-        title=printable(table.caption), title_justify="left", title_style="bold", box=SIMPLE_HEAD
-    )
+    drawn = RichTable(title=printable(table.caption), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     drawn.pad_edge = False
     drawn.collapse_padding = True
     cells = [[printable(cell) for cell in row] for row in table.cells()]
@@ -98,16 +96,13 @@ def write_report(
 ) -> None:
     """Write a self-contained HTML page: heading, settings by name, plots (SVG inside) and tables, in this order."""
     # Untrusted texts are shown without control characters; HTML in them is escaped.
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible
-    )
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=title,
         facts={name: as_text(value) for name, value in facts.items()},
         figures=[(figure.caption, _data_uri(figure)) for figure in figures],
         tables=[
-            (table, ["number" if table.is_numeric(name) else "" for name in table.columns])
-            for table in tables
+            (table, ["number" if table.is_numeric(name) else "" for name in table.columns]) for table in tables
         ],
     )
     with atomic_path(path) as part:

@@ -63,8 +63,7 @@ def first_documents(run: Run, depth: int, qrels: Qrels | None = None) -> dict[st
     """The run cut to the `depth` best documents of each query; with judgements, unjudged self-matches are removed."""
     run = run if qrels is None else remove_self_matches(run, qrels)
     return {
-        query: {name: documents[name] for name in ranked(documents)[:depth]}
-        for query, documents in run.items()
+        query: {name: documents[name] for name in ranked(documents)[:depth]} for query, documents in run.items()
     }
 
 

@@ -48,9 +48,7 @@ def read_templates(path: StrPath) -> list[str]:
             raise DualencError(f"{place}: a template needs {{}} once, where the class goes; fix the line")
         templates.append(line)
     if not templates:
-        raise DualencError(
-            f"{path}: holds no template; write one on each line, with {{}} where the class goes"
-        )
+        raise DualencError(f"{path}: holds no template; write one on each line, with {{}} where the class goes")
     return templates
 
 

@@ -71,7 +71,8 @@ def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
     # Of pairs, without negatives.
     right_counts = np.bincount(ids[1], minlength=len(right))
     texts = PairTexts(left, right, (left_counts, right_counts))
-    return dataset.add_column("label", ids.T.tolist()), texts
+    # `add_column` would copy shuffled rows one by one.
+    return Dataset(table.append_column("label", pa.array(ids.T.tolist())), split=dataset.split), texts
 
 
 def _distinct(chunks: Sequence[pa.Array]) -> tuple[np.ndarray, pa.Array]:

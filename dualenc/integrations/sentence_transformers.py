@@ -63,14 +63,26 @@ class GlobalLoss(nn.Module):
         self.texts = texts
         self.prompts: dict[Side, str | None] = {"left": prompts[0], "right": prompts[1]}
 
-    def forward(self, sentence_features: Iterable[Features], labels: Tensor) -> Tensor:
-        """The loss of tokenized anchors, positives and negatives with ids (b, 2 + number of negative columns)."""
+    def forward(self, sentence_features: Iterable[Features], labels: Tensor | None) -> Tensor:
+        """The loss of tokenized anchors, positives and negatives with ids (b, 2 + number of negative columns).
+
+        In evaluation texts without ids are taken for different ones.
+        """
         unit_vectors = []
-        for features in sentence_features:
+        columns = list(sentence_features)
+        # The route of a `Router` that each column takes, which texts outside the batch then take.
+        self._tasks: dict[Side, str | None] = {
+            "left": columns[0].get("task"),
+            "right": columns[1].get("task"),
+        }
+        for features in columns:
             embeddings = self.model(features)["sentence_embedding"]
             unit_vectors.append(normalize(embeddings.float(), dim=-1))
         left, right, *negatives = unit_vectors
         self._dim = left.shape[-1]
+        if labels is None and not self.model.training:
+            numbers = torch.arange(len(left) * len(unit_vectors), device=left.device)
+            labels = numbers.view(len(unit_vectors), len(left)).T
         if labels is None or labels.shape != (len(left), len(unit_vectors)):
             raise DualencError("labels are not the ids of the texts; train on what with_ids returns")
         left_id, right_id, *negative_ids = labels.T.contiguous()
@@ -94,7 +106,8 @@ class GlobalLoss(nn.Module):
         assert self.texts is not None
         # Processes encode different numbers of texts, and each call of DistributedDataParallel may be collective.
         module: SentenceTransformer = getattr(self.model, "module", self.model)
-        features = module.preprocess(self.texts(side, ids), prompt=self.prompts[side])
+        texts = self.texts(side, ids)
+        features = module.preprocess(texts, prompt=self.prompts[side], task=self._tasks[side])
         embeddings = module(batch_to_device(features, device))["sentence_embedding"]
         return normalize(embeddings.float(), dim=-1)
 

@@ -63,10 +63,17 @@ class ObjectiveStateMixin:
         return objective
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The trainer's optimizer, which also trains a learnable τ."""
+        """The trainer's optimizer, which also trains a learnable τ; the objective moves to the trainer's device."""
+        objective = self.find_objective().to(self.args.device)  # type: ignore[attr-defined]
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        own = {id(parameter): parameter for parameter in _trainable(self.find_objective())}
+        own = {id(parameter): parameter for parameter in _trainable(objective)}
         missing = dict(own)
+        if self.lr_scheduler is not None:  # type: ignore[attr-defined]
+            # It has a rate for each of the groups that there are.
+            if own.keys() - {id(each) for group in optimizer.param_groups for each in group["params"]}:
+                problem = "a scheduler of your own needs an optimizer that trains the learnable τ, too"
+                raise DualencError(f"{problem}; give that also objective.parameters()")
+            return optimizer
         for group in list(optimizer.param_groups):
             listed = [missing.pop(id(each)) for each in group["params"] if id(each) in missing]
             # sentence-transformers lists those of its loss already; but weight decay would draw log τ to 0.
@@ -91,6 +98,8 @@ class ObjectiveStateMixin:
     def _load_from_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
         path = Path(checkpoint_path) / STATE_FILE
+        if self.args.save_only_model and not path.exists():  # type: ignore[attr-defined]
+            return
         if not path.is_file():
             raise DualencError(f"{path}: missing, so the loss would start anew; take a checkpoint with it")
         objective = self.find_objective()

@@ -290,9 +290,7 @@ class Objective(nn.Module):
         for name, value in values.items():
             self._recorded.setdefault(name, []).append(value.detach())
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Restore from `state_dict()`; DualencError for a state of other sizes or of another objective."""
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)

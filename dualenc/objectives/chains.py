@@ -203,9 +203,7 @@ class ChainObjective(Objective):
             log_partition = torch.where(by_memory, log_partition, by_proposals)
         return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights)
 
-    def store(
-        self, anchors: Anchors, chain: ChainState, state: Tensor, *tables: tuple[Tensor, Tensor]
-    ) -> None:
+    def store(self, anchors: Anchors, chain: ChainState, state: Tensor, *tables: tuple[Tensor, Tensor]) -> None:
         """Write new states (X, A) and values (X, A) of further tables; a chain takes its first anchor's state."""
         had_state = ~chain.started
         moved = had_state & (state != chain.state)

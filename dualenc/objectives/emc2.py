@@ -63,9 +63,7 @@ class EMC2(ChainObjective):
         self._store(proposed, plan, walk, start_scores)
         return proposed.in_blocks(self._block_losses, plan.chain, walk, outside_scores)
 
-    def _block_losses(
-        self, block: Anchors, chain: ChainState, walk: Walk, outside_scores: Tensor
-    ) -> Tensor:
+    def _block_losses(self, block: Anchors, chain: ChainState, walk: Walk, outside_scores: Tensor) -> Tensor:
         scores = block.scores  # (X, a, C)
         # States in the batch take their gradient through the batch, and are not encoded again.
         in_batch = scores.gather(-1, chain.column)

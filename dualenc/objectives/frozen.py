@@ -163,7 +163,9 @@ class FrozenCorpus(Objective):
         cosines = (normalize(self.documents.read(rows, partners), dim=1) * partners).sum(dim=1)
         for low, _ in read_extremes({"cosine": cosines}).values():
             if low < 0.99:
-                advice = "right ids must be rows of documents, and the right tower must leave vectors as they are"
+                advice = (
+                    "right ids must be rows of documents, and the right tower must leave vectors as they are"
+                )
                 fail("right", f"differs from the documents of right_id (cosine {low:.2f}); {advice}")
 
     def _directions(self, batch: EncodedBatch, temperature: Tensor) -> list[Anchors]:

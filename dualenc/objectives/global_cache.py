@@ -26,7 +26,9 @@ class CachePlan(NamedTuple):
     items: Tensor  # (X, C + R) the candidates of the batch, then the draws; -1 for a draw that is listed before
     log_weights: Tensor  # (X, C + R) log of how often an item is here over its expectation; -inf for never
     seen_mean: Tensor  # (X, A, D) what each anchor sees of the memory
-    log_partition: Tensor  # (X, A) log Z by the memory and, while that is incomplete, the batch; -inf without negatives
+    log_partition: (
+        Tensor  # (X, A) log Z by the memory and, while that is incomplete, the batch; -inf without negatives
+    )
 
 
 class GlobalCache(MemoryObjective):
@@ -143,9 +145,7 @@ class GlobalCache(MemoryObjective):
         items = first + self.draws.integers(stride, len(first), device=like.device)
         return items.clamp(max=num_items)
 
-    def _log_partition(
-        self, anchors: Anchors, log_seen: Tensor, log_strides: Tensor, hidden: Tensor
-    ) -> Tensor:
+    def _log_partition(self, anchors: Anchors, log_seen: Tensor, log_strides: Tensor, hidden: Tensor) -> Tensor:
         """(X, A) log Z: what is seen, whose sum has the log (X, A), stands for the corpus; while items are missing, or
         where nothing is seen, together with the batch. `hidden` (X, G, K) see `MemoryObjective`."""
         number = self.num_remembered(anchors, hidden) / log_strides.exp()

@@ -159,9 +159,7 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
         if num_vectors is not None and int(lists) > num_vectors:
             raise _unfit(factory, f"has {lists} lists for {num_vectors} vectors")
     if "IDMap" in factory:
-        raise _unfit(
-            factory, "numbers the vectors itself, and items.arrow does that already; leave IDMap out"
-        )
+        raise _unfit(factory, "numbers the vectors itself, and items.arrow does that already; leave IDMap out")
 
 
 def _unfit(factory: str, why: str) -> DualencError:
@@ -206,9 +204,7 @@ def exact_probe(database: Database, queries: np.ndarray, rows: np.ndarray, k: in
         return None
     # One more than k, in case the query itself is found.
     depth = min(k + 1, len(database))
-    scores, columns = knn_ground_truth(
-        queries, database.blocks(), depth, faiss.METRIC_INNER_PRODUCT, ngpu=0
-    )
+    scores, columns = knn_ground_truth(queries, database.blocks(), depth, faiss.METRIC_INNER_PRODUCT, ngpu=0)
     scores = np.where(columns == rows[:, None], -np.inf, scores)
     return Probe(queries, rows, -np.sort(-scores, axis=1)[:, k - 1], k)
 
@@ -222,9 +218,7 @@ def recall(index: Any, database: Database, probe: Probe) -> float:
     columns = np.take_along_axis(columns, missing_last, axis=1)
     vectors = database.rows(np.maximum(columns, 0).ravel()).reshape(*columns.shape, -1)
     scores = np.einsum("qd,qkd->qk", probe.queries, vectors, dtype=np.float64)
-    slack = (
-        SCORE_TOLERANCE * np.linalg.norm(probe.queries, axis=1)[:, None] * np.linalg.norm(vectors, axis=2)
-    )
+    slack = SCORE_TOLERANCE * np.linalg.norm(probe.queries, axis=1)[:, None] * np.linalg.norm(vectors, axis=2)
     hits = (columns >= 0) & (scores >= probe.threshold[:, None] - slack)
     return float(hits.mean())
 

@@ -238,9 +238,7 @@ class _Encoder:
             try:
                 with autocast, torch.inference_mode():
                     vectors = self.forward(batch).float()
-                    parts.append(
-                        unit_norm(vectors[:, : self.dim]) if self.dim < vectors.shape[1] else vectors
-                    )
+                    parts.append(unit_norm(vectors[:, : self.dim]) if self.dim < vectors.shape[1] else vectors)
             except torch.OutOfMemoryError:
                 raise DualencError(
                     f"out of memory with batch_size={self.batch_size}; give a smaller one"

@@ -72,9 +72,7 @@ def check_embeddings_target(folder: Path) -> bool:
     exists = folder.exists() and not folder.is_dir()
     if folder.is_dir():
         # Another worker may be about to write meta.json.
-        exists = any(
-            not name.startswith((".meta.json.", f"{CREATION}.lock")) for name in os.listdir(folder)
-        )
+        exists = any(not name.startswith((".meta.json.", f"{CREATION}.lock")) for name in os.listdir(folder))
     if exists and not (folder / "meta.json").is_file():
         raise DualencError(f"{folder}: exists and holds no embeddings; choose a new or empty folder")
     return exists and bool(read_meta(folder))
@@ -193,9 +191,7 @@ class EmbeddingWriter:
         """Shards whose file does not exist."""
         names = set(os.listdir(self.folder))
         return [
-            number
-            for number in range(len(self.ranges))
-            if shard_path(self.folder, number).name not in names
+            number for number in range(len(self.ranges)) if shard_path(self.folder, number).name not in names
         ]
 
     def outdated(self) -> list[int]:
@@ -317,9 +313,7 @@ def work_lock(path: Path, wait: bool = False) -> Iterator[bool]:
                 yield False
                 return
         except NotImplementedError:
-            raise DualencError(
-                f"{path.parent}: its file system has no locks; choose another disk"
-            ) from None
+            raise DualencError(f"{path.parent}: its file system has no locks; choose another disk") from None
     try:
         yield True
     finally:

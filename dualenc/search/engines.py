@@ -93,9 +93,7 @@ def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:
     contents = [f"{name} {value}" for name, value in embeddings.meta.get("files", {}).items()]
     fingerprint = digest_of(metric, sorted(contents))
     if not contents:
-        fingerprint = digest_of(
-            metric, *(bytes(batch.serialize()) for batch in embeddings.record_batches())
-        )
+        fingerprint = digest_of(metric, *(bytes(batch.serialize()) for batch in embeddings.record_batches()))
     return {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta} | {
         "fingerprint": fingerprint,
         "count": len(embeddings),

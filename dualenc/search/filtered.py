@@ -75,9 +75,7 @@ def _parameters(index: Any, selector: Any, share: float, k: int) -> Any:
         inner = _parameters(index.base_index, selector, share, math.ceil(k * index.k_factor))
         return _faiss.IndexRefineSearchParameters(k_factor=index.k_factor, base_index_params=inner)
     if isinstance(index, faiss.IndexPreTransform):
-        return _faiss.SearchParametersPreTransform(
-            index_params=_parameters(index.index, selector, share, k)
-        )
+        return _faiss.SearchParametersPreTransform(index_params=_parameters(index.index, selector, share, k))
     if isinstance(index, faiss.IndexIVF):
         lists = math.ceil(NPROBE_FACTOR * index.nprobe / share)
         return _faiss.SearchParametersIVF(sel=selector, nprobe=min(index.nlist, lists))

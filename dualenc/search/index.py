@@ -202,9 +202,7 @@ class Index:
             raise DualencError(f"{folder / 'index.faiss'}: corrupt ({reason(error)}); {REBUILD}") from None
         for name, found in (("dim", index.d), ("count", index.ntotal)):
             if meta[name] != found:
-                raise DualencError(
-                    f"{path}: {name} is {meta[name]}, but index.faiss has {found}; {REBUILD}"
-                )
+                raise DualencError(f"{path}: {name} is {meta[name]}, but index.faiss has {found}; {REBUILD}")
         if refine_file is not None and "k_factor_rf" in meta["search_parameters"]:
             set_parameter(index, "k_factor_rf", meta["search_parameters"]["k_factor_rf"])
         items = ItemTable([folder / ITEMS], index.ntotal, REBUILD)

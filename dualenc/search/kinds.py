@@ -67,9 +67,7 @@ KINDS = (
 """In order of preference: the first that fits is taken. Vectors for refinement are mapped from disk."""
 
 
-def choose_factory(
-    num_vectors: int, dim: int, memory: int | None = None, target_recall: float = 0.95
-) -> str:
+def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target_recall: float = 0.95) -> str:
     """FAISS factory choice for "auto": the first of `KINDS` that fits, or else the one that needs least memory.
 
     Without `memory`, in bytes, a kind is used up to its `max_values`. RaBitQ: Gao and Long 2024 (arXiv:2405.12497).

@@ -89,9 +89,7 @@ class Lexical:
     def build(cls, texts: Iterable[str]) -> Lexical:
         """Split and index N texts."""
         vocabulary: dict[str, int] = {}
-        ids = [
-            [vocabulary.setdefault(term, len(vocabulary)) for term in split_terms(text)] for text in texts
-        ]
+        ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in split_terms(text)] for text in texts]
         if not vocabulary:
             raise DualencError("BM25: no text holds a word; is the corpus empty?")
         scorer = bm25s.BM25(k1=K1, b=B)
@@ -139,9 +137,7 @@ class Lexical:
 
         With `allowed_rows` (N,) bool only those are returned; document frequencies still count all rows.
         """
-        in_vocabulary = [
-            term for term in split_terms(query, is_query=True) if term in self.scorer.vocab_dict
-        ]
+        in_vocabulary = [term for term in split_terms(query, is_query=True) if term in self.scorer.vocab_dict]
         if not in_vocabulary:
             return []
         scores = self.scorer.get_scores(in_vocabulary)

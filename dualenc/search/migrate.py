@@ -62,7 +62,7 @@ class Migration:
         inputs: what must be equal to resume, beside the model and the items: checksums of `texts` and `queries`.
 
     Raises:
-        DualencError: the work folder is of another migration, or the index has other items than it had.
+        DualencError: the work folder is of another migration that has begun to embed, or the items are others.
     """
 
     def __init__(
@@ -73,9 +73,7 @@ class Migration:
         self.notes = dict(notes)
         plan = {"format": FORMAT, "version": FORMAT_VERSION, "items": Index.open(folder).items_checksum}
         plan |= {"model": self.notes["model_checksum"], **inputs}
-        if is_started(folder):
-            self._check_plan(plan)
-        else:
+        if not self._resumes(plan):
             remove(self.work)
             self.work.mkdir()
             write_json(self.work / "plan.json", plan)
@@ -85,13 +83,15 @@ class Migration:
                 _link_tree(self.folder, part)
         self.old = Index.open(self.work / "old")
 
-    def _check_plan(self, plan: Mapping[str, Any]) -> None:
-        present = read_json_object(self.work / "plan.json")
-        for name, value in plan.items():
-            if present.get(name) != value:
-                what = "another model" if name == "model" else f"other {name}"
-                remedy = f"resume it with them, or end it: dualenc migrate {self.folder} --rollback"
-                raise DualencError(f"{self.work}: a migration with {what} is under way; {remedy}")
+    def _resumes(self, plan: Mapping[str, Any]) -> bool:
+        """Whether the work folder is of this plan; one of another, which has only measured, gives way to it."""
+        present = read_json_object(self.work / "plan.json") if is_started(self.folder) else {}
+        different = [name for name, value in plan.items() if present.get(name) != value]
+        if different and (is_replaced(self.folder) or any(self.work.glob("embeddings-*"))):
+            what = "another model" if "model" in different else f"other {different[0]}"
+            remedy = f"resume it with them, or end it: dualenc migrate {self.folder} --rollback"
+            raise DualencError(f"{self.work}: a migration with {what} is under way; {remedy}")
+        return not different
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -212,13 +212,17 @@ def remove_work(folder: str | os.PathLike[str]) -> None:
     remove(work_folder(folder))
 
 
+def is_replaced(folder: str | os.PathLike[str]) -> bool:
+    """Whether a migration has replaced the index."""
+    return "mapped" in Index.open(folder).meta
+
+
 def roll_back(folder: str | os.PathLike[str]) -> None:
     """Put the old index back, and remove the work folder; an error if no migration is under way."""
     if not is_started(folder):
         remedy = "a finished one has no old index; build it again"
         raise DualencError(f"{folder}: no migration is under way; {remedy}")
-    # Before the first swap INDEX is the old one.
-    if "mapped" in Index.open(folder).meta:
+    if is_replaced(folder):
         old = work_folder(folder) / "old"
         _replace(Path(os.path.realpath(folder)), old, Index.open(old).meta)
     remove_work(folder)

@@ -195,9 +195,7 @@ class Exclusions:
             self._repeated = np.where(contents[places] == left_hashes, places, -1)
         # Only in BEIR do the ids of both sides name the same things.
         self._left_ids = left.ids
-        self._right_of_id = (
-            {name: i for i, name in enumerate(right.ids)} if hasattr(pairs, "queries") else {}
-        )
+        self._right_of_id = {name: i for i, name in enumerate(right.ids)} if hasattr(pairs, "queries") else {}
 
     def of_query(self, query: int) -> np.ndarray:
         """Right ids, ascending, that are no candidates for a left id."""
@@ -259,9 +257,7 @@ class NegativeSearch:
         self._right_id[right_row[with_vector]] = with_vector
         is_scored = (self._left_row[pairs.left_id] >= 0) & (right_row[pairs.right_id] >= 0)
         if not is_scored.any():
-            raise DualencError(
-                "no query and its positive both have a vector; embed the sides of these pairs"
-            )
+            raise DualencError("no query and its positive both have a vector; embed the sides of these pairs")
         # (M,) score of each known pair, NaN without vectors
         self.pair_scores = np.full(len(pairs), np.nan, np.float32)
         self.pair_scores[is_scored] = paired_scores(

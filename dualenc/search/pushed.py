@@ -101,15 +101,11 @@ class Engine(ABC):
             if value is not None:
                 if option not in self.setting_of_option():
                     kind = self.meta.get("index", "hnsw")
-                    raise DualencError(
-                        f"{option} is {value}, but the index is of kind {kind}; leave it out"
-                    )
+                    raise DualencError(f"{option} is {value}, but the index is of kind {kind}; leave it out")
                 settings[self.setting_of_option()[option]] = value
         results = []
         for rows in self.nearest(vectors, k, condition, None if exact else settings):
-            results.append(
-                [as_hit(row.pop("id"), score, row.pop("text", None), row) for score, row in rows]
-            )
+            results.append([as_hit(row.pop("id"), score, row.pop("text", None), row) for score, row in rows])
         return results
 
     @abstractmethod

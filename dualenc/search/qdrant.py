@@ -44,9 +44,7 @@ class QdrantIndex(Engine):
         self.collection: str = meta["collection"]
         # The client would unpickle what a folder holds, which can run code.
         if not meta["target"].startswith(("http://", "https://")):
-            raise DualencError(
-                f"{meta['target']}: no URL of a Qdrant server, such as http://localhost:6333"
-            )
+            raise DualencError(f"{meta['target']}: no URL of a Qdrant server, such as http://localhost:6333")
         parts = urlsplit(meta["target"])
         if parts.username or parts.password or parts.query:
             problem = f"the URL of {parts.hostname} carries a key or query"

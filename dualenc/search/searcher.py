@@ -207,9 +207,7 @@ def _open_files(folder: Path, hybrid: bool | None) -> tuple[Index | Engine, Lexi
     index: Index | Engine = open_engine(folder) if is_pushed(folder) else Index.open(folder)
     lexical = None
     if hybrid and isinstance(index, Engine):
-        raise DualencError(
-            f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid"
-        )
+        raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
     if isinstance(index, Index) and (hybrid or (hybrid is None and has_lexical(folder))):
         lexical = consistent_read(folder / BM25_FOLDER, lambda: Lexical.open(folder, index.items_checksum))
     return index, lexical

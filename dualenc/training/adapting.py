@@ -75,9 +75,7 @@ class QuerySide:
         if modality == "text":
             self.text = self._open_text_model()
         elif trained not in TOWERS:
-            raise DualencError(
-                f"queries are vectors, and {trained} trains a text model; train a perceptron"
-            )
+            raise DualencError(f"queries are vectors, and {trained} trains a text model; train a perceptron")
 
     def _open_text_model(self) -> TextEncoder:
         if not self.name:
@@ -94,9 +92,7 @@ class QuerySide:
             return queries
         dim = self.documents.dim if self.documents.dim < self.text.dim else None
         folder = self.work / name
-        embedded = embed(
-            self.text.left, queries, folder, dim=dim, on_error="raise", progress=f"embed {name}"
-        )
+        embedded = embed(self.text.left, queries, folder, dim=dim, on_error="raise", progress=f"embed {name}")
         return Corpus(embedded.ids, VectorItems(embedded.vectors), "vector")
 
     def pairs(self, pairs: PairDataset) -> PairDataset:

@@ -154,7 +154,10 @@ class ImageTextEvaluator(Evaluator):
         image_rows, text_rows = rows_of(self.images.ids, images.ids), rows_of(self.texts.ids, texts.ids)
         found = self._match(image_rows.tolist(), text_rows.tolist())
         kept = images.vectors[found.image_rows], texts.vectors[found.text_rows]
-        return both_ways_recall(both_ways_ranks(*kept, found.captions))
+        ranks = both_ways_ranks(*kept, found.captions)
+        # Every caption is a query, as in `dualenc evaluate image-text`.
+        ranks["text_to_image"] = ranks["text_to_image"][found.text_of_pair]
+        return both_ways_recall(ranks)
 
 
 class KNNEvaluator(Evaluator):

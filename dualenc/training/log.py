@@ -84,9 +84,7 @@ class RunLog:
     Nothing reaches the disk or a tracker before `open`: a run that fails in its first step leaves no trace.
     """
 
-    def __init__(
-        self, path: Path, accelerator: Accelerator, total_steps: int, progress: bool = True
-    ) -> None:
+    def __init__(self, path: Path, accelerator: Accelerator, total_steps: int, progress: bool = True) -> None:
         self.path = path
         self.accelerator = accelerator
         self.is_active = distributed.is_main()

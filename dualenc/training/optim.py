@@ -47,9 +47,7 @@ def build_optimizer(
     arguments: dict[str, Any] = {}
     if name in ("adamw", "sgd"):
         parameters = trainable_parameters(modules)
-        arguments["fused"] = all(
-            p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters
-        )
+        arguments["fused"] = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
     if name == "lars":
         # Otherwise timm adapts no group without weight decay, which it takes for norms and biases.
         for group in groups:

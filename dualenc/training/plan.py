@@ -135,9 +135,7 @@ class BatchPlan:
             return {}
         self._flush()
         arrays = {name: getattr(self, name) for name in _STATE}
-        return {
-            name: None if each is None else torch.from_numpy(each.copy()) for name, each in arrays.items()
-        }
+        return {name: None if each is None else torch.from_numpy(each.copy()) for name, each in arrays.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""

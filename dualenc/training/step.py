@@ -76,9 +76,7 @@ class TrainStep:
         """A context in which the model has its averaged weights, if the settings ask for them."""
         return self.averages["averages"].applied() if "averages" in self.averages else nullcontext()
 
-    def accumulate(
-        self, batch: Batch, number: int, group_size: int
-    ) -> tuple[ObjectiveOutput, Tensor, Tensor]:
+    def accumulate(self, batch: Batch, number: int, group_size: int) -> tuple[ObjectiveOutput, Tensor, Tensor]:
         """Forward and backward pass of one of the batches whose mean gradient makes a step.
 
         Args:

@@ -109,9 +109,7 @@ class Trainer(TrainerSettings):
             model = self._prepare_model(model, pairs, accelerator.device)
             counts = [torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES]
             objective.to(accelerator.device).set_counts(*counts)
-            loop = Loop(
-                self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {}
-            )
+            loop = Loop(self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {})
             metrics = loop.run(resume)
         return TrainingResult(
             model_folder=loop.best.folder,

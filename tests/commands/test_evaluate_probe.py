@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from sklearn.neighbors import KNeighborsClassifier
 
+from dualenc.commands.labelled_images import align_labels, open_images
 from dualenc.data import open_corpus
 from dualenc.encoders import load_model
 from dualenc.search.embed import embed
@@ -46,6 +47,15 @@ def test_limits_take_images_of_all_classes(toy_clip: Path, data: Path, tmp_path:
     """Of the image tower of an image-text model."""
     metrics = evaluate(tmp_path / "out", toy_clip, data, "--limit", "9", "--train-limit", "15")
     assert (metrics["train_images"], metrics["test_images"]) == (15, 9)
+    chosen = [set(open_images(str(data / "train"), "train", limit=15, seed=seed).ids) for seed in (0, 0, 1)]
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+def test_numbers_stay_where_one_side_has_no_names() -> None:
+    labels, names = np.array([0, 2, 1]), ["blue", "green", "red"]
+    for own, onto in ((names, ["0", "1", "2"]), (["0", "1", "2"], names), (None, names)):
+        assert align_labels(labels, own, onto, "here").tolist() == [0, 2, 1]
+    assert align_labels(labels, names, ["green", "red", "blue"], "here").tolist() == [2, 1, 0]
 
 
 @pytest.mark.slow

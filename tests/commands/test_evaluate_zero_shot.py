@@ -9,7 +9,7 @@ import pytest
 
 from dualenc.data.vector_shards import Embeddings
 from tests.commands.image_models import HUES, save_classes
-from tests.commands.in_process import evaluated
+from tests.commands.in_process import evaluated, failure
 
 
 @pytest.mark.slow
@@ -34,15 +34,21 @@ def test_top1_from_the_embeddings(toy_clip: Path, tmp_path: Path, capsys: pytest
     assert again == evaluated("zero-shot", tmp_path / "fresh", toy_clip, data, "--templates", tmp_path / "prompts.txt")
 
 
-def test_class_names_from_a_file(toy_clip: Path, tmp_path: Path) -> None:
+def test_class_names_from_a_file(toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, names = save_classes(tmp_path / "data", per_class=1), tmp_path / "names.txt"
     names.write_text("blue_sky\ngreen grass\nred rose\n")
     measured = evaluated("zero-shot", tmp_path / "out", toy_clip, data, "--class_names", names)
     assert [row["class"] for row in measured["per_class"]] == ["blue sky", "green grass", "red rose"]
-    for order in (sorted(HUES), ["red", "green", "blue"]):  # the folders' own names are in the order of the folders
+    found = []
+    for order in (sorted(HUES), ["red", "green", "blue"], ["black", "blue", "green", "red"]):
         names.write_text("\n".join(order))
         measured = evaluated("zero-shot", tmp_path / "".join(order), toy_clip, data, "--class_names", names)
-        assert [row["class"] for row in measured["per_class"]] == sorted(HUES)
+        assert [row["class"] for row in measured["per_class"]] == [name for name in order if name in HUES]
+        found.append({row["class"]: row["top@1"] for row in measured["per_class"]})
+    assert found[0] == found[1], "in any order each image is of its own class"
+    names.write_text("one\ntwo\nthree\nfour\n")
+    message = "4 class names for 3 classes, which it does not list by name"
+    assert message in failure(capsys, "evaluate", "zero-shot", toy_clip, data, "--class-names", names)
 
 
 def test_a_split_is_no_way_out_of_the_folder(toy_clip: Path, tmp_path: Path) -> None:

@@ -127,6 +127,10 @@ def test_a_model_that_finds_less_is_not_taken(
     words = ["migrate", index, tmp_path / "blind"]
     assert "significantly less" in failure(capsys, *words)
     assert contents(index) == before
+    run("migrate", index, made / "new", "--report-only")  # another model in its place
+    assert report_of(index)[0]["new model"] == str(made / "new")
+    run("migrate", index, "--rollback")
+    assert "the report is gone, the index as it was" in capsys.readouterr().out
     run(*words, "--anyway")
     assert Index.open(index).meta["model"] == str(tmp_path / "blind")
 
@@ -179,6 +183,7 @@ def test_refusals_in_one_line(
     holder = FORK.Process(target=hold, args=(index, tmp_path / "held"))
     if kind == "another model":
         run(*words, "--report-only")
+        Path(f"{index}.migration", "embeddings-15").mkdir()
         words[2] = toy.text_model(tmp_path / "third", seed=2)
     elif kind == "few":
         monkeypatch.setattr("dualenc.commands.migrate_index.MIN_DOCUMENTS", 301)

@@ -116,6 +116,24 @@ def test_append_remove_and_verify(
     assert "index.faiss: " in failure(capsys, "index", index, "--verify")
 
 
+@pytest.mark.slow
+def test_appended_items_keep_the_columns_that_filters_read(
+    tmp_path: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Read with the data, and missed in embeddings before anything is written."""
+    for name, first in (("docs", 2000), ("more", 2030)):
+        rows = [{"_id": f"{name}{i}", "text": text, "year": first + i} for i, text in enumerate(toy.texts(6))]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    index = tmp_path / "index"
+    run("index", toy_text, tmp_path / "docs.jsonl", "--columns", "year", "--out", index)
+    run("embed", toy_text, tmp_path / "more.jsonl", "--out", tmp_path / "emb")
+    refused = failure(capsys, "index", tmp_path / "emb", "--out", index, "--append")
+    assert "has no column year, which the index filters by; embed with --columns year" in refused
+    run("index", toy_text, tmp_path / "more.jsonl", "--out", index, "--append")
+    capsys.readouterr()
+    assert len(found(capsys, index, "fox", "--where", "year>=2030", "-k", 12)) == 6
+
+
 def test_a_refused_append_is_no_obstacle(tmp_path: Path, toy_text: Path, documents: Path) -> None:
     """To the same command it leaves its vectors, which another one replaces; those of a cut index are cut alike."""
     run("index", toy_text, documents, "--dim", 12, "--out", tmp_path / "index")

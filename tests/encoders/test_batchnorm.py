@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from dualenc.encoders import BatchStatistics
+from dualenc.encoders import BatchStatistics, ImageEncoder
+from dualenc.encoders.batchnorm import keep_frozen_statistics
 from dualenc.errors import DualencError
 
 
@@ -128,3 +129,26 @@ def test_modes_and_statistics_return_after_an_error(network: nn.Sequential) -> N
     assert all(torch.equal(before[name], value) for name, value in network.state_dict().items() if "num" not in name)
     assert (network[1].training, network[1].momentum) == (True, 0.1)
     assert not network[4].training, "it was not training before either"
+
+
+def test_frozen_layers_keep_their_statistics(network: nn.Sequential) -> None:
+    network[1].requires_grad_(False)
+    network.append(nn.BatchNorm1d(16, affine=False).double())
+    before = state(network)
+    network.train()
+    keep_frozen_statistics(network)
+    network(images())
+    changed = {name.partition(".")[0] for name, value in state(network).items() if not torch.equal(value, before[name])}
+    assert changed == {"4", "5"}, "a layer without weights is frozen with its tower"
+    network.requires_grad_(False)
+    keep_frozen_statistics(network.train())
+    assert [layer.training for layer in network if hasattr(layer, "running_mean")] == [False] * 3
+
+
+def test_training_mode_of_a_model_leaves_a_frozen_tower_as_it_was() -> None:
+    model = ImageEncoder("test_resnet", image_size=32)
+    model.left.backbone.requires_grad_(False)
+    norms = {name: layer for name, layer in model.train().named_modules() if isinstance(layer, nn.BatchNorm2d)}
+    assert norms
+    assert not any(layer.training for layer in norms.values())
+    assert any(isinstance(layer, nn.BatchNorm1d) and layer.training for layer in model.left.projector)

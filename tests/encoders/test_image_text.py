@@ -181,6 +181,22 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> N
         ImageTextEncoder(**arguments)
 
 
+def test_a_size_that_a_folder_cannot_say_is_refused(clip: dict[str, Any], tmp_path: Path) -> None:
+    """Of towers of timm that take one size; those of open_clip are resized, and convolutions take any."""
+    tower = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg", "timm_proj": "linear"}
+    whole = {**clip, "vision_cfg": {**tower, "image_size": 224}}
+    message = r"image_size is 96, and vit_tiny_patch16_224 takes images of 224 pixels; leave it out"
+    for config, size in ((whole, 96), ({**clip, "vision_cfg": {**tower, "image_size": 96}}, None)):
+        with pytest.raises(DualencError, match=message):
+            ImageTextEncoder(config=config, image_size=size)
+    ImageTextEncoder(config=whole, image_size=224).save(tmp_path / "model")
+    with pytest.raises(DualencError, match=message):
+        ImageTextEncoder(str(tmp_path / "model"), image_size=96)
+    convolutions = {"timm_model_name": "test_resnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 160}
+    ImageTextEncoder(config={**clip, "vision_cfg": convolutions}, image_size=64).save(tmp_path / "small")
+    assert load_model(tmp_path / "small").left.prepare([Image.new("RGB", (60, 50))])["image"].shape[-1] == 64
+
+
 @pytest.mark.parametrize(
     ("section", "change", "message"),
     [

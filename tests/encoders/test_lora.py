@@ -124,6 +124,13 @@ def test_both_towers_of_open_clip(
     assert (other.encode_image(pixels, normalize=True) - expected[0]).abs().max() < 1e-5
 
 
+def test_a_tower_whose_layers_are_never_called_is_refused(clip: dict[str, Any]) -> None:
+    """CLIP's ResNets have no other layers than those of their pooling, which reads the weights alone."""
+    clip["vision_cfg"] = {"image_size": 64, "layers": [1, 1, 1, 1], "width": 32, "head_width": 16, "patch_size": None}
+    with pytest.raises(DualencError, match="LoRA of rank 4"):
+        ImageTextEncoder(config=clip, lora_rank=4)
+
+
 class Attention(torch.nn.Module):
     """Attention of torch with one matrix of projections, or with one per input, and a layer behind it."""
 

@@ -39,7 +39,9 @@ def test_a_word_has_the_same_tokens_wherever_it_stands_and_none_is_unknown(token
         return tokenizer(text, add_special_tokens=False).input_ids
 
     assert tokens("path") == tokens(" path") == tokens("os.path")[-len(tokens("path")) :]
-    assert tokens("été") == tokens("ete")
+    assert tokens("Été") == tokens("e\u0301te\u0301"), "of any composition"
+    for text, other in (("für", "fur"), ("má", "mà"), ("ที่", "ท"), ("が", "か"), ("нё", "не")):
+        assert tokens(text) != tokens(other)
     for text in ("你好 😀", "\u1e9e ß", "x" * 300):
         assert tokenizer.unk_token_id not in tokens(text)
         assert tokenizer.decode(tokens(text)).replace(" ", "") == text.lower().replace(" ", "")

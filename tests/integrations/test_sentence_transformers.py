@@ -92,8 +92,9 @@ def test_equal_texts_have_equal_ids() -> None:
     assert (texts.num_left, texts.num_right) == (2, 3)
     assert texts("right", torch.tensor([2, 0])) == ["z", "x"]
     assert [counts.tolist() for counts in texts.counts] == [[2, 1], [1, 2, 0]]
-    shuffled = pairs().shuffle(seed=1)
+    shuffled = pairs(negatives=1).shuffle(seed=1)
     dataset, texts = with_ids(shuffled)
+    assert dataset.remove_columns("label")[:] == shuffled[:]
     assert texts("left", torch.tensor([row[0] for row in dataset["label"]])) == shuffled["anchor"]
 
 
@@ -220,6 +221,58 @@ def test_columns_that_are_no_texts_are_refused(columns: dict[str, Any], message:
         with_ids(Dataset.from_dict(columns))
     with pytest.raises(DualencError, match="give one split"):
         with_ids(DatasetDict(train=Dataset.from_dict(columns)))
+
+
+def test_texts_outside_the_batch_take_the_route_of_their_column(tmp_path: Path) -> None:
+    config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 9, vocab_size=300)
+    TextEncoder(config=config | {"intermediate_size": 64}, tokenizer=tokenizer, shared=False).save(tmp_path / "router")
+    routes = {"router_mapping": {"anchor": "query", "positive": "document"}, "max_steps": 1}
+    trainer = train(tmp_path / "router", tmp_path / "out", "GlobalCache", **routes)
+    ids = torch.arange(5)
+    trainer.model.eval()
+    for side, task in (("left", "query"), ("right", "document")):
+        texts = trainer.loss.texts(side, ids)
+        expected = trainer.model.encode(texts, task=task, normalize_embeddings=True, convert_to_tensor=True)
+        with torch.no_grad():
+            torch.testing.assert_close(trainer.loss.encode(side, ids), expected, rtol=0, atol=1e-6)
+
+
+def test_data_without_ids_are_evaluated(model_folder: Path, tmp_path: Path) -> None:
+    trainer = train(model_folder, tmp_path, "InfoNCE", max_steps=1)
+    texts = pairs(8).select(range(5))  # all different
+    numbered, _ = with_ids(texts)
+    found = [trainer.evaluate(dataset)["eval_loss"] for dataset in (texts, numbered)]
+    assert found[0] == pytest.approx(found[1])
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_scheduler_of_ones_own_needs_an_optimizer_with_the_temperature(
+    model_folder: Path, tmp_path: Path, is_trained: bool
+) -> None:
+    dataset, texts = with_ids(pairs())
+    model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu")
+    loss = GlobalLoss(model, objective_of("SogCLR+", texts), texts)
+    optimizer = torch.optim.AdamW((loss if is_trained else model).parameters(), 1e-3)
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], max_steps=2, save_strategy="no", disable_tqdm=True
+    )
+    own = (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    trainer = GlobalLossTrainer(model, arguments, train_dataset=dataset, loss=loss, optimizers=own)
+    if is_trained:
+        trainer.train()
+        assert loss.objective.temperature.item() != pytest.approx(0.1, abs=1e-7)
+    else:
+        with pytest.raises(DualencError, match=r"give that also objective\.parameters"):
+            trainer.train()
+
+
+def test_the_best_of_models_alone_is_loaded(
+    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    train(model_folder, tmp_path, save_only_model=True, load_best_model_at_end=True, **saved)
+    assert "Could not load" not in caplog.text
 
 
 @pytest.mark.parametrize("block", [1, 2], ids=["theirs", "ours"])

@@ -57,6 +57,14 @@ def test_it_trains_and_resumes_bit_for_bit(tmp_path: Path) -> None:
             torch.testing.assert_close(other.state_dict()[name], value, rtol=0, atol=0)
 
 
+def test_the_objective_is_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = train(tmp_path, max_steps=1)
+    trainer.lr_scheduler = None
+    monkeypatch.setattr(TrainingArguments, "device", torch.device("meta"))
+    trainer.create_optimizer()
+    assert trainer.objective.log_temperature.device.type == "meta"
+
+
 def test_a_trainer_without_an_objective_is_told_apart(tmp_path: Path) -> None:
     trainer = PairTrainer(BertModel(BertConfig(hidden_size=12, num_hidden_layers=1)), TrainingArguments(str(tmp_path)))
     with pytest.raises(DualencError, match=r"set trainer\.objective"):

@@ -163,6 +163,20 @@ def test_the_checksum_follows_pooling() -> None:
     assert len(set(checksums)) == 3
 
 
+def test_the_checksum_follows_what_images_become(tmp_path: Path) -> None:
+    from dualenc.encoders import ImageEncoder, load_model
+
+    model = ImageEncoder("test_resnet", image_size=64)
+    model.save(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    checksums = [tower_checksum(model.left), tower_checksum(load_model(tmp_path / "model").left)]
+    config = json.loads(path.read_text())
+    config["pretrained_cfg"]["mean"] = [0.4, 0.5, 0.5]
+    path.write_text(json.dumps(config))
+    checksums.append(tower_checksum(load_model(tmp_path / "model").left))
+    assert checksums[0] == checksums[1] != checksums[2]
+
+
 def test_another_precision_is_another_embedding(tmp_path: Path) -> None:
     written = embed(LetterTower(), corpus(), tmp_path / "half", autocast="bfloat16", progress=False)
     assert embed(LetterTower(), corpus(), tmp_path / "half", autocast="bfloat16", progress=False).meta == written.meta

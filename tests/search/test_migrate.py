@@ -120,8 +120,9 @@ def test_bm25_and_texts_stay_and_a_rollback_gives_the_same_bytes(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["model_checksum", "texts", "queries", "items"])
-def test_another_plan_is_refused(tmp_path: Path, name: str) -> None:
-    started(tmp_path, "Flat")
+def test_another_plan_is_refused_once_documents_are_embedded(tmp_path: Path, name: str) -> None:
+    migration = started(tmp_path, "Flat")
+    (migration.work / "embeddings-20").mkdir()
     if name == "items":
         change.remove(tmp_path / "index", ["doc 3"])
     changed = [{key: "another" if key == name else value for key, value in one.items()} for one in (ABOUT, INPUTS)]
@@ -131,6 +132,14 @@ def test_another_plan_is_refused(tmp_path: Path, name: str) -> None:
         migrate.Migration(tmp_path / "index", *changed)
     migrate.roll_back(tmp_path / "index")
     assert len(Index.open(tmp_path / "index")) == COUNT - (name == "items")
+
+
+def test_another_plan_takes_the_place_of_one_that_has_only_measured(tmp_path: Path) -> None:
+    migration = started(tmp_path, "Flat")
+    (migration.work / "report.json").write_text("{}")
+    other = migrate.Migration(tmp_path / "index", {**ABOUT, "model_checksum": "another"}, INPUTS)
+    assert other.report is None
+    assert not migrate.is_replaced(tmp_path / "index")
 
 
 def test_stages_leave_out_the_sample(tmp_path: Path) -> None:

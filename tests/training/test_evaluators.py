@@ -167,6 +167,10 @@ def test_captions_of_an_image_are_all_right():
     assert metrics["text_to_image_recall@1"] == 1
     wrong = PairDataset(images(values), captions[::-1], left_id, left_modality="image")
     assert ImageTextEvaluator(wrong)(model)["text_to_image_recall@1"] < 1
+    # A caption of two images, nearest to neither, is two queries, as in `dualenc evaluate image-text`.
+    texts = [captions[2], captions[6], captions[3]]
+    shared = PairDataset(images(values), texts, [0, 2, 3, 1], [0, 0, 1, 2], left_modality="image")
+    assert ImageTextEvaluator(shared)(model)["text_to_image_recall@1"] == 1 / 2
 
 
 def test_neighbours_vote_on_features_as_in_scikit_learn():
