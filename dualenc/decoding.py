@@ -58,9 +58,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         integers = image.convert("I")
         image = integers.point(lambda value: value * (1 / 257) + 0.5).convert("L")
     elif image.mode in ("I", "F"):
-        raise ValueError(
-            f"its pixels (mode {image.mode}) have no range of brightness; save it with 8 or 16 bits"
-        )
+        raise ValueError(f"its pixels (mode {image.mode}) have no range of brightness; save it with 8 or 16 bits")
     return image.convert("RGB")
 
 

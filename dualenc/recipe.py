@@ -114,9 +114,7 @@ def read_recipe(
     return make_recipe(settings, str(path), allow_modules)
 
 
-def make_recipe(
-    settings: Mapping[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()
-) -> Recipe:
+def make_recipe(settings: Mapping[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()) -> Recipe:
     """A recipe from nested values, as a YAML file holds them, called `source` in errors; else as `read_recipe`."""
     check_keys(settings, SECTIONS, "a recipe", f"{source}: ")
     sections = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,9 +146,7 @@ def _is_own_folder(folder: Path) -> bool:
     return (folder / "work").is_dir() or (folder / "training").is_dir()
 
 
-def _beir_tasks(
-    columns: ClickOptions, side: QuerySide, trained_ids: Sequence[str]
-) -> dict[str, IndexEvaluator]:
+def _beir_tasks(columns: ClickOptions, side: QuerySide, trained_ids: Sequence[str]) -> dict[str, IndexEvaluator]:
     """The test queries of --test, by whether a relevant document is in training, and those of --second."""
     tasks = {}
     if columns.test is not None:
@@ -272,8 +271,10 @@ def _report(folder: Path, facts: Mapping[str, object], points: Sequence[Interpol
 def _next_command(index: str, folder: Path) -> str:
     """How to use the model: search an index or an engine, or evaluate over embeddings."""
     if is_index(index) or is_pushed(index):
-        return f'dualenc search {index} --model {folder}/model "…"'
-    return f"dualenc evaluate retrieval {folder}/model BEIR-FOLDER --documents {index}"
+        return f'{shlex.join(["dualenc", "search", index, "--model", f"{folder}/model"])} "…"'
+    return shlex.join(
+        ["dualenc", "evaluate", "retrieval", f"{folder}/model", "BEIR-FOLDER", "--documents", index]
+    )
 
 
 def _advice(task: str, points: Sequence[Interpolated], keep: float) -> str:

@@ -90,9 +90,7 @@ def evaluate_corrupted(
     by_corruption = [{"corruption": name, "top-1": found[f"top1/{name}"]} for name in names]
     tables = [Table("By corruption", by_corruption)]
     if clean is not None:
-        views = _measure(
-            tower, clean, [CLEAN], images, lambda _, views: views[:, :, 0], "clean images", views=2
-        )
+        views = _measure(tower, clean, [CLEAN], images, lambda _, views: views[:, :, 0], "clean images", views=2)
         metrics["plain"] = {"images": len(views), **summarise(nearest_images(views))}
         retrieval.append(_retrieval_row("among all images, not corrupted", metrics["plain"]))
     if images.train is not None:

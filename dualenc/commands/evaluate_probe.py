@@ -45,9 +45,7 @@ def evaluate_probe(model: str, data: str, images: ImageOptions, batch_size: int,
     test_labels = align_labels(test_labels, test.class_names, train.class_names, f"{data} ({split})")
     tower = open_image_tower(evaluation)
     settings: dict[str, Any] = {"batch_size": batch_size, "num_workers": images.num_workers}
-    train_features, train_labels = labelled_features(
-        evaluation, "train", tower, train, train_labels, **settings
-    )
+    train_features, train_labels = labelled_features(evaluation, "train", tower, train, train_labels, **settings)
     test_features, test_labels = labelled_features(evaluation, "test", tower, test, test_labels, **settings)
     if distributed.is_main():
         vectors = (train_features, train_labels, test_features)

@@ -186,7 +186,7 @@ class _Steps:
         index = self.migration.old
         device = next(self.encoder.parameters()).device
         try:
-            encoder = load_model(recorded_model(index, self.migration.folder), device)
+            encoder = load_model(recorded_model(index.meta, self.migration.folder), device)
             check_encoder(encoder, index.meta, index.dim, self.migration.folder)
             return encoder.left
         except DualencError as error:

@@ -73,9 +73,7 @@ def _check(rule: Rule, target: Path, folder: Path, batch_size: int) -> None:
     from dualenc.data.vector_shards import are_embeddings
     from dualenc.search.mining import check_mined
 
-    check_options(
-        1, MAX_ITEMS, num_negatives=rule.num_negatives, last_rank=rule.last_rank, batch_size=batch_size
-    )
+    check_options(1, MAX_ITEMS, num_negatives=rule.num_negatives, last_rank=rule.last_rank, batch_size=batch_size)
     check_options(0, MAX_SEED, seed=rule.seed)
     check_mined(target)
     check_writable(target.parent)

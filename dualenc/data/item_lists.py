@@ -95,9 +95,7 @@ def item_key(items: Items, row: int) -> Any:
     return items.key(row) if hasattr(items, "key") else items[row]
 
 
-def number_items(
-    items: Items, positions: np.ndarray, deduplicate: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
+def number_items(items: Items, positions: np.ndarray, deduplicate: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Number items with equal keys alike, by 128-bit digests: a million cost 16 MB.
 
     A collection may have `key_sizes` (N,): a key of a unique size is distinct, and not read.

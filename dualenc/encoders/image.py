@@ -206,9 +206,7 @@ def load_backbone(
     others = inspect.signature(timm.create_model).parameters
     for key in (*saved, *args):
         if key in others or key.startswith("pretrained"):
-            raise DualencError(
-                f"{source}: {key} is no argument of an architecture (backbone_args); leave it out"
-            )
+            raise DualencError(f"{source}: {key} is no argument of an architecture (backbone_args); leave it out")
     size: dict[str, Any] = {"img_size": image_size} if fixed_size and image_size is not None else {}
     with explain(f"{source}: timm does not make the model", "check name, weights and arguments"):
         model: Any = timm.create_model(source, pretrained=pretrained, num_classes=0, **size, **args)

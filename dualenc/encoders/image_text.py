@@ -312,9 +312,7 @@ def load_clip(
             _write_source(Path(scratch), own, None if tokenizer is None else load_tokenizer(tokenizer))
 
         # A tokenizer of open_clip's own takes no such argument.
-        options: dict[str, Any] = (
-            {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
-        )
+        options: dict[str, Any] = {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
         with (
             quiet_loading(),
             explain(f"{where}: its tokenizer does not load", "restore the tokenizer's files"),
@@ -393,9 +391,7 @@ def _check_image_size(visual: Any, vision: dict[str, Any], where: str) -> None:
 
     name = vision.get("timm_model_name")
     known = get_pretrained_cfg(name, allow_unregistered=True) if name else None
-    takes_any = not getattr(
-        getattr(getattr(visual, "trunk", None), "patch_embed", None), "strict_img_size", True
-    )
+    takes_any = not getattr(getattr(getattr(visual, "trunk", None), "patch_embed", None), "strict_img_size", True)
     if known is None or takes_any or not known.fixed_input_size:
         return
     native = known.input_size[-1]

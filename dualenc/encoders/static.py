@@ -62,9 +62,7 @@ class StaticEncoder(TextEncoder):
         # Of the transformer, whose positions are limited.
         static.tokenizer.no_truncation()
         model = SentenceTransformer(modules=[static, Normalize()], device="cpu")
-        super().__init__(
-            model, max_length=max_length, query_prompt=query_prompt, document_prompt=document_prompt
-        )
+        super().__init__(model, max_length=max_length, query_prompt=query_prompt, document_prompt=document_prompt)
         if words is not None:
             self.base = base_metadata(words)
 

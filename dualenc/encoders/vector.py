@@ -72,9 +72,7 @@ class VectorEncoder(DualEncoder):
         dim = right_input_dim if dim is None else dim
         hidden = 2 * max(input_dim, right_input_dim) if hidden is None else hidden
         left = VectorTower(tower, input_dim, dim, hidden)
-        right = (
-            left if alike and shared is not False else VectorTower(right_tower, right_input_dim, dim, hidden)
-        )
+        right = left if alike and shared is not False else VectorTower(right_tower, right_input_dim, dim, hidden)
         super().__init__(left, right, kind="vector")
 
     @classmethod

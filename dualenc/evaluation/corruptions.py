@@ -232,6 +232,4 @@ def _read_npy(file: Path) -> npt.NDArray[Any]:
         raise
     except Exception as error:
         # Of any type: a damaged header is evaluated as Python literals. numpy's own message names parser objects.
-        raise DualencError(
-            f"{file}: not a whole .npy file ({type(error).__name__}); download it again"
-        ) from None
+        raise DualencError(f"{file}: not a whole .npy file ({type(error).__name__}); download it again") from None

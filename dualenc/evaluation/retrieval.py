@@ -74,9 +74,7 @@ def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: 
         return
     judged = sum(query in collection.qrels[query] for query in shared)
     others = (
-        "kept, too"
-        if keep_self_matches
-        else "removed as copies of their queries (keep_self_matches keeps them)"
+        "kept, too" if keep_self_matches else "removed as copies of their queries (keep_self_matches keeps them)"
     )
     logger.warning(
         f"{name}: {len(shared):,} of {len(collection.queries):,} queries have the id of a document: "

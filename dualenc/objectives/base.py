@@ -232,14 +232,14 @@ class Objective(nn.Module):
         return type(self).__name__
 
     @property
-    def settings(self) -> dict[str, float | str]:
+    def settings(self) -> dict[str, float | str | list[int]]:
         """The arguments that are plain values which training does not move."""
         classes = [cls for cls in type(self).__mro__ if issubclass(cls, Objective)]
         names = {name for cls in classes for name in inspect.signature(cls).parameters}
         values = {name: getattr(self, name, None) for name in sorted(names)}
         if not self.log_temperature.requires_grad:
             values["temperature"] = float(f"{self.temperature.item():.4g}")
-        return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
+        return {name: value for name, value in values.items() if isinstance(value, int | float | str | list)}
 
     @property
     def temperature(self) -> Tensor:
@@ -276,13 +276,16 @@ class Objective(nn.Module):
         self.corpus.set_counts(left_counts, right_counts, self.log_temperature.device)
         for direction, memory in zip(self.directions, getattr(self, "memories", ()), strict=False):
             # An epoch shows pairs, so that items in many pairs come many times.
-            memory.expect(self.corpus.num_pairs * self.num_views, self.corpus.item_counts(direction))
+            counts = self.corpus.item_counts(direction)
+            # Of the items in no pair a memory gets mined negatives alone, which count once.
+            counts = None if counts is None else counts.clamp(min=1)
+            memory.expect(self.corpus.num_pairs * self.num_views, counts)
 
     def log_odds(self, log_partition: Tensor, positive: Tensor) -> Tensor:
         """(X, A) log(Z/e⁺) without gradient. Of an anchor without negatives, whose log Z is -inf, −s⁺/τ; or with
         `positive_in_softmax` -inf, which makes its loss and gradient 0."""
         if not self.positive_in_softmax:
-            log_partition = log_partition.nan_to_num(neginf=0.0)
+            log_partition = log_partition.masked_fill(log_partition == -torch.inf, 0.0)
         return log_partition.detach() - positive.detach()
 
     def record(self, **values: Tensor) -> None:

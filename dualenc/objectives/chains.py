@@ -88,6 +88,7 @@ class ChainObjective(Objective):
             check_range("proposals", proposals, "[1, inf)")  # type: ignore[arg-type]
         check_range("recent", recent, "[0, inf)")
         self.proposals = proposals
+        self.recent = recent
         # In-batch proposals are uniform in random batches only; draws from the corpus weigh every item once.
         self.needs_uniform_batches = "proposals=64" if proposals == "batch" else None
         self.corpus.counts_pairs = proposals == "batch"

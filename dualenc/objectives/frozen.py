@@ -6,6 +6,7 @@ dimension of the documents, d that of the queries (a shorter length of `Matryosh
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,7 +77,9 @@ class FrozenCorpus(Objective):
         for argument, value in (("max_exact", max_exact), ("nearest", nearest), ("sampled", sampled)):
             check_range(argument, value, "[1, inf)")
         if search is None and shape[0] > max_exact:
-            advice = "pass search, such as a FAISS index's, or a higher max_exact: a step takes time with all of them"
+            advice = (
+                "pass search, such as a FAISS index's, or a higher max_exact: a step takes time with all of them"
+            )
             fail("documents", f"hold {shape[0]} rows, more than max_exact ({max_exact}); {advice}")
         self.documents = FrozenDocuments(documents, search)
         self.max_exact = max_exact
@@ -86,8 +89,8 @@ class FrozenCorpus(Objective):
         self.corpus.counts_pairs = False
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
-        self._check_partners(anchors)
         log_partition, mean = self._softmax(anchors)
+        self._check_values(anchors, log_partition)
         self.record(log_partition=log_partition)
         positive = anchors.positive_scores  # (1, A)
         # ∇(q·m/τ) = ∇ log Z with m constant, in the query and in τ; an anchor without negatives has m = 0.
@@ -156,16 +159,17 @@ class FrozenCorpus(Objective):
         rows, order = torch.cat([nearest, rest]).sort()
         return rows, log_weights.to(queries)[order]
 
-    def _check_partners(self, anchors: Anchors) -> None:
-        """Refuse positives that are not the documents' own vectors: rows in another order, or a tower that moves."""
+    def _check_values(self, anchors: Anchors, log_partition: Tensor) -> None:
+        """Refuse documents of NaN, and positives that are not the documents' own vectors: rows in another order, or a
+        tower that moves."""
         rows = anchors.candidate_ids[0][anchors.positive_column[0]]
         partners = anchors.partners[0].detach()
         cosines = (normalize(self.documents.read(rows, partners), dim=1) * partners).sum(dim=1)
-        for low, _ in read_extremes({"cosine": cosines}).values():
-            if low < 0.99:
-                advice = (
-                    "right ids must be rows of documents, and the right tower must leave vectors as they are"
-                )
+        for name, (low, high) in read_extremes({"log Z": log_partition, "cosine": cosines}).items():
+            if math.isnan(low + high):
+                fail("documents", "hold NaN or infinite values, as rows of zeros do once divided by their length")
+            if name == "cosine" and low < 0.99:
+                advice = "right ids must be rows of documents, and the right tower must leave vectors as they are"
                 fail("right", f"differs from the documents of right_id (cosine {low:.2f}); {advice}")
 
     def _directions(self, batch: EncodedBatch, temperature: Tensor) -> list[Anchors]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from dualenc import distributed
-from dualenc.objectives.anchors import PADDING, Anchors, find, is_listed
+from dualenc.objectives.anchors import BLOCK_ENTRIES, PADDING, Anchors, find, is_listed
 from dualenc.objectives.base import Estimate
 from dualenc.objectives.checks import check_range
 from dualenc.objectives.memory import MemoryObjective, sample
@@ -205,9 +205,16 @@ def mean_shares(
         log_strides: (X, 1) log of how many items each of the pool stands for.
     """
     sees = log_sum.isfinite()
-    log_shares = queries @ remembered.mT - log_sum.where(sees, torch.inf)[..., None]  # (X, A, n)
-    outside = log_shares - softplus(log_shares + log_strides[..., None])
-    shares = torch.where(in_pool[:, None], log_shares, outside).exp().clamp(max=1.0)
-    shares = shares.masked_fill(is_listed(items, hidden), 0.0)
+    total = queries.new_zeros(items.shape)
+    # Whole (X, A, n) matrices would grow with the square of the batch.
+    size = max(1, BLOCK_ENTRIES // max(1, items.numel()))
+    for start in range(0, queries.shape[1], size):
+        block = slice(start, start + size)
+        log_shares = (
+            queries[:, block] @ remembered.mT - log_sum.where(sees, torch.inf)[:, block, None]
+        )  # (X, a, n)
+        outside = log_shares - softplus(log_shares + log_strides[..., None])
+        shares = torch.where(in_pool[:, None], log_shares, outside).exp().clamp(max=1.0)
+        total += shares.masked_fill(is_listed(items, hidden[:, block]), 0.0).sum(dim=1)
     num_seeing = distributed.all_reduce(sees.sum(dim=1, keepdim=True))
-    return distributed.all_reduce(shares.sum(dim=1)) / num_seeing.clamp(min=1)
+    return distributed.all_reduce(total) / num_seeing.clamp(min=1)

@@ -328,7 +328,10 @@ class EmbeddingMemory(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name in ("keys", "embeddings"):
             if prefix + name in state_dict:
-                own = state_dict[prefix + name][self._own_slots]
+                saved = state_dict[prefix + name]
+                if len(saved) not in (0, self.num_blocks * self.block_size):
+                    rest[-1].append(f"size mismatch for {prefix}{name}: {len(saved)} slots")
+                own = saved[self._own_slots]
                 setattr(self, name, torch.zeros_like(own, device=self.keys.device))
                 state_dict[prefix + name] = own
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -10,9 +10,7 @@ from torch import Tensor
 from dualenc.objectives.anchors import Anchors, log_mean
 
 
-def batch_metrics(
-    directions: list[Anchors], log_num_negatives: Callable[[Anchors], Tensor]
-) -> dict[str, Tensor]:
+def batch_metrics(directions: list[Anchors], log_num_negatives: Callable[[Anchors], Tensor]) -> dict[str, Tensor]:
     """In-batch estimate of L(θ), share of anchors whose positive is above all negatives, similarity of positives, τ.
 
     Args:

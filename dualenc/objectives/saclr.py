@@ -105,9 +105,7 @@ class SACLR(Objective):
         not_chosen = ~allowed | (number != chosen[..., None])
         return not_negative | torch.cat([not_chosen] * self.num_views, dim=-1)
 
-    def _update_scale(
-        self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor
-    ) -> Tensor:
+    def _update_scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor) -> Tensor:
         """(X, A) log 1/s with this step's ξ counted in."""
         corpus_sizes = anchors.per_direction(map(self.corpus.size, anchors.directions))
         log_new = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)  # log ξ

@@ -126,9 +126,7 @@ def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] 
         return TextStore(folder, index.items_checksum).texts
     if has_lexical(folder):
         remedy = f"run dualenc index {folder} --texts first, or remove the folder bm25 in it"
-        raise DualencError(
-            f"{folder}: has BM25, but not the whole texts by which it follows a change; {remedy}"
-        )
+        raise DualencError(f"{folder}: has BM25, but not the whole texts by which it follows a change; {remedy}")
     return None
 
 

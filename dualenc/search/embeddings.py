@@ -60,9 +60,7 @@ def skipped_entries(ids: Sequence[str], skipped: Skipped) -> dict[str, Any]:
 
 def shard_ranges(num_items: int) -> list[range]:
     """Rows of each shard: at most 16384, and about 8 shards for small corpora so that processes can share them."""
-    number = max(
-        math.ceil(num_items / MAX_SHARD_ROWS), min(MIN_SHARDS, math.ceil(num_items / MIN_SHARD_ROWS)), 1
-    )
+    number = max(math.ceil(num_items / MAX_SHARD_ROWS), min(MIN_SHARDS, math.ceil(num_items / MIN_SHARD_ROWS)), 1)
     parts = [distributed.rank_slice(num_items, i, number) for i in range(number)]
     return [range(part.start, part.stop) for part in parts]
 
@@ -190,9 +188,7 @@ class EmbeddingWriter:
     def unwritten(self) -> list[int]:
         """Shards whose file does not exist."""
         names = set(os.listdir(self.folder))
-        return [
-            number for number in range(len(self.ranges)) if shard_path(self.folder, number).name not in names
-        ]
+        return [number for number in range(len(self.ranges)) if shard_path(self.folder, number).name not in names]
 
     def outdated(self) -> list[int]:
         """Remove the shards that are damaged, or of items that have changed since; all are read, once per worker.

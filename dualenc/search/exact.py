@@ -94,9 +94,7 @@ def _search_by_faiss(
 ) -> Results:
     """Search all documents for blocks of queries, merging the best of each block of documents."""
     rows = [_float32(block, "a query") for block in queries]
-    results: Results = [
-        (np.zeros((len(own), 0), np.float32), np.zeros((len(own), 0), np.int64)) for own in rows
-    ]
+    results: Results = [(np.zeros((len(own), 0), np.float32), np.zeros((len(own), 0), np.int64)) for own in rows]
     before = faiss.cvar.distance_compute_blas_threshold
     # FAISS multiplies matrices for small blocks of queries too; its own rule is several times slower for them.
     faiss.cvar.distance_compute_blas_threshold = 20

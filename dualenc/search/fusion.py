@@ -27,9 +27,7 @@ def fuse(
     descending order of ids, as trec_eval orders them.
     """
     weights = [1 / len(rankings)] * len(rankings) if weights is None else list(weights)
-    are_good = (
-        len(weights) == len(rankings) and all(w >= 0 for w in weights) and 0 < sum(weights) < float("inf")
-    )
+    are_good = len(weights) == len(rankings) and all(w >= 0 for w in weights) and 0 < sum(weights) < float("inf")
     if method not in get_args(Fusion) or not are_good:
         problem = f"fusion is {method!r} and weights are {weights} for {len(rankings)} rankings"
         raise DualencError(

@@ -361,9 +361,7 @@ def check_recorded(path: Path, meta: Mapping[str, Any], remedy: str) -> None:
     allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
     for name, values in allowed.items():
         if name in meta and meta[name] not in values:
-            raise DualencError(
-                f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {remedy}"
-            )
+            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {remedy}")
     for name in ("model", "model_checksum"):
         if not isinstance(meta.get(name, ""), str):
             raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {remedy}")

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 Form = Literal["flagembedding", "sentence-transformers"]
 
+SUFFIXES = (".jsonl", ".json", ".ndjson")
 QUERIES_PER_BLOCK = 256
 PAIRS_PER_BLOCK = 4096
 HASHED_AT_ONCE = 1 << 14
@@ -137,6 +138,8 @@ def mine_negatives(
 def check_mined(path: str | os.PathLike[str]) -> None:
     """Refuse to write a file that exists, is not empty, and was not written by `mine_negatives`."""
     check_file_target(path)
+    if Path(path).suffix not in SUFFIXES:
+        raise DualencError(f"{path}: mined negatives are lines of JSON; name a file {' or '.join(SUFFIXES)}")
     if not os.path.exists(path):
         return
     with open_regular(path) as stream:

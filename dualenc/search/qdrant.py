@@ -76,9 +76,7 @@ class QdrantIndex(Engine):
         payload = ["id", "text", *self.column_kinds]
         for vector in vectors.tolist():
             with self.one_line_errors():
-                points = self.client.query_points(
-                    self.collection, vector, with_payload=payload, **options
-                ).points
+                points = self.client.query_points(self.collection, vector, with_payload=payload, **options).points
             yield [(point.score, dict(point.payload)) for point in points]
 
     def setting_of_option(self) -> dict[str, str]:

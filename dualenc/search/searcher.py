@@ -68,7 +68,7 @@ class Searcher:
         # A parameter that does not apply is refused now, not at every query.
         if any(value is not None for value in settings.values()):
             index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
-        encoder = load_model(model or recorded_model(index, folder), device=device)
+        encoder = load_model(model or recorded_model(index.meta, folder), device=device)
         check_encoder(encoder, index.meta, index.dim, folder)
         return cls(index, encoder, lexical, settings)
 
@@ -213,9 +213,9 @@ def _open_files(folder: Path, hybrid: bool | None) -> tuple[Index | Engine, Lexi
     return index, lexical
 
 
-def recorded_model(index: Index | Engine, folder: Path) -> str:
-    """The recorded path or name of the model, or its path beside the index if both were moved together."""
-    recorded = index.meta.get("model")
+def recorded_model(meta: Mapping[str, Any], folder: Path) -> str:
+    """The path or name of the model in a meta.json, or its path beside the folder if both were moved together."""
+    recorded = meta.get("model")
     if not recorded:
         raise DualencError(f"{folder}: does not say which model made it; name one with --model")
     path = Path(recorded)

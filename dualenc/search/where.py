@@ -66,9 +66,7 @@ def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
         for part in [whole] if whole else _PART.finditer(f"{word},"):
             value = _without_quotes(part["value"])
             if part["column"]:
-                conditions.append(
-                    (part["column"], cast(Operator, part["operator"].replace("==", "=")), [value])
-                )
+                conditions.append((part["column"], cast(Operator, part["operator"].replace("==", "=")), [value]))
             elif conditions and conditions[-1][1] in ("=", "!="):
                 conditions[-1][2].append(value)
             else:

@@ -23,7 +23,7 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import CUTOFFS, Qrels, Scores, mean_scores, paired_bootstrap, score_queries
 from dualenc.evaluation.retrieval import HEADLINES, retrieve
 from dualenc.search.embed import embed
-from dualenc.search.searcher import check_encoder
+from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.training.evaluators import Evaluator
 
 Trained = Literal["perceptron", "linear", "lora", "all"]
@@ -70,7 +70,7 @@ class QuerySide:
         self.source = source
         self.work = work
         self.device = device
-        self.name = model or documents.meta.get("model")
+        self.name = model
         self.text: TextEncoder | None = None
         if modality == "text":
             self.text = self._open_text_model()
@@ -78,8 +78,7 @@ class QuerySide:
             raise DualencError(f"queries are vectors, and {trained} trains a text model; train a perceptron")
 
     def _open_text_model(self) -> TextEncoder:
-        if not self.name:
-            raise DualencError("the index does not say which model made it; name it with --model")
+        self.name = self.name or recorded_model(self.documents.meta, Path(self.source))
         model = load_model(self.name, self.device)
         if not isinstance(model, TextEncoder):
             raise DualencError(f"{self.name}: is of kind {model.kind}; only text models can be adapted")

@@ -97,14 +97,20 @@ class BestModel:
         self._save(step, self.last)
         return self.last
 
+    @property
+    def _measure_of(self) -> list[Any]:
+        """What the numbers are of: the class, the data and the metric of the evaluator."""
+        return [type(self.evaluator).__name__, self.primary, *getattr(self.evaluator, "data", ())]
+
     def state_dict(self) -> dict[str, Any]:
         """What later decisions depend on."""
-        return {name: getattr(self, name) for name in _STATE}
+        return {"evaluator": self._measure_of} | {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`."""
-        for name in _STATE:
-            setattr(self, name, state[name])
+        """Restore from `state_dict()`; numbers of another evaluator are left out, and the best is found anew."""
+        if state.get("evaluator", self._measure_of) == self._measure_of:
+            for name in _STATE:
+                setattr(self, name, state[name])
 
     def _rank(self, metrics: Metrics) -> tuple[bool, float]:
         """What to compare by: every number is better than NaN."""

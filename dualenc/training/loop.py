@@ -63,7 +63,9 @@ class Loop:
         self.recipe = recipe
         self.model = model
         # Mining sets the copy's negatives: the caller's pairs stay as they are.
-        self.pairs = pairs if settings.mine_every is None else copy.copy(pairs)
+        self.pairs = copy.copy(pairs)
+        if not objective.takes_mined:
+            self.pairs.negatives = None  # nothing is read and encoded for nobody
         self.objective = objective
         self.device = torch.device(accelerator.device.type, accelerator.device.index)
         self.output = Path(settings.output)
@@ -97,7 +99,7 @@ class Loop:
         self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
         self.meter = Meter(self.device)
         # Last, as it reads all the data: a mistake in the settings is reported before that.
-        described = fingerprint(self._described(), model, objective, self.pairs, batching)
+        described = fingerprint(self._described(), model, objective, pairs, batching)
         self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
 
         self.bad: dict[int, str] = {}
