@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,15 @@ def test_an_interrupted_training_goes_on(shop: Path, tmp_path: Path, monkeypatch
     whole = load_model(tmp_path / "whole" / "model").state_dict()
     for name, weight in load_model(tmp_path / "cut" / "model").state_dict().items():
         assert torch.equal(weight, whole[name]), name
+
+
+def test_the_model_is_found_beside_an_index_that_was_moved_with_it(shop: Path, tmp_path: Path, toy_text: Path) -> None:
+    for source, name in ((shop / "index", "index"), (toy_text, "model")):
+        shutil.copytree(source, tmp_path / "moved" / name)
+    path = tmp_path / "moved" / "index" / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": str(tmp_path / "before" / "model")}))
+    run("adapt", path.parent, shop / "clicks.csv", "--out", tmp_path / "out", "--epochs", 1)
+    assert (tmp_path / "out" / "model").is_dir()
 
 
 def test_embeddings_and_their_texts_are_as_good_as_an_index(shop: Path, tmp_path: Path, toy_text: Path) -> None:

@@ -43,6 +43,13 @@ def test_the_table_tells_what_the_file_holds(
     assert all(row["query_id"] not in row["neg_id"] for row in rows)
 
 
+def test_a_name_that_promises_another_format_is_refused(
+    tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = failure(capsys, "mine", toy_text, beir, "--out", tmp_path / "mined.jsonl.gz")
+    assert message.endswith("mined negatives are lines of JSON; name a file .jsonl or .json or .ndjson")
+
+
 @pytest.mark.slow
 def test_other_limits_embed_nothing_anew(
     tmp_path: Path, toy_text: Path, beir: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dualenc.objectives import anchors
+from dualenc.objectives import anchors, global_cache
 from tests.objectives.every import EVERY, FIRST, Run, Setting, assert_same_state, momentum_keys
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 def test_blocks_give_what_the_whole_gives(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for num_entries in (anchors.BLOCK_ENTRIES, 40):  # a block gets a few anchors
-        monkeypatch.setattr(anchors, "BLOCK_ENTRIES", num_entries)
+        for module in (anchors, global_cache):
+            monkeypatch.setattr(module, "BLOCK_ENTRIES", num_entries)
         training = Run(setting)
         gradients = [training.step(step) for step in range(3)]
         results.append((torch.stack(gradients), training.state()["criterion"]))

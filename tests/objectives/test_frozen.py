@@ -200,6 +200,15 @@ def test_documents_in_another_order(documents):
         FrozenCorpus(documents.flip(0)).double()(**batch(documents))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_documents_of_nan_are_named(documents, value):
+    """Also one that is in no pair: it would make every weight NaN."""
+    spoiled = documents.clone()
+    spoiled[-1] = value
+    with pytest.raises(DualencError, match="FrozenCorpus: documents hold NaN or infinite values"):
+        FrozenCorpus(spoiled).double()(**batch(documents))
+
+
 def brute_force(documents: Tensor) -> Any:
     """A search that gives the nearest documents, and -1 in the last column."""
 

@@ -227,6 +227,21 @@ def filled(num_items: int, **arguments: Any) -> tuple[GlobalCache, Corpus]:
     return criterion, corpus
 
 
+def test_mined_negatives_of_no_pair_are_remembered_and_drawn() -> None:
+    """As in training, where the counts are those of pairs: 0 of what was mined alone."""
+    pairs, mined = NUM_ITEMS - 4, torch.arange(NUM_ITEMS - 4, NUM_ITEMS)
+    corpus = Corpus.make(0, NUM_ITEMS)
+    criterion = GlobalCache(num_left=pairs, num_right=NUM_ITEMS, temperature=TAU, extra_encodes=4.0).double()
+    counts = torch.ones(NUM_ITEMS)
+    counts[mined] = 0
+    criterion.set_counts(torch.ones(pairs), counts)
+    for step in range(6):
+        corpus.right.grad = None
+        batch = corpus.batch([step, step + 6])
+        criterion(**batch, negatives=corpus.right[mined], negative_id=mined).loss.backward()
+    assert corpus.right.grad[mined].abs().max() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("num_items", "pool", "stride"), [(1000, 100, 10), (1000, 300, 4), (1000, 2048, 1), (7, 1, 7), (192, 5, 39)]
 )

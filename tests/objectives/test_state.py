@@ -7,9 +7,10 @@ import io
 import pytest
 import torch
 from scipy.stats import kstest
+from torch.nn.functional import normalize
 
 from dualenc.errors import DualencError
-from dualenc.objectives import InfoNCE, MomentumQueue, SogCLR
+from dualenc.objectives import ISIR, InfoNCE, Matryoshka, MomentumQueue, SogCLR
 from dualenc.objectives.draws import SharedRandom
 from tests.objectives.every import EVERY, FIRST, STEPS, WRAPPED, Run, Setting, assert_same_state, momentum_keys
 
@@ -106,3 +107,17 @@ def test_draws_continue_from_their_state() -> None:
         assert torch.equal(random.uniform(4, like=LIKE), other.uniform(4, like=LIKE.double()))
         assert torch.equal(random.integers(100, 5, device=device), other.integers(100, 5, device=device))
         assert torch.equal(random.permutation(6, device), other.permutation(6, device))
+
+
+@pytest.mark.parametrize("recent", [64, 500])
+def test_a_memory_of_another_size_is_refused(recent: int) -> None:
+    """Its items would stand in slots that are not theirs."""
+    given = [ISIR(num_left=2000, recent=size) for size in (200, recent)]
+    rows = normalize(torch.randn(8, 5), dim=1)
+    for criterion in given:
+        criterion(rows, rows, torch.arange(8), torch.arange(8), lambda side, ids: rows[ids % 8])
+    with pytest.raises(DualencError, match=r"ISIR: .*size mismatch for memories"):
+        given[1].load_state_dict(given[0].state_dict())
+    assert given[1].settings != given[0].settings
+    lengths = [Matryoshka(SogCLR(num_left=4), dims=dims).settings for dims in ([4, 16], [8, 16])]
+    assert lengths[0] != lengths[1]

@@ -8,8 +8,10 @@ import torch
 
 from dualenc import distributed
 from dualenc.errors import BadSample
+from dualenc.objectives import ISIR, InfoNCE
 from dualenc.training.loader import BatchLoader, augmentation_seeds
 from tests.training.fakes import NumbersPrepare, tiny_pairs
+from tests.training.runs import train
 
 CPU = torch.device("cpu")
 PLAN = np.random.default_rng(0).permutation(24).reshape(4, 6)
@@ -114,3 +116,15 @@ def test_mined_negatives_are_augmented_by_the_seeds_after_those_of_their_pairs()
     seeds = [seed + number for seed in augmentation_seeds(3, 0, PLAN[0], "right") for number in (1, 2)]
     items = [pairs.item("right", item_id) for item_id in batch.negative_id.tolist()]
     assert torch.equal(batch.negatives["rows"], NumbersPrepare()(items, seeds)["rows"])
+
+
+@pytest.mark.parametrize(("kind", "is_read"), [(InfoNCE, True), (ISIR, False)])
+def test_negatives_that_an_objective_does_not_take_are_not_read(tmp_path, monkeypatch, kind, is_read):
+    batches = []
+    build = BatchLoader.build
+    monkeypatch.setattr(BatchLoader, "build", lambda *arguments: batches.append(build(*arguments)) or batches[-1])
+    pairs = tiny_pairs(12, negatives=[[(row + 1) % 12] for row in range(12)])
+    objective = kind(num_left=12, num_right=12, temperature=0.2).double()
+    train(tmp_path, pairs=pairs, objective=objective, max_steps=2, save_every=None)
+    assert pairs.negatives is not None
+    assert [batch.negative_id is not None for batch in batches] == [is_read] * 2
