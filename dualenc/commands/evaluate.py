@@ -95,7 +95,7 @@ class ZeroShotOptions:
         split: of a folder of tables or a hub name, by default test; one file is tested as a whole.
         label_column: of a table, class numbers or names; by default `label`.
         class_names: text file with the name of each class on a line, in the order of the class numbers (of folders:
-            sorted by name); by default the names in the data.
+            sorted by name), or in any order with those of the data among them; by default the names in the data.
         templates: text file with prompt templates, one on a line, {} for the class; by default a set of eight.
         batch_size: items encoded at once.
     """

@@ -43,7 +43,8 @@ class PairDataset:
         PairDataset(["a query", "another"], ["its document", "the other's"])
 
     Usable as it is with items in memory; every reader of this package is a subclass whose items lie in files.
-    A collection may hold items that no pair names: they are still candidates of the global loss.
+    A collection may hold items that no pair names: `NegativeCache`, `FrozenCorpus` and chains with `proposals` of a
+    number draw them as negatives, the other objectives only if they are mined.
 
     Args:
         left_items: raw left items by left id, (num_left,).

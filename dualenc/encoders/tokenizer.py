@@ -67,7 +67,7 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Train a lower-casing tokenizer by byte-level BPE (Sennrich et al. 2016, arXiv 1508.07909; Radford et al. 2019).
 
-    A word has the same tokens behind a space and behind a dot, and no text has unknown tokens.
+    A word has the same tokens behind a space and behind a dot, accents stay, and no text has unknown tokens.
 
     Args:
         texts: read once; equal texts in equal order give an equal tokenizer.

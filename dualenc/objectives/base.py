@@ -63,7 +63,8 @@ class Objective(nn.Module):
         out.loss.backward()
 
     Args:
-        num_left: size of the left id space; needed by objectives that keep state per item.
+        num_left: size of the left id space; needed by objectives that keep state per item. Where items are in several
+            pairs, `set_counts` says in how many.
         num_right: size of the right id space (the corpus); defaults to num_left.
         temperature: τ ≥ 0.001 of the softmax over cosine similarities.
         learnable_temperature: learn log τ with the model.
