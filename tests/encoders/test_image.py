@@ -177,7 +177,7 @@ def test_seeding_is_local() -> None:
 @pytest.fixture
 def prepare() -> ImagePrepare:
     crops = v2.Compose([v2.RandomResizedCrop(8), TO_PIXELS])
-    return ImagePrepare(v2.Compose([v2.Resize((8, 8)), TO_PIXELS]), partial(seeded_transform, transform=crops))
+    return ImagePrepare(v2.Compose([v2.Resize((8, 8)), TO_PIXELS]), partial(seeded_transform, transform=crops), {})
 
 
 def test_views_do_not_depend_on_company_or_worker(prepare: ImagePrepare, images: list[Image.Image]) -> None:
