@@ -193,7 +193,7 @@ def main(run: str, data: str, *, pairs: int = 500, temperature: float = 0.07, sp
     model = load_model(str(folder / "model"), device="cpu").eval()
     is_image = model.kind == "image"
     items = open_corpus(data, modality="image", split=split) if is_image else open_pairs(data, split=split)
-    chosen = PairSet(items, random_rows(len(items), pairs))
+    chosen = PairSet(items, random_rows(len(items), pairs, seed=0))
     rows = []
     for step, checkpoint in Checkpoints(folder / "checkpoints").finished():
         state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)

@@ -36,7 +36,7 @@ def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, sev
     from dualenc.types import Inputs
 
     corpus = open_corpus(data, modality="image", split=default_split(data, "test"))
-    source = GeneratedCorruptions(CleanImages(corpus.take(random_rows(len(corpus), images)).items), ALL)
+    source = GeneratedCorruptions(CleanImages(corpus.take(random_rows(len(corpus), images, seed=0)).items), ALL)
     prepare = SimCLRPrepare(ImageEncoder(image_size=size).left.prepare)
     versions = ImageVersions(source, [(name, severity) for name in ALL], prepare, views=2)
     projection = np.random.default_rng(0).normal(size=(3 * size * size, 64)).astype(np.float32)

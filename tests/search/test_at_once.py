@@ -153,7 +153,7 @@ def test_an_output_that_another_writer_holds_is_refused(
         "push": ("push", tmp_path / "emb", tmp_path / "store"),
         "mine": ("mine", made / "model", tmp_path / "pairs.csv"),
     }
-    target = tmp_path / "out"
+    target = tmp_path / ("out.jsonl" if command == "mine" else "out")
     with ThreadPoolExecutor(1) as other, locked(target):
         message = other.submit(failure, capsys, *words[command], "--out", target).result()
     assert message.startswith(f"another dualenc process is writing {target}; wait for it or choose another ")
