@@ -100,7 +100,8 @@ class BestModel:
     @property
     def _measure_of(self) -> list[Any]:
         """What the numbers are of: the class, the data and the metric of the evaluator."""
-        return [type(self.evaluator).__name__, self.primary, *getattr(self.evaluator, "data", ())]
+        data = self.evaluator.data if isinstance(self.evaluator, Evaluator) else ()
+        return [type(self.evaluator).__name__, self.primary, *data]
 
     def state_dict(self) -> dict[str, Any]:
         """What later decisions depend on."""

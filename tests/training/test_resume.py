@@ -11,6 +11,7 @@ from dualenc.data import Mixture
 from dualenc.errors import DualencError
 from dualenc.objectives import ISIR, GlobalCache, SogCLR
 from dualenc.training import checkpoint
+from dualenc.training.evaluators import Evaluator
 from dualenc.training.log import read_metrics
 from tests.training.fakes import (
     TinyEncoder,
@@ -174,21 +175,22 @@ def test_other_evaluations_are_no_other_run(tmp_path, unbroken):
     assert same(weights(tmp_path), weights(unbroken))
 
 
-class RenamedEvaluator(FixedEvaluator):
-    """One whose metric has another name."""
+class OnCollection(FixedEvaluator, Evaluator):
+    """One that says what its numbers are of."""
+
+    def __init__(self, *scores, primary="score", data="large"):
+        super().__init__(*scores, primary=primary)
+        self.data = (data, "dev")
 
     def __call__(self, model):
-        return {"other": super().__call__(model)["score"]}
+        return {self.primary: super().__call__(model)["score"]}
 
 
-@pytest.mark.parametrize("is_renamed", [True, False])
-def test_the_best_of_another_evaluator_is_found_anew(tmp_path, is_renamed):
-    train(tmp_path, evaluator=FixedEvaluator(0, 9, 8), evaluate_every=3, patience=1)
-    other = RenamedEvaluator(2, 1, primary="other") if is_renamed else FixedEvaluator(2, 1)
-    if not is_renamed:
-        other.data = ("a smaller collection", "dev")
-    rest = train(tmp_path, evaluator=other, evaluate_every=3, resume=True, patience=3)
-    assert rest.metrics == {"other" if is_renamed else "score": 2}
+@pytest.mark.parametrize("change", [{"primary": "other"}, {"data": "small"}])
+def test_the_best_of_another_evaluator_is_found_anew(tmp_path, change):
+    train(tmp_path, evaluator=OnCollection(0, 9, 8), evaluate_every=3, patience=1)
+    rest = train(tmp_path, evaluator=OnCollection(2, 1, **change), evaluate_every=3, resume=True, patience=3)
+    assert rest.metrics == {change.get("primary", "score"): 2}
 
 
 @pytest.mark.parametrize(
