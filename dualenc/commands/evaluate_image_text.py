@@ -12,7 +12,7 @@ from dualenc.data import open_pairs
 from dualenc.data.corpus import corpora
 from dualenc.data.detect import default_split
 from dualenc.errors import DualencError
-from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions
+from dualenc.evaluation.image_text import both_ways_recall, match_captions, ranks_of_pairs
 from dualenc.evaluation.metrics import recall_at
 from dualenc.evaluation.report import Table
 
@@ -42,12 +42,9 @@ def evaluate_image_text(
     image_ids = [int(name) for name in images.ids]
     text_ids = [int(name) for name in texts.ids]
     matched = match_captions(pairs.left_id, pairs.right_id, image_ids, text_ids)
-    image_vectors = np.asarray(images.vectors, np.float32)[matched.image_rows]
-    text_vectors = np.asarray(texts.vectors, np.float32)[matched.text_rows]
-    ranks = both_ways_ranks(image_vectors, text_vectors, matched.captions)
+    image_vectors = np.asarray(images.vectors, np.float32)
+    ranks = ranks_of_pairs(image_vectors, np.asarray(texts.vectors, np.float32), matched)
     if distributed.is_main():
-        # Every caption is a query, as in the literature, also where several images have the same one.
-        ranks["text_to_image"] = ranks["text_to_image"][matched.text_of_pair]
         rows: list[dict[str, object]] = []
         for direction, own in ranks.items():
             name = direction.replace("_", " ")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.labelled_images import align_labels, open_images, require_labels
+from dualenc.commands.labelled_images import align_labels, are_numbers, open_images, require_labels
 from dualenc.commands.output import Evaluation, short_name
 from dualenc.data import Corpus
 from dualenc.data.detect import default_split
@@ -79,7 +79,7 @@ def _class_names(
     """Readable names of all classes, from a file or from the data, and the labels (N,) in their numbers."""
     recorded = [readable_class(name) for name in own or ()]
     names = recorded if file is None else [readable_class(line) for _, line in read_lines(file)]
-    if not names or all(name.isdecimal() for name in names):
+    if are_numbers(names):
         raise DualencError(
             f"{data}: the classes have no names; give them with --class_names FILE, one on each line"
         )
@@ -89,7 +89,7 @@ def _class_names(
     if len(set(names)) == len(names) and set(recorded) <= set(names):
         # A file may list the classes of the data in another order, and others among them.
         return names, align_labels(labels, recorded, names, data)
-    if len(recorded) != len(names) and not all(name.isdecimal() for name in recorded):
+    if len(recorded) != len(names) and not are_numbers(recorded):
         problem = f"{len(names)} class names for {len(recorded)} classes, which it does not list by name"
         raise DualencError(f"{file}: {problem}; name each class of the data, or use its names")
     return names, labels

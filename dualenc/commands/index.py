@@ -77,6 +77,7 @@ def index(
     # Opened before the work: data that cannot be reached leaves no index without its texts.
     corpus = _open_texts(source, data, items) if needs_texts else None
     folder = Path(source)
+    grown = Index.open(out) if append else None
     with ExitStack() as lock:
         if data is not None:
             start_processes(device)
@@ -86,19 +87,17 @@ def index(
             target = Path(os.path.abspath(out))
             folder = target.with_name(f".{target.name}.embeddings")
             options = EmbedOptions(batch_size=batch_size, dim=build.dim)
-            if append:
-                grown = Index.open(out)
+            if grown is not None:
                 options = replace(options, dim=build.dim or grown.dim)
-                items = replace(
-                    items, columns=list(dict.fromkeys([*_column_names(grown), *(items.columns or ())]))
-                )
+                columns = dict.fromkeys([*_column_names(grown), *(items.columns or ())])
+                items = replace(items, columns=list(columns))
             work = open_work(source, data, side, items, options, device)
             # Nobody else writes this folder: what other embeddings are in it were left by a failed build.
             describe(embed_into(folder, work.tower, work.corpus, side=work.side, **work.settings), folder)
         if not distributed.is_main():
             return None
-        if append:
-            _append(folder, out, build.dim, corpus)
+        if grown is not None:
+            _append(folder, grown, out, build.dim, corpus)
         else:
             _build(folder, out, build, corpus)
             if corpus is not None:
@@ -144,11 +143,11 @@ def _column_names(source: Embeddings | Index) -> list[str]:
     return [] if source.columns is None else source.columns.column_names
 
 
-def _append(folder: Path, out: str, dim: int | None, corpus: Corpus | None) -> None:
-    from dualenc.search import Embeddings, Index, change
+def _append(folder: Path, grown: Index, out: str, dim: int | None, corpus: Corpus | None) -> None:
+    from dualenc.search import Embeddings, change
 
     added = _first(Embeddings.open(folder, verify=True), dim)
-    missing = ",".join(sorted(set(_column_names(Index.open(out))) - set(_column_names(added))))
+    missing = ",".join(sorted(set(_column_names(grown)) - set(_column_names(added))))
     if missing:
         problem = f"has no column {missing}, which the index filters by; embed with --columns {missing}"
         raise DualencError(f"{folder}: {problem}")

@@ -67,8 +67,7 @@ def align_labels(
     source has no names but numbers the numbers stay. A class that occurs and is not among the others is an error about
     `what`.
     """
-    is_unnamed = any(all(name.isdecimal() for name in own or ()) for own in (names, onto))
-    if names is None or onto is None or is_unnamed or list(names) == list(onto):
+    if names is None or onto is None or are_numbers(names) or are_numbers(onto) or list(names) == list(onto):
         return labels
     numbers: dict[str, int] = {}
     # The first of several names with the same first word counts, and a whole name before any first word.
@@ -82,6 +81,11 @@ def align_labels(
             raise DualencError(f"{what}: class {names[number]} is not among {among}")
         mapped[labels == number] = numbers[names[number]]
     return mapped
+
+
+def are_numbers(names: Sequence[str]) -> bool:
+    """Whether the classes, if there are any, have numbers for names."""
+    return all(name.isdecimal() for name in names)
 
 
 def open_image_tower(evaluation: Evaluation) -> Tower:

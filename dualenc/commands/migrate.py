@@ -48,12 +48,11 @@ def migrate(
         raise DualencError("dualenc migrate needs a model; name it: dualenc migrate INDEX NEW_MODEL")
     from dualenc.commands.migrate_index import migrate_index
     from dualenc.files import locked
-    from dualenc.search.migrate import is_replaced, roll_back, work_folder
+    from dualenc.search.migrate import roll_back, work_folder
 
     with locked(work_folder(index), wait=False, option="INDEX"):
         if rollback or new_model is None:
-            done = "the old index is back" if is_replaced(index) else "the report is gone, the index as it was"
-            roll_back(index)
+            done = "the old index is back" if roll_back(index) else "the report is gone, the index as it was"
             print(printable(f"{done} → {index}"))
         else:
             migrate_index(

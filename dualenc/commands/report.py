@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +90,8 @@ def _ends(run: RunRecords) -> list[Row]:
         if name.startswith(EVALUATION):
             steps, values = run.curve(name)
             row: Row = {"run": run.name, "metric": name.removeprefix(EVALUATION), "first": values[0]}
-            trained = [(value, -step) for step, value in zip(steps, values) if step > 0]
-            best, negative_step = max(trained, default=(values[0], 0))
-            rows.append(row | {"best": best, "at step": int(-negative_step), "last": values[-1]})
+            points = list(zip(steps, values))
+            trained = [point for point in points if point[0] > 0]
+            step, best = max(trained or points, key=itemgetter(1))
+            rows.append(row | {"best": best, "at step": int(step), "last": values[-1]})
     return rows

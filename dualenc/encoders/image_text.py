@@ -391,8 +391,9 @@ def _check_image_size(visual: Any, vision: dict[str, Any], where: str) -> None:
 
     name = vision.get("timm_model_name")
     known = get_pretrained_cfg(name, allow_unregistered=True) if name else None
-    takes_any = not getattr(getattr(getattr(visual, "trunk", None), "patch_embed", None), "strict_img_size", True)
-    if known is None or takes_any or not known.fixed_input_size:
+    if known is None or not known.fixed_input_size:
+        return
+    if not getattr(getattr(visual.trunk, "patch_embed", None), "strict_img_size", True):
         return
     native = known.input_size[-1]
     if vision.get("image_size", native) not in (native, (native, native), [native, native]):

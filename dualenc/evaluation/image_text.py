@@ -73,6 +73,13 @@ def both_ways_ranks(images: Vectors, texts: Vectors, captions: Sequence[Iterable
     }
 
 
+def ranks_of_pairs(images: Vectors, texts: Vectors, matched: Matched) -> dict[str, Integers]:
+    """`both_ways_ranks` of matched embeddings; every caption is a query, as in the literature, also where several
+    images have the same one: "text_to_image" is of the M pairs."""
+    ranks = both_ways_ranks(images[matched.image_rows], texts[matched.text_rows], matched.captions)
+    return ranks | {"text_to_image": ranks["text_to_image"][matched.text_of_pair]}
+
+
 def both_ways_recall(ranks: dict[str, Integers], cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:
     """Recall@k of both directions, such as "image_to_text_recall@1", and their mean "mean_recall".
 

@@ -67,21 +67,22 @@ class ObjectiveStateMixin:
         objective = self.find_objective().to(self.args.device)  # type: ignore[attr-defined]
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         own = {id(parameter): parameter for parameter in _trainable(objective)}
-        missing = dict(own)
+        listed = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        missing = [parameter for key, parameter in own.items() if key not in listed]
         if self.lr_scheduler is not None:  # type: ignore[attr-defined]
             # It has a rate for each of the groups that there are.
-            if own.keys() - {id(each) for group in optimizer.param_groups for each in group["params"]}:
+            if missing:
                 problem = "a scheduler of your own needs an optimizer that trains the learnable τ, too"
                 raise DualencError(f"{problem}; give that also objective.parameters()")
             return optimizer
         for group in list(optimizer.param_groups):
-            listed = [missing.pop(id(each)) for each in group["params"] if id(each) in missing]
+            decayed = [each for each in group["params"] if id(each) in own and group.get("weight_decay")]
             # sentence-transformers lists those of its loss already; but weight decay would draw log τ to 0.
-            if listed and group.get("weight_decay"):
+            if decayed:
                 group["params"] = [each for each in group["params"] if id(each) not in own]
-                optimizer.add_param_group({**group, "params": listed, "weight_decay": 0.0})
+                optimizer.add_param_group({**group, "params": decayed, "weight_decay": 0.0})
         if missing:
-            optimizer.add_param_group({"params": list(missing.values()), "weight_decay": 0.0})
+            optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
         return optimizer
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

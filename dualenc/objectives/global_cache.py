@@ -205,14 +205,13 @@ def mean_shares(
         log_strides: (X, 1) log of how many items each of the pool stands for.
     """
     sees = log_sum.isfinite()
+    log_sum = log_sum.where(sees, torch.inf)[..., None]
     total = queries.new_zeros(items.shape)
     # Whole (X, A, n) matrices would grow with the square of the batch.
     size = max(1, BLOCK_ENTRIES // max(1, items.numel()))
     for start in range(0, queries.shape[1], size):
         block = slice(start, start + size)
-        log_shares = (
-            queries[:, block] @ remembered.mT - log_sum.where(sees, torch.inf)[:, block, None]
-        )  # (X, a, n)
+        log_shares = queries[:, block] @ remembered.mT - log_sum[:, block]  # (X, a, n)
         outside = log_shares - softplus(log_shares + log_strides[..., None])
         shares = torch.where(in_pool[:, None], log_shares, outside).exp().clamp(max=1.0)
         total += shares.masked_fill(is_listed(items, hidden[:, block]), 0.0).sum(dim=1)

@@ -217,15 +217,21 @@ def is_replaced(folder: str | os.PathLike[str]) -> bool:
     return "mapped" in Index.open(folder).meta
 
 
-def roll_back(folder: str | os.PathLike[str]) -> None:
-    """Put the old index back, and remove the work folder; an error if no migration is under way."""
+def roll_back(folder: str | os.PathLike[str]) -> bool:
+    """Put the old index back, and remove the work folder; whether it was replaced.
+
+    Raises:
+        DualencError: no migration is under way.
+    """
     if not is_started(folder):
         remedy = "a finished one has no old index; build it again"
         raise DualencError(f"{folder}: no migration is under way; {remedy}")
-    if is_replaced(folder):
+    replaced = is_replaced(folder)
+    if replaced:
         old = work_folder(folder) / "old"
         _replace(Path(os.path.realpath(folder)), old, Index.open(old).meta)
     remove_work(folder)
+    return replaced
 
 
 def embedded_at(share: float, count: int) -> int:

@@ -25,7 +25,7 @@ from dualenc.data.table_pairs import ImageViews
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions
+from dualenc.evaluation.image_text import both_ways_recall, match_captions, ranks_of_pairs
 from dualenc.evaluation.retrieval import HEADLINES, Result, report_self_matches, retrieve
 from dualenc.search.embed import embed
 from dualenc.types import Modality, Side
@@ -153,11 +153,7 @@ class ImageTextEvaluator(Evaluator):
         texts = self.embed(model, "right", self.texts, "their captions")
         image_rows, text_rows = rows_of(self.images.ids, images.ids), rows_of(self.texts.ids, texts.ids)
         found = self._match(image_rows.tolist(), text_rows.tolist())
-        kept = images.vectors[found.image_rows], texts.vectors[found.text_rows]
-        ranks = both_ways_ranks(*kept, found.captions)
-        # Every caption is a query, as in `dualenc evaluate image-text`.
-        ranks["text_to_image"] = ranks["text_to_image"][found.text_of_pair]
-        return both_ways_recall(ranks)
+        return both_ways_recall(ranks_of_pairs(images.vectors, texts.vectors, found))
 
 
 class KNNEvaluator(Evaluator):

@@ -65,7 +65,7 @@ class Loop:
         # Mining sets the copy's negatives: the caller's pairs stay as they are.
         self.pairs = copy.copy(pairs)
         if not objective.takes_mined:
-            self.pairs.negatives = None  # nothing is read and encoded for nobody
+            self.pairs.negatives = None  # else they would be read and encoded
         self.objective = objective
         self.device = torch.device(accelerator.device.type, accelerator.device.index)
         self.output = Path(settings.output)
