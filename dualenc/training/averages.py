@@ -23,10 +23,7 @@ class AveragedWeights:
         self.decay = decay
         self.warm_up = warm_up
         self.steps = 0
-        weights = model.named_parameters(remove_duplicate=False)
-        frozen = {name for name, weight in weights if not weight.requires_grad}
-        state = model.state_dict()
-        self.average = {name: state[name].detach().clone() for name in state if name not in frozen}
+        self.average = {name: tensor.detach().clone() for name, tensor in trained_state(model).items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -65,6 +62,13 @@ class AveragedWeights:
         self.steps = state["steps"]
         for name, tensor in state["average"].items():
             self.average[name].copy_(tensor)
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model without its frozen weights."""
+    weights = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, weight in weights if not weight.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 @torch.no_grad()

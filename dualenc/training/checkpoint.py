@@ -56,14 +56,14 @@ def fingerprint(
 ) -> dict[str, Any]:
     """A flat dict of plain values that describes a run, for `Checkpoints`: what its result depends on.
 
-    Model and objective by their classes and the names and shapes of their weights, the objective by its settings too;
-    the data by class, sizes and contents, so that changed data of equal size is noticed.
+    Model and objective by their classes, the names and shapes of their weights, and the values of frozen ones, which
+    checkpoints leave out; the objective by its settings too; the data by class, sizes and contents.
     """
     # Through JSON, as meta.json gives it back: tuples become lists, paths texts.
     described = flatten(json.loads(json.dumps(settings, default=str)))
     for name, module in (("model", model), ("objective", objective)):
-        shapes = [(key, list(parameter.shape)) for key, parameter in module.named_parameters()]
-        digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
+        weights = [(key, list(weight.shape), _frozen_sum(weight)) for key, weight in module.named_parameters()]
+        digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
         described[name] = f"{type(module).__name__} with weights {digest}"
     for path, module in objective.named_modules(prefix="objective"):
         if isinstance(module, Objective):
@@ -75,6 +75,13 @@ def fingerprint(
     described |= flatten(contents, "data.")
     described["batching"] = type(batching).__name__
     return described
+
+
+def _frozen_sum(weight: nn.Parameter) -> int | None:
+    """The sum of a frozen weight's bytes, the same on every device; None of one that trains."""
+    if weight.requires_grad:
+        return None
+    return int(weight.detach().flatten().view(torch.uint8).sum(dtype=torch.int64))
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

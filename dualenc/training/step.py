@@ -13,7 +13,7 @@ from dualenc import distributed
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import DualEncoder
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.training.averages import AveragedWeights
+from dualenc.training.averages import AveragedWeights, trained_state
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.items import ItemEncoder
 from dualenc.training.loader import Batch
@@ -140,16 +140,19 @@ class TrainStep:
         return norm
 
     def _stateful(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        parts = {"optimizer": self.optimizer, "schedule": self.schedule}
         if self.scaler is not None:
             parts["scaler"] = self.scaler
         return {**parts, **self.averages}
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer, schedule and averages; all ranks call it together."""
-        return {name: part.state_dict() for name, part in self._stateful().items()}
+        """Weights but frozen ones, optimizer, schedule and averages; all ranks call it together."""
+        state = {name: part.state_dict() for name, part in self._stateful().items()}
+        return state | {"model": trained_state(self.model)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`, whatever the number of processes was then."""
+        # Frozen weights are those that the model has; the fingerprint of a run compares them.
+        self.model.load_state_dict(state["model"], strict=False)
         for name, part in self._stateful().items():
             part.load_state_dict(state[name])

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from dualenc.batching import SpectralBatches
 from dualenc.data import Mixture
@@ -166,6 +167,18 @@ def test_a_checkpoint_of_another_run_is_refused_in_one_line(unbroken, changes, m
     with pytest.raises(DualencError, match=message) as raised:
         train(unbroken, resume=True, **changes)
     assert "\n" not in str(raised.value)
+
+
+def test_frozen_weights_are_not_in_checkpoints_and_others_are_refused(tmp_path):
+    model = TinyEncoder()
+    train(tmp_path, model=model, freeze=("left.*",), max_steps=5)
+    saved = torch.load(tmp_path / "checkpoints/step-00000005/state.pt", weights_only=True)["model"]
+    assert set(saved) == {name for name in model.state_dict() if not name.startswith("left.")}
+    other = TinyEncoder()
+    with torch.no_grad():
+        next(other.left.parameters()).neg_()
+    with pytest.raises(DualencError, match="model was .* and is now"):
+        train(tmp_path, model=other, freeze=("left.*",), max_steps=5, resume=True)
 
 
 def test_other_evaluations_are_no_other_run(tmp_path, unbroken):
