@@ -177,7 +177,7 @@ def test_frozen_weights_are_not_in_checkpoints_and_others_are_refused(tmp_path):
     other = TinyEncoder()
     with torch.no_grad():
         next(other.left.parameters()).neg_()
-    with pytest.raises(DualencError, match="model was .* and is now"):
+    with pytest.raises(DualencError, match=r"model was .* and is now"):
         train(tmp_path, model=other, freeze=("left.*",), max_steps=5, resume=True)
 
 
