@@ -26,9 +26,7 @@ class BelowTarget(DualencError):
 def nearest(word: str, valid: Iterable[str]) -> str:
     """` (did you mean …?)`: the valid word that a wrong one abbreviates or resembles most; empty without one."""
     words = list(valid)
-    abbreviated = [
-        name for name in words if word.lower() == "".join(part[0] for part in re.findall("[a-z]+", name))
-    ]
+    abbreviated = [name for name in words if word.lower() == "".join(part[0] for part in re.findall("[a-z]+", name))]
     close = abbreviated or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 

@@ -190,9 +190,7 @@ def check_file_target(path: StrPath) -> None:
         raise DualencError(f"{path}: is a folder, and a file is written here; name a file in it")
 
 
-def check_folder_target(
-    folder: StrPath, is_ours: Callable[[Path], bool], what: str, is_replaced: bool = False
-) -> None:
+def check_folder_target(folder: StrPath, is_ours: Callable[[Path], bool], what: str, is_replaced: bool = False) -> None:
     """Refuse a file, a folder of another kind, and a mount point that is replaced; arguments as of `atomic_folder`."""
     folder = Path(folder)
     if is_replaced and os.path.ismount(os.path.realpath(folder)):

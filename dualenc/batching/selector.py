@@ -86,9 +86,7 @@ class BatchSelector(ABC):
         finite = np.isfinite(rows).all(axis=1)
         if not finite.all():
             row = int(finite.argmin())
-            raise DualencError(
-                f"{side} embeddings hold a NaN or an infinity in row {row}; has the training diverged?"
-            )
+            raise DualencError(f"{side} embeddings hold a NaN or an infinity in row {row}; has the training diverged?")
         return rows
 
 

@@ -272,9 +272,7 @@ def _next_command(index: str, folder: Path) -> str:
     """How to use the model: search an index or an engine, or evaluate over embeddings."""
     if is_index(index) or is_pushed(index):
         return f'{shlex.join(["dualenc", "search", index, "--model", f"{folder}/model"])} "…"'
-    return shlex.join(
-        ["dualenc", "evaluate", "retrieval", f"{folder}/model", "BEIR-FOLDER", "--documents", index]
-    )
+    return shlex.join(["dualenc", "evaluate", "retrieval", f"{folder}/model", "BEIR-FOLDER", "--documents", index])
 
 
 def _advice(task: str, points: Sequence[Interpolated], keep: float) -> str:

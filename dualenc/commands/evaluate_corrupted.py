@@ -180,7 +180,5 @@ def _comparison(classifier: Pipeline, labels: np.ndarray) -> ValueOf:
 def _tested_labels(source: CorruptedImages, class_names: Sequence[str] | None) -> np.ndarray:
     """(N,) labels of the images to test, in the class numbers of the training images."""
     if source.labels is None:
-        raise DualencError(
-            "the images to test have no labels, which the robustness table needs; give a label column"
-        )
+        raise DualencError("the images to test have no labels, which the robustness table needs; give a label column")
     return align_labels(source.labels, source.class_names, class_names, "the images to test")

@@ -73,9 +73,7 @@ def evaluate_retrieval(
         if indexed is not None:
             check_encoder(encoder, indexed.meta, indexed.dim, str(options.documents))
         elif isinstance(encoder, IndexEncoder):
-            raise DualencError(
-                f"{model}: encodes queries for the vectors of an index; name it by --documents INDEX"
-            )
+            raise DualencError(f"{model}: encodes queries for the vectors of an index; name it by --documents INDEX")
         needs_texts = options.bm25 or ranking.hybrid is not None
         collections = _open_collections(data, options, columns, needs_texts, indexed)
     results: list[Result] = []

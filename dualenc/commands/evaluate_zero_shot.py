@@ -80,9 +80,7 @@ def _class_names(
     recorded = [readable_class(name) for name in own or ()]
     names = recorded if file is None else [readable_class(line) for _, line in read_lines(file)]
     if are_numbers(names):
-        raise DualencError(
-            f"{data}: the classes have no names; give them with --class_names FILE, one on each line"
-        )
+        raise DualencError(f"{data}: the classes have no names; give them with --class_names FILE, one on each line")
     if labels.max(initial=-1) >= len(names):
         problem = f"{len(names)} class names, but there is a label {labels.max()}"
         raise DualencError(f"{file or data}: {problem}; name every class")

@@ -134,9 +134,7 @@ def _check_build(source: str, data: str | None, out: str, build: BuildOptions, a
     if append and not is_index(out):
         raise DualencError(f"{out}: holds no index to append to; leave out --append to build one")
     if data is None and not is_embeddings(source):
-        raise DualencError(
-            f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA"
-        )
+        raise DualencError(f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA")
 
 
 def _column_names(source: Embeddings | Index) -> list[str]:
@@ -185,9 +183,7 @@ def _describe(built: Index, out: str) -> None:
         return
     print(f"recall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)")
     if meta["recall_at_10"] < meta.get("target_recall", 0) - RECALL_TOLERANCE:
-        print(
-            f"this misses the target of {meta['target_recall']:g}; give a --factory of finer codes or Refine(SQfp16)"
-        )
+        print(f"this misses the target of {meta['target_recall']:g}; give a --factory of finer codes or Refine(SQfp16)")
     times = ", ".join(f"{name} {value:.2f} ms" for name, value in meta["latency_ms"].items())
     print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
 
@@ -198,9 +194,7 @@ def _check_texts_of(index: str, *, bm25: bool, texts: bool) -> bool:
     from dualenc.search.texts import has_texts
 
     if (bm25 and not has_lexical(index)) or (texts and not has_texts(index)):
-        raise DualencError(
-            f"{index}: has no BM25 or no texts to append to; run dualenc index {index} --bm25 --texts"
-        )
+        raise DualencError(f"{index}: has no BM25 or no texts to append to; run dualenc index {index} --bm25 --texts")
     return has_lexical(index) or has_texts(index)
 
 

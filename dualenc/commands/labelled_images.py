@@ -41,9 +41,7 @@ def open_images(
 def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> np.ndarray:
     """The (N,) labels of a corpus that `open_images` opened; for training two classes or more."""
     if corpus.labels is None:
-        raise DualencError(
-            f"{what}: there are no labels; name their column with --label-column, or use class folders"
-        )
+        raise DualencError(f"{what}: there are no labels; name their column with --label-column, or use class folders")
     if for_training and len(np.unique(corpus.labels)) < 2:
         raise DualencError(f"{what}: all images are of one class; a probe needs two or more")
     return corpus.labels
@@ -58,9 +56,7 @@ def labelled_features(
     return np.asarray(embedded.vectors, np.float32), labels[rows_of(corpus.ids, embedded.ids)]
 
 
-def align_labels(
-    labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str
-) -> np.ndarray:
+def align_labels(labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str) -> np.ndarray:
     """Class numbers (N,) of one source in the numbering of another, by the names of the classes.
 
     A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537 goldfish"). Where one

@@ -79,9 +79,7 @@ class Evaluation:
         self.check_weights(encoder.left, encoder.right)
         return encoder
 
-    def embed(
-        self, folder: StrPath, encoder: DualEncoder, side: Side, corpus: Corpus, batch_size: int
-    ) -> Embeddings:
+    def embed(self, folder: StrPath, encoder: DualEncoder, side: Side, corpus: Corpus, batch_size: int) -> Embeddings:
         """Embed into a folder below the output, or reuse what is there: `embed_into`."""
         settings: dict[str, Any] = {"side": side, "notes": {"model": self.model}, "batch_size": batch_size}
         return embed_into(self.folder / folder, encoder.tower(side), corpus, **settings)
@@ -176,9 +174,7 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
     return encoder
 
 
-def embed_into(
-    folder: Path, tower: Tower, corpus: Corpus, *, side: Side | None = None, **options: Any
-) -> Embeddings:
+def embed_into(folder: Path, tower: Tower, corpus: Corpus, *, side: Side | None = None, **options: Any) -> Embeddings:
     """Embed into a folder below an output; embeddings of another model, other data or another `dim` are replaced.
 
     Finished shards stay where the checksums of weights and items are the same. The side is recorded with the

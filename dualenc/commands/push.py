@@ -80,9 +80,7 @@ def push(
     check_writable(folder)
     opened = Embeddings.open(embeddings)
     with locked(folder, wait=False):
-        engine, sent = push_embeddings(
-            opened, target, name, metric=metric, index=index, replace=replace, progress=True
-        )
+        engine, sent = push_embeddings(opened, target, name, metric=metric, index=index, replace=replace, progress=True)
         engine.meta["embeddings"] = str(source)
         earlier = read_pushed(folder) if is_pushed(folder) else {}
         identity = ("fingerprint", "index", "target", "collection")

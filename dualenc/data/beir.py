@@ -138,9 +138,7 @@ def read_beir(
 def _qrels_file(folder: Path, split: str) -> Path:
     """The qrels file of a split; a `DualencError` if there is none."""
     if not folder.is_dir():
-        raise DualencError(
-            f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/"
-        )
+        raise DualencError(f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/")
     splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
     if not splits:
         raise DualencError(f"{folder}: no split {split!r}; there is no qrels/*.tsv at all")

@@ -149,9 +149,7 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
     return DocumentSplit(pairs.take(np.flatnonzero(is_trained), positives_of=pairs), *parts)
 
 
-def _draw_documents(
-    order: list[int], documents: Ragged, num_pairs: np.ndarray, budget: float, most: int
-) -> list[int]:
+def _draw_documents(order: list[int], documents: Ragged, num_pairs: np.ndarray, budget: float, most: int) -> list[int]:
     """The documents of queries that are drawn until these documents have about `budget` pairs."""
     drawn: set[int] = set()
     num_queries = 0

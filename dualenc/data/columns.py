@@ -49,9 +49,7 @@ class Column:
     default records, contents and names of image files are images, all else is text.
     """
 
-    def __init__(
-        self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False
-    ) -> None:
+    def __init__(self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False) -> None:
         self.source = table.source
         self.dataset = table.dataset
         self.name = name
@@ -64,9 +62,7 @@ class Column:
         self.holds_strings = _is(self.array.type, *_STRINGS)
         self.modality: Modality = modality or self._guess_modality()
         if not self._fits():
-            raise DualencError(
-                f"{table.source}: column {name!r} holds {kind}, no {self.modality}; name another column"
-            )
+            raise DualencError(f"{table.source}: column {name!r} holds {kind}, no {self.modality}; name another column")
 
     def _fits(self) -> bool:
         """Whether values of this type can be of this modality."""

@@ -67,9 +67,7 @@ class Corpus:
         self.class_names = None if class_names is None else list(class_names)
         self.columns = columns
         if len(self.ids) != len(self.items):
-            raise DualencError(
-                f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each"
-            )
+            raise DualencError(f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each")
         if len(set(self.ids)) != len(self.ids):
             name, count = Counter(self.ids).most_common(1)[0]
             raise DualencError(f"ids: {name!r} is a duplicate ({count} times); ids must differ")

@@ -20,9 +20,7 @@ glob. folder: of tables. hub: a name on the hub, or a retrieval collection in a 
 ONLY_SPLIT = "train"
 """What `datasets` calls the rows of a source without splits."""
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
-CAPTION_FILES = [
-    f"{stem}{suffix}" for stem in ("metadata", "captions") for suffix in TABLE_FORMATS if suffix != ".txt"
-]
+CAPTION_FILES = [f"{stem}{suffix}" for stem in ("metadata", "captions") for suffix in TABLE_FORMATS if suffix != ".txt"]
 """Tables of captions among images."""
 
 _CARD_BYTES = 1 << 20  # of a README.md that is looked at

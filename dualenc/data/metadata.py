@@ -46,9 +46,7 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
     columns: dict[str, pa.ChunkedArray] = {}
     for name in names:
         values = table.column(name).combine_chunks().take(pa.array(rows))
-        with explain(
-            f"{table.source}: column {name!r} holds {values.type}, which cannot be kept", "leave it out"
-        ):
+        with explain(f"{table.source}: column {name!r} holds {values.type}, which cannot be kept", "leave it out"):
             columns[name] = _plain_values(values, from_lines=table.has(LINE))
     return pa.table(columns)
 

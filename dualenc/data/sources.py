@@ -81,9 +81,7 @@ def open_corpus(
     elif kind == "beir" or is_collection(path):
         corpus = read_corpus(path, part, columns=columns, bad_rows=bad_rows)
     elif kind == "vectors" or modality == "vector" or vector_column is not None:
-        corpus = open_vectors(
-            path, vector_column, id_column=id_column, split=split, columns=columns, bad_rows=bad_rows
-        )
+        corpus = open_vectors(path, vector_column, id_column=id_column, split=split, columns=columns, bad_rows=bad_rows)
     else:
         source = TableSource(path, bad_rows, split=split, quotes=quotes, allow_outside=allow_outside)
         main, modality = _main_column(source, part, modality, text_column, image_column)

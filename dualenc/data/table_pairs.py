@@ -79,9 +79,7 @@ class ColumnPairs(PairDataset):
             self._add_negatives(table, negatives.take(rows), right_number, rows)
         self.skipped = table.bad_rows.report()
 
-    def _add_negatives(
-        self, table: DataTable, positions: Ragged, right_number: np.ndarray, rows: np.ndarray
-    ) -> None:
+    def _add_negatives(self, table: DataTable, positions: Ragged, right_number: np.ndarray, rows: np.ndarray) -> None:
         """Give each pair the negatives of its row, apart from those that are positives of its left item.
 
         A row with several positives makes several pairs, each with all negatives of the row.
@@ -408,9 +406,7 @@ class ImageViews(PairDataset):
 
     views = True
 
-    def __init__(
-        self, images: Items, labels: np.ndarray | None = None, class_names: list[str] | None = None
-    ) -> None:
+    def __init__(self, images: Items, labels: np.ndarray | None = None, class_names: list[str] | None = None) -> None:
         super().__init__(images, images, left_modality="image", right_modality="image")
         self.labels = labels
         self.class_names = class_names
@@ -449,9 +445,7 @@ class TableViews(ImageViews):
         on_error: OnError = "skip",
     ) -> None:
         bad_rows = BadRows(path, on_error)
-        source = TableSource(
-            path, bad_rows, split=split, subset=subset, quotes=quotes, allow_outside=allow_outside
-        )
+        source = TableSource(path, bad_rows, split=split, subset=subset, quotes=quotes, allow_outside=allow_outside)
         optional = () if label_column else ("label",)
         label_column = label_column or "label"
         corpus = table_corpus(source, image_column, "image", optional=optional, label_column=label_column)

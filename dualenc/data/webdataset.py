@@ -187,9 +187,7 @@ def _members(tar: Path) -> Iterator[tarfile.TarInfo]:
             yield member
 
 
-def _add_member(
-    member: tarfile.TarInfo, position: str, samples: dict[str, dict[str, Any]], bad_rows: BadRows
-) -> None:
+def _add_member(member: tarfile.TarInfo, position: str, samples: dict[str, dict[str, Any]], bad_rows: BadRows) -> None:
     """Add a file's position to its sample, if it is a file of one."""
     match = _MEMBER.match(member.name)
     if member.isdir() or match is None or member.name.startswith("__"):

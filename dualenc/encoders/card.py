@@ -107,9 +107,7 @@ def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _metrics(metrics: Mapping[Any, Any]) -> str:
     """A table with a row per metric, and a column per name in nested mappings."""
-    nested = {
-        metric: value if isinstance(value, Mapping) else {"value": value} for metric, value in metrics.items()
-    }
+    nested = {metric: value if isinstance(value, Mapping) else {"value": value} for metric, value in metrics.items()}
     columns = list(dict.fromkeys(column for row in nested.values() for column in row))
     rows = []
     for metric, row in nested.items():

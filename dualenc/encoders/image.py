@@ -137,9 +137,7 @@ class ProjectedTower(Tower):
 
     modality = "image"
 
-    def __init__(
-        self, backbone: nn.Module, head: nn.Module, prepare: ImagePrepare, feature_dim: int, dim: int
-    ) -> None:
+    def __init__(self, backbone: nn.Module, head: nn.Module, prepare: ImagePrepare, feature_dim: int, dim: int) -> None:
         super().__init__()
         self.backbone = backbone
         self.projector = head

@@ -233,9 +233,7 @@ def _causal_transformer(clip: nn.Module) -> tuple[str, Any]:
     """Prefix and module that hold positions and causal mask; (.., None) for other kinds of text tower."""
     prefix = "text." if hasattr(clip, "text") else ""
     module = clip.text if hasattr(clip, "text") else clip
-    is_causal = (
-        isinstance(getattr(module, "attn_mask", None), Tensor) and getattr(module, "cls_emb", None) is None
-    )
+    is_causal = isinstance(getattr(module, "attn_mask", None), Tensor) and getattr(module, "cls_emb", None) is None
     return prefix, module if is_causal else None
 
 
@@ -269,9 +267,7 @@ def _check_arguments(name: str | None, pretrained: str | None, config: Any, toke
         raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
     is_file = os.path.isfile(pretrained) and pretrained.endswith(".safetensors")
     if os.path.exists(pretrained) and not is_file:
-        raise DualencError(
-            f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first"
-        )
+        raise DualencError(f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first")
 
 
 def load_clip(
@@ -349,9 +345,7 @@ def _folder_config(folder: Path) -> dict[str, Any]:
         raise DualencError(f"{folder / CONFIG_FILE}: no model_cfg, so no open_clip model; restore the file")
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in read_json_object(settings):
-        raise DualencError(
-            f"{folder}: its tokenizer is code of its own, which is not run; save it with a plain one"
-        )
+        raise DualencError(f"{folder}: its tokenizer is code of its own, which is not run; save it with a plain one")
     return config
 
 
@@ -378,9 +372,7 @@ def check_config(config: dict[str, Any], where: str) -> None:
             )
     if name := text.get("hf_model_name"):
         # open_clip loads it with no word about code; this load before it refuses code.
-        problem = (
-            f"{where}: text_cfg.hf_model_name {name} does not load without code of its own, which is not run"
-        )
+        problem = f"{where}: text_cfg.hf_model_name {name} does not load without code of its own, which is not run"
         with explain(problem, "choose another"):
             AutoConfig.from_pretrained(str(name), trust_remote_code=False)
 

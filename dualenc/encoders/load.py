@@ -68,9 +68,7 @@ def folder_kind(folder: Path) -> Kind:
     if (folder / DUALENC_FILE).is_file():
         kind = read_json_object(folder / DUALENC_FILE).get("kind")
         if kind not in get_args(Kind):
-            raise DualencError(
-                f"{folder / DUALENC_FILE}: unknown kind {kind!r}; was it written by a later version?"
-            )
+            raise DualencError(f"{folder / DUALENC_FILE}: unknown kind {kind!r}; was it written by a later version?")
         return cast(Kind, kind)
     if (folder / "modules.json").is_file():
         return "query-document"

@@ -68,9 +68,7 @@ def check_settings(settings: Any, where: str) -> None:
         raise DualencError(f"{where}: {key} {str(value)[:80]!r} {problem}; leave it out")
 
 
-def _modules(
-    folder: Path, entries: list[tuple[str, str]], allowed: tuple[str, ...]
-) -> Iterator[tuple[str, Path]]:
+def _modules(folder: Path, entries: list[tuple[str, str]], allowed: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
     """Kind and folder of modules, and of those inside Routers; other kinds, and folders elsewhere, are refused."""
     for path, full_name in entries:
         package, _, kind = full_name.rpartition(".")

@@ -95,9 +95,7 @@ def _check_weights(place: Path, classes: dict[str, Any]) -> None:
         raise DualencError(f"{place}: {len(missing)} weights are missing, {missing[0]} first; restore it")
 
 
-def new_model(
-    config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
-) -> SentenceTransformer:
+def new_model(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> SentenceTransformer:
     """A transformer with random weights by a configuration's fields, for the vocabulary of a tokenizer."""
     special_ids = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
     fields = {"vocab_size": len(tokenizer), **special_ids, **copy.deepcopy(config)}

@@ -101,9 +101,7 @@ class VectorEncoder(DualEncoder):
         write_adapters(self.left, right, self.state_dict(), folder)
 
 
-def write_adapters(
-    left: VectorTower, right: VectorTower | None, weights: dict[str, Tensor], folder: Path
-) -> None:
+def write_adapters(left: VectorTower, right: VectorTower | None, weights: dict[str, Tensor], folder: Path) -> None:
     """Write a folder for `VectorEncoder.from_folder`; a right tower of None is the left one."""
     right_config = None if right is None else right.config
     config = {"kind": "vector", "dim": left.dim, "left": left.config, "right": right_config}

@@ -96,9 +96,7 @@ class GeneratedCorruptions(CorruptedImages):
         return Image.fromarray(corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed))
 
 
-def corrupt(
-    image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0
-) -> Pixels:
+def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0) -> Pixels:
     """One corrupted version of an image, (H, W, 3) uint8, both sides at least 32: a pure function of the arguments.
 
     The package `imagecorruptions-imaug` (extra `corruptions`) draws from numpy's global generator, from fresh ones of
@@ -113,9 +111,7 @@ def corrupt(
     function = _function(corruption)
     if min(image.shape[:2]) < MIN_SIDE:
         height, width = image.shape[:2]
-        raise DualencError(
-            f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first"
-        )
+        raise DualencError(f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first")
     own_seed = derive_seed(seed, image_id, corruption, severity, bits=32)
     keywords = {"seed": own_seed} if corruption in _OWN_GENERATOR else {}
     # Spatter without a drop, on small images, is 0/0.
@@ -132,9 +128,7 @@ def corrupt(
 def _function(corruption: str) -> Callable[..., Any]:
     """The corruption of `imagecorruptions`."""
     if corruption not in ALL:
-        raise DualencError(
-            f"unknown corruption {corruption}{nearest(corruption, ALL)}; choose from {', '.join(ALL)}"
-        )
+        raise DualencError(f"unknown corruption {corruption}{nearest(corruption, ALL)}; choose from {', '.join(ALL)}")
     # An optional package, which imports numba.
     try:
         import imagecorruptions

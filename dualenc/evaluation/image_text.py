@@ -26,9 +26,7 @@ class Matched(NamedTuple):
     text_of_pair: Integers
 
 
-def match_captions(
-    left_id: Integers, right_id: Integers, image_ids: Sequence[int], text_ids: Sequence[int]
-) -> Matched:
+def match_captions(left_id: Integers, right_id: Integers, image_ids: Sequence[int], text_ids: Sequence[int]) -> Matched:
     """Match pairs, (M,) image and text ids, with the ids of the rows of embeddings.
 
     A pair that lost a side to a bad sample is left out.

@@ -50,9 +50,7 @@ def score_queries(
     for query, documents in run.items():
         scores[query] = {name: float(score) for name, score in documents.items()}
         if not np.isfinite(list(scores[query].values())).all():
-            raise DualencError(
-                f"query {query}: a score of the run is not finite; does the model give NaN embeddings?"
-            )
+            raise DualencError(f"query {query}: a score of the run is not finite; does the model give NaN embeddings?")
     ks = ",".join(str(k) for k in cutoffs)
     measures = {"recip_rank", *(f"{name}.{ks}" for name in _MEASURES.values())}
     # pytrec_eval accepts exact ints and floats only, no numpy scalars, and crashes where all grades are below -1.

@@ -114,9 +114,7 @@ def _validate(train: Vectors, labels: Integers, l2: Sequence[float], seed: int) 
         )
     # Every class must be in the part that is fit; a class of one image cannot be in both.
     stratify = labels if sizes.min() > 1 else None
-    fit, check = train_test_split(
-        np.arange(len(labels)), test_size=held_out, random_state=seed, stratify=stratify
-    )
+    fit, check = train_test_split(np.arange(len(labels)), test_size=held_out, random_state=seed, stratify=stratify)
     validation = {}
     for value in l2:
         classifier = fit_linear(train[fit], labels[fit], value)

@@ -101,9 +101,7 @@ def write_report(
         title=title,
         facts={name: as_text(value) for name, value in facts.items()},
         figures=[(figure.caption, _data_uri(figure)) for figure in figures],
-        tables=[
-            (table, ["number" if table.is_numeric(name) else "" for name in table.columns]) for table in tables
-        ],
+        tables=[(table, ["number" if table.is_numeric(name) else "" for name in table.columns]) for table in tables],
     )
     with atomic_path(path) as part:
         part.write_text(page, encoding="utf-8")

@@ -62,9 +62,7 @@ def retrieve(
 def first_documents(run: Run, depth: int, qrels: Qrels | None = None) -> dict[str, dict[str, float]]:
     """The run cut to the `depth` best documents of each query; with judgements, unjudged self-matches are removed."""
     run = run if qrels is None else remove_self_matches(run, qrels)
-    return {
-        query: {name: documents[name] for name in ranked(documents)[:depth]} for query, documents in run.items()
-    }
+    return {query: {name: documents[name] for name in ranked(documents)[:depth]} for query, documents in run.items()}
 
 
 def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: bool) -> None:
@@ -73,9 +71,7 @@ def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: 
     if len(shared) <= len(collection.queries) / 100 or not distributed.is_main():
         return
     judged = sum(query in collection.qrels[query] for query in shared)
-    others = (
-        "kept, too" if keep_self_matches else "removed as copies of their queries (keep_self_matches keeps them)"
-    )
+    others = "kept, too" if keep_self_matches else "removed as copies of their queries (keep_self_matches keeps them)"
     logger.warning(
         f"{name}: {len(shared):,} of {len(collection.queries):,} queries have the id of a document: "
         f"{judged:,} of these documents are judged and kept, the other {len(shared) - judged:,} are {others}"

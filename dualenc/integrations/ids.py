@@ -42,14 +42,10 @@ def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
         The data set with ids, and the texts by id.
     """
     if not isinstance(dataset, Dataset):
-        raise DualencError(
-            f"the data set is of type {type(dataset).__name__}; give one split as a datasets.Dataset"
-        )
+        raise DualencError(f"the data set is of type {type(dataset).__name__}; give one split as a datasets.Dataset")
     names = dataset.column_names
     if len(names) < 2 or "label" in names:
-        raise DualencError(
-            f"the columns are {', '.join(names)}; give anchor, positive and negatives, without a label"
-        )
+        raise DualencError(f"the columns are {', '.join(names)}; give anchor, positive and negatives, without a label")
     table = dataset.with_format("arrow")[:]
     for name in names:
         column = table[name]

@@ -77,9 +77,7 @@ class FrozenCorpus(Objective):
         for argument, value in (("max_exact", max_exact), ("nearest", nearest), ("sampled", sampled)):
             check_range(argument, value, "[1, inf)")
         if search is None and shape[0] > max_exact:
-            advice = (
-                "pass search, such as a FAISS index's, or a higher max_exact: a step takes time with all of them"
-            )
+            advice = "pass search, such as a FAISS index's, or a higher max_exact: a step takes time with all of them"
             fail("documents", f"hold {shape[0]} rows, more than max_exact ({max_exact}); {advice}")
         self.documents = FrozenDocuments(documents, search)
         self.max_exact = max_exact

@@ -26,9 +26,7 @@ class CachePlan(NamedTuple):
     items: Tensor  # (X, C + R) the candidates of the batch, then the draws; -1 for a draw that is listed before
     log_weights: Tensor  # (X, C + R) log of how often an item is here over its expectation; -inf for never
     seen_mean: Tensor  # (X, A, D) what each anchor sees of the memory
-    log_partition: (
-        Tensor  # (X, A) log Z by the memory and, while that is incomplete, the batch; -inf without negatives
-    )
+    log_partition: Tensor  # (X, A) log Z by the memory and, while that is incomplete, the batch; -inf without negatives
 
 
 class GlobalCache(MemoryObjective):
@@ -154,9 +152,7 @@ class GlobalCache(MemoryObjective):
         # Without mined negatives, which are harder than most.
         batch = slice(anchors.num_batch)
         in_batch = anchors.with_candidates(anchors.candidates[:, batch], anchors.candidate_ids[:, batch])
-        log_batch, num_batch = in_batch.in_blocks(
-            lambda block: (block.logits.logsumexp(dim=-1), block.num_negatives)
-        )
+        log_batch, num_batch = in_batch.in_blocks(lambda block: (block.logits.logsumexp(dim=-1), block.num_negatives))
         number = number + num_batch * with_batch
         log_seen = torch.logaddexp(log_seen, log_batch.masked_fill(~with_batch, -torch.inf))
         log_mean = log_seen - number.clamp(min=torch.finfo(number.dtype).tiny).log()

@@ -258,9 +258,7 @@ class EmbeddingMemory(nn.Module):
         penalty = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(is_hidden, -torch.inf)
         return items, embeddings, logits.scatter_add_(1, column, penalty)
 
-    def _draw_in_block(
-        self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _draw_in_block(self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """(G,) keys and (G,) scores of an item drawn from each anchor's block (G,) of this rank."""
         drawn_rows = []
         drawn_scores = []

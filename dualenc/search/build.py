@@ -98,9 +98,7 @@ def ready(
         if wrong.any():
             row = int(np.argmax(wrong))
             length = f"{np.sqrt(squares[row]):.3g}"
-            raise DualencError(
-                f"the vector of {name(row)} has length {length} instead of 1; embed the data again"
-            )
+            raise DualencError(f"the vector of {name(row)} has length {length} instead of 1; embed the data again")
         return vectors
     if metric == "ip" or (deviation < UNIT_TOLERANCE).all():
         return vectors
@@ -232,9 +230,7 @@ def set_parameter(index: Any, name: str, value: int) -> None:
     try:
         faiss.ParameterSpace().set_index_parameter(index, name, value)
     except RuntimeError as error:
-        raise DualencError(
-            f"{name}={value} does not apply to this index ({reason(error)}); leave it out"
-        ) from None
+        raise DualencError(f"{name}={value} does not apply to this index ({reason(error)}); leave it out") from None
 
 
 def parameter_values(index: Any) -> dict[str, list[int]]:
@@ -245,9 +241,7 @@ def parameter_values(index: Any) -> dict[str, list[int]]:
     for number in range(space.parameter_ranges.size()):
         parameter = space.parameter_ranges.at(number)
         if parameter.name in ("nprobe", "efSearch", "k_factor_rf"):
-            values[parameter.name] = [
-                int(value) for value in faiss.vector_to_array(parameter.values) if value >= 1
-            ]
+            values[parameter.name] = [int(value) for value in faiss.vector_to_array(parameter.values) if value >= 1]
     ivf = faiss.try_extract_index_ivf(index)
     # FAISS stops below the number of lists.
     if "nprobe" in values and ivf is not None:

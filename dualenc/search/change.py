@@ -83,9 +83,7 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
         snippets = None if index.snippets is None else itertools.compress(index.snippets, stays)
         columns = None if index.columns is None else index.columns.filter(pa.array(stays))
         meta = _changed_meta(index, "removed", len(removed))
-        return _replace(
-            folder, changed, list(itertools.compress(index.ids, stays)), snippets, columns, meta, texts
-        )
+        return _replace(folder, changed, list(itertools.compress(index.ids, stays)), snippets, columns, meta, texts)
 
 
 def _read(index: Index, folder: str | os.PathLike[str]) -> Any:
@@ -132,9 +130,7 @@ def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] 
 
 def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]) -> None:
     pairs: list[tuple[str, Any, Any]] = [("dimension", index.dim, embeddings.dim)]
-    pairs += [
-        (key, index.meta.get(key), embeddings.meta.get(key)) for key in ("model_checksum", "side", "output")
-    ]
+    pairs += [(key, index.meta.get(key), embeddings.meta.get(key)) for key in ("model_checksum", "side", "output")]
     for name, ours, theirs in pairs:
         if ours is not None and theirs is not None and ours != theirs:
             problem = f"has vectors of {name} {str(ours)[:12]}, not {str(theirs)[:12]}"

@@ -133,9 +133,7 @@ def _embed_into(
         return writer.write_all(encode)
 
 
-def _embed_in_memory(
-    encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_options: dict[str, Any]
-) -> Embeddings:
+def _embed_in_memory(encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_options: dict[str, Any]) -> Embeddings:
     """Embed without a folder: each process encodes its share of the shards, and gets all of them."""
     ids = encoder.corpus.ids
     ranges = shard_ranges(len(ids))
@@ -240,9 +238,7 @@ class _Encoder:
                     vectors = self.forward(batch).float()
                     parts.append(unit_norm(vectors[:, : self.dim]) if self.dim < vectors.shape[1] else vectors)
             except torch.OutOfMemoryError:
-                raise DualencError(
-                    f"out of memory with batch_size={self.batch_size}; give a smaller one"
-                ) from None
+                raise DualencError(f"out of memory with batch_size={self.batch_size}; give a smaller one") from None
             bar.update(len(rows))
         vectors = torch.cat(parts).cpu()
         if not torch.isfinite(vectors).all():

@@ -163,11 +163,7 @@ class EmbeddingWriter:
                 continue
             with self._lock("finish") as is_mine:
                 # Finished since this worker began, by another one.
-                if (
-                    is_mine
-                    and self._is_complete()
-                    and version_of(self.folder / "meta.json") != self._initial_version
-                ):
+                if is_mine and self._is_complete() and version_of(self.folder / "meta.json") != self._initial_version:
                     self._remove_locks()
                     return Embeddings.open(self.folder)
                 if is_mine and not self.unwritten() and not self.outdated():
@@ -224,9 +220,7 @@ class EmbeddingWriter:
         finite = np.isfinite(stored).all(axis=1)
         if not finite.all():
             name = self.ids[rows[int(np.argmin(finite))]]
-            raise DualencError(
-                f"the vector of {name!r} is not finite as {self.dtype}; check the model, or use float32"
-            )
+            raise DualencError(f"the vector of {name!r} is not finite as {self.dtype}; check the model, or use float32")
         batch = self._batch(stored, rows)
         note = {
             "contents": self.contents(self.ranges[number]),
@@ -276,9 +270,7 @@ class EmbeddingWriter:
         batch = batch or read_shard(path, self.dim, self.dtype)[0]
         try:
             note = json.loads((batch.schema.metadata or {})[_NOTE])
-            is_valid = all(
-                row in self.ranges[number] and isinstance(reason, str) for row, reason in note["skipped"]
-            )
+            is_valid = all(row in self.ranges[number] and isinstance(reason, str) for row, reason in note["skipped"])
             if not is_valid or len(batch) != len(self.ranges[number]) - len(note["skipped"]):
                 raise ValueError
             return {name: note[name] for name in ("contents", "sha256", "skipped")}

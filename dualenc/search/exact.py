@@ -55,9 +55,7 @@ def exact_search(
     is_comparable = len(queries.shape) == 2 and queries.shape[1:] == documents.shape[1:]
     if not is_comparable or not num_ids or num_ids != len(documents) or k < 1:
         problem = f"queries {queries.shape}, documents {documents.shape} with {num_ids} ids, k={k}"
-        raise DualencError(
-            f"{problem}; give matrices of one dimension, an id for each document, and k of at least 1"
-        )
+        raise DualencError(f"{problem}; give matrices of one dimension, an id for each document, and k of at least 1")
     k = min(k, len(documents))
     precedence = _precedence(len(documents), document_ids)
     device = torch.device(device)

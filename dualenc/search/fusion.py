@@ -30,9 +30,7 @@ def fuse(
     are_good = len(weights) == len(rankings) and all(w >= 0 for w in weights) and 0 < sum(weights) < float("inf")
     if method not in get_args(Fusion) or not are_good:
         problem = f"fusion is {method!r} and weights are {weights} for {len(rankings)} rankings"
-        raise DualencError(
-            f"{problem}; give {' or '.join(get_args(Fusion))}, and weights of 0 or more, not all 0"
-        )
+        raise DualencError(f"{problem}; give {' or '.join(get_args(Fusion))}, and weights of 0 or more, not all 0")
     fused: dict[str, float] = {}
     for ranking, weight in zip(rankings, weights):
         if method == "rrf":

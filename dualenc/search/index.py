@@ -154,9 +154,7 @@ class Index:
                 stack.enter_context(locked(folder, wait=False))
             if folder is not None and is_apart:
                 refine_file = stack.enter_context(_building(Path(os.path.abspath(folder)))) / REFINE
-            filled, built = build_faiss(
-                database, chosen, memory=memory, refine_file=refine_file, progress=progress
-            )
+            filled, built = build_faiss(database, chosen, memory=memory, refine_file=refine_file, progress=progress)
             meta = {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta}
             meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric}
             meta |= {"factory": chosen, "requested_factory": factory, **built}
@@ -387,9 +385,7 @@ def write_contents(
         # FAISS only prints that the disk was full at the end of the file.
         _open_faiss(part)
     except RuntimeError as error:
-        raise DualencError(
-            f"{folder}: FAISS did not write it whole ({reason(error)}); is the disk full?"
-        ) from None
+        raise DualencError(f"{folder}: FAISS did not write it whole ({reason(error)}); is the disk full?") from None
     files = checksums(part, sorted(path.name for path in part.iterdir()))
     head = {**meta, "format": FORMAT, "version": FORMAT_VERSION, "faiss": faiss.__version__}
     write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})

@@ -114,7 +114,5 @@ def parse_bytes(text: str) -> int:
         base = 1000 if match[3].upper() == "B" and match[2] else 1024
         size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
     if size < MIN_MEMORY:
-        raise DualencError(
-            f"memory is {text!r}; give a size such as 2GiB or 500MB, at least {MIN_MEMORY / 2**20:g}MiB"
-        )
+        raise DualencError(f"memory is {text!r}; give a size such as 2GiB or 500MB, at least {MIN_MEMORY / 2**20:g}MiB")
     return size

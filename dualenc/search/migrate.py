@@ -65,9 +65,7 @@ class Migration:
         DualencError: the work folder is of another migration that has begun to embed, or the items are others.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], notes: Mapping[str, Any], inputs: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], notes: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
         self.folder = Path(os.path.realpath(folder))
         self.work = work_folder(folder)
         self.notes = dict(notes)

@@ -95,9 +95,7 @@ def mine_negatives(
     left, right = corpora(pairs)
     check_modalities(left, right, form)
     if queries.dim != documents.dim:
-        raise DualencError(
-            f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike"
-        )
+        raise DualencError(f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike")
     check_mined(out)
     target = Path(out)
     folder = target.with_name(f".{target.name}.mining")
@@ -116,9 +114,7 @@ def mine_negatives(
         if is_main:
             write_json(path, fingerprint)
         distributed.barrier()
-        search = NegativeSearch(
-            queries, documents, pairs, left, right, rule, Exclusions(pairs, left, right), device
-        )
+        search = NegativeSearch(queries, documents, pairs, left, right, rule, Exclusions(pairs, left, right), device)
         miner = _Miner(search, form, folder)
         num_blocks = miner.write_blocks(progress and is_main)
         distributed.barrier()
@@ -222,9 +218,7 @@ def _content_hashes(corpus: Corpus) -> np.ndarray:
     hashes = np.empty(len(corpus), np.uint64)
     for start in range(0, len(corpus), HASHED_AT_ONCE):
         rows = np.arange(start, min(start + HASHED_AT_ONCE, len(corpus)))
-        digests = [
-            hashlib.blake2b(value, digest_size=8).digest() for value in identities(corpus.items, rows, True)
-        ]
+        digests = [hashlib.blake2b(value, digest_size=8).digest() for value in identities(corpus.items, rows, True)]
         hashes[rows] = np.frombuffer(b"".join(digests), np.uint64)
     return hashes
 

@@ -130,9 +130,7 @@ class Searcher:
         """
         side = self.query_side(_modality(item))
         if hybrid is not None and not (isinstance(item, str) and self.lexical):
-            raise DualencError(
-                "hybrid search needs a text, and an index that was built with --bm25; leave it out"
-            )
+            raise DualencError("hybrid search needs a text, and an index that was built with --bm25; leave it out")
         if where and not self.index.column_kinds:
             raise DualencError("the index was built without --columns to filter by; leave conditions out")
         conditions = tuple(parse_conditions(where, self.index.column_kinds))
@@ -198,9 +196,7 @@ def check_encoder(encoder: DualEncoder, meta: Mapping[str, Any], dim: int, sourc
             remedy = "name that index, or adapt a model to this one"
             raise DualencError(f"{source}: the model was adapted for an index of other vectors; {remedy}")
     elif recorded is not None and tower_checksum(encoder.tower(meta.get("side", "right"))) != recorded:
-        raise DualencError(
-            f"{source}: was built with other weights than the model has now; build the index again"
-        )
+        raise DualencError(f"{source}: was built with other weights than the model has now; build the index again")
 
 
 def _open_files(folder: Path, hybrid: bool | None) -> tuple[Index | Engine, Lexical | None]:

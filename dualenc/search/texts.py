@@ -62,9 +62,7 @@ def add_texts(folder: StrPath, corpus: Corpus, *, bm25: bool = False, whole: boo
     The corpus holds the texts that were indexed, in any order, and perhaps more.
     """
     if corpus.modality != "text":
-        raise DualencError(
-            f"{folder}: its data holds {corpus.modality}s, not texts; leave --bm25 and --texts out"
-        )
+        raise DualencError(f"{folder}: its data holds {corpus.modality}s, not texts; leave --bm25 and --texts out")
     with locked(folder):
         index = Index.open(folder)
         rows = rows_in(corpus, index, folder)

@@ -91,9 +91,7 @@ class BestModel:
             # The folder appears whole, with its card.
             if distributed.broadcast_object((self.folder / "README.md").exists()):
                 return self.best
-            info(
-                f"{self.folder} is gone, and the weights of the best step, {self.best_step}, with it: saving the last"
-            )
+            info(f"{self.folder} is gone, and the weights of the best step, {self.best_step}, with it: saving the last")
         self._save(step, self.last)
         return self.last
 

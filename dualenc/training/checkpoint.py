@@ -156,9 +156,7 @@ def mark_run(folder: Path) -> None:
 def check_run_folder(output: str | os.PathLike[str]) -> None:
     """Refuse to write into a folder that holds anything but a run."""
     # A run that was killed at its beginning has left its lock file.
-    check_folder_target(
-        output, lambda path: os.listdir(path) == [LOCK] or is_folder_of(path, FORMAT), "run of dualenc"
-    )
+    check_folder_target(output, lambda path: os.listdir(path) == [LOCK] or is_folder_of(path, FORMAT), "run of dualenc")
 
 
 def clear(output: str | os.PathLike[str]) -> None:

@@ -71,9 +71,7 @@ def place_model(model: DualEncoder, device: torch.device, chunk_size: int | None
     several = distributed.world_size() > 1
     if uses_batch_statistics(model):
         if chunk_size is not None:
-            message = (
-                f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
-            )
+            message = f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
             warnings.warn(message, stacklevel=2)
         elif several:
             synchronise_statistics(model)

@@ -188,9 +188,7 @@ def training_card(
     step: int,
 ) -> dict[str, Any]:
     """The model card's part on the training, for `DualEncoder.save`; without a recipe it shows the settings."""
-    data = (
-        f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
-    )
+    data = f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
     if isinstance(pairs, Mixture):
         data += f" Sources: {'; '.join(pairs.describe())}."
     columns = {"untrained": before, "trained": metrics}

@@ -74,9 +74,7 @@ class Loop:
         self.plan = BatchPlan(batching, len(pairs), settings.seed, self.device)
         self.total_steps = self._count_steps()
         self.loader = self._new_loader()
-        self.train_step = TrainStep(
-            settings, accelerator, model, objective, self.pairs, self.total_steps, self.device
-        )
+        self.train_step = TrainStep(settings, accelerator, model, objective, self.pairs, self.total_steps, self.device)
         self.miner = None
         if settings.mine_every is not None:
             if self.plan.num_steps(settings.mine_every, settings.gradient_accumulation) >= self.total_steps:

@@ -145,9 +145,7 @@ class Trainer(TrainerSettings):
     def _batching(self, pairs: PairDataset, batching: BatchSelector | None) -> BatchSelector:
         """The batch selector: the given one, or the default for the data."""
         if self.batch_size > len(pairs):
-            raise DualencError(
-                f"batch_size is {self.batch_size} but there are {len(pairs)} pairs; make it smaller"
-            )
+            raise DualencError(f"batch_size is {self.batch_size} but there are {len(pairs)} pairs; make it smaller")
         if not isinstance(pairs, Mixture) or pairs.is_plain:
             return batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
         if batching is not None and not isinstance(batching, MixtureBatches):
