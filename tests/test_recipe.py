@@ -303,22 +303,35 @@ def test_a_run_can_be_resumed_and_ends_with_commands_that_can_be_pasted(recipe, 
 RETRIEVAL = {"class_path": "dualenc.training.evaluators.RetrievalEvaluator"}
 TABLE = {"class_path": "dualenc.data.TablePairs", "init_args": {"path": "my data.csv", "right_column": "b"}}
 MINED = {"class_path": "dualenc.data.MinedPairs", "init_args": {"path": "mined.jsonl"}}
-DEV = {"path": "dev.csv", "left_column": "a", "right_column": "b"}
+DEV = {"path": "dev.csv", "left_column": "a", "right_column": "b", "right_modality": "text", "quotes": False}
+DEV_OPTIONS = "dev.csv --left-column a --right-column b --right-modality text --no-quotes"
+ON_DEV = RETRIEVAL | {"init_args": {"path": "a", "split": "dev"}}
 HELD_OUT = RETRIEVAL | {"init_args": {"pairs": TABLE | {"init_args": DEV}}}
 
 
+def with_arguments(**arguments):
+    return TABLE | {"init_args": {"path": "d", "left_column": "a", "right_column": "b", **arguments}}
+
+
 @pytest.mark.parametrize(
-    ("data", "evaluator", "evaluated", "indexed"),
+    ("kind", "data", "evaluator", "evaluated", "indexed"),
     [
-        (TABLE, None, "DATA", "'my data.csv' --text-column b"),
-        (TABLE, HELD_OUT, "dev.csv --left-column a --right-column b", "'my data.csv' --text-column b"),
-        (MINED, RETRIEVAL | {"init_args": {"path": "a", "split": "dev"}}, "a --split dev", "DATA"),
+        ("query-document", TABLE, None, "retrieval DATA", "'my data.csv' --text-column b"),
+        ("query-document", TABLE, HELD_OUT, f"retrieval {DEV_OPTIONS}", "'my data.csv' --text-column b"),
+        ("query-document", MINED, ON_DEV, "retrieval a --split dev", "DATA"),
+        ("query-document", with_arguments(split="pairs"), None, "retrieval DATA", "d --split pairs --text-column b"),
+        ("query-document", with_arguments(quotes=True), None, "retrieval DATA", "d --quotes --text-column b"),
+        ("query-document", with_arguments(quotes=False), None, "retrieval DATA", "d --no-quotes --text-column b"),
+        ("vector", with_arguments(), None, "retrieval DATA", "d --vector-column b"),
+        ("image-text", with_arguments(path="c.csv"), None, "image-text DATA", "c.csv --image-column a --id-column a"),
+        ("image-text", with_arguments(path="c.parquet"), None, "image-text DATA", "c.parquet --image-column a"),
     ],
 )
-def test_next_commands_name_the_data_that_a_command_can_read(data, evaluator, evaluated, indexed, tmp_path):
+def test_next_commands_name_the_data_that_a_command_can_read(kind, data, evaluator, evaluated, indexed, tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "dualenc.json").write_text('{"kind": "query-document"}')
+    (tmp_path / "model" / "dualenc.json").write_text(f'{{"kind": "{kind}"}}')
     words = next_commands(tmp_path / "model", {"data": data, "evaluator": evaluator})
     lines = [shlex.join(each) for each in words]
-    assert lines[1] == f"evaluate retrieval {tmp_path}/model {evaluated}"
+    task, _, options = evaluated.partition(" ")
+    assert lines[1] == f"evaluate {task} {tmp_path}/model {options}"
     assert lines[2] == f"index {tmp_path}/model {indexed} --out {tmp_path}/index"

@@ -33,6 +33,7 @@ class SourceOptions:
         columns: further columns of a table, separated by commas, kept to filter results by; double quotes
             protect the comma of a name.
         quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
+        allow_outside: let image paths lead out of the table's folder; only for a table that you trust.
     """
 
     split: str = "train"
@@ -42,10 +43,11 @@ class SourceOptions:
     id_column: str | None = None
     columns: Annotated[list[str] | None, COMMAS] = None
     quotes: bool | None = None
+    allow_outside: bool = False
 
     def given(self) -> dict[str, Any]:
         """What is not as by default, but for the columns to keep: how to read the same items again."""
-        kept = {name: value for name, value in vars(self).items() if name != "columns"}
+        kept = {name: value for name, value in vars(self).items() if name not in ("columns", "allow_outside")}
         return {name: value for name, value in kept.items() if value != getattr(SOURCE, name)}
 
 
@@ -136,6 +138,7 @@ class ColumnOptions:
         left_modality: of the left column; by default as its values look.
         right_modality: of the right column; by default as its values look.
         quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
+        allow_outside: let image paths lead out of the table's folder; only for a table that you trust.
     """
 
     left_column: str | None = None
@@ -143,6 +146,7 @@ class ColumnOptions:
     left_modality: Literal["text", "image", "vector"] | None = None
     right_modality: Literal["text", "image", "vector"] | None = None
     quotes: bool | None = None
+    allow_outside: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ _EVALUATIONS = {
     "image-text": "image-text",
     "image": "probe",
 }
+_INDEXED = {"image-text": ("left", "image"), "vector": ("right", "vector")}
+"""The side whose items are searched by kind of model, and what they are; of the others right texts."""
 
 
 def train(
@@ -80,26 +82,44 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
     """The words after `dualenc` of what follows a training: report, evaluate and index, with the data of its recipe."""
     from dualenc.encoders.load import folder_kind
 
-    task = _EVALUATIONS[folder_kind(model)]
+    kind = folder_kind(model)
+    task = _EVALUATIONS[kind]
     run = str(model.parent)
     data = settings["data"].get("init_args") or {}
     indexed = [STAND_IN]
     # Rows of mined negatives hold several texts each: no corpus.
     if isinstance(data.get("path"), str) and not settings["data"]["class_path"].endswith("MinedPairs"):
-        indexed = [data["path"]]
-        column = data.get("left_column" if task == "image-text" else "right_column")
+        side, items = _INDEXED.get(kind, ("right", "text"))
+        column = data.get(f"{side}_column")
+        indexed = [data["path"], *_options(data, "quotes")]
+        if data.get("split") != "train":
+            indexed += _options(data, "split")
         if column:
-            indexed += ["--image-column" if task == "image-text" else "--text-column", column]
+            indexed += [f"--{items}-column", column]
+        if column and items == "image" and not data["path"].endswith(".parquet"):
+            # A path, which has a row for each of its captions.
+            indexed += ["--id-column", column]
     evaluator = (settings["evaluator"] or {}).get("init_args") or {}
     held_out = (evaluator.get("pairs") or {}).get("init_args") or evaluator
     evaluated = [STAND_IN]
     if isinstance(held_out.get("path"), str):
-        evaluated = [held_out["path"]]
-        for name in ("split", "left_column", "right_column"):
-            if held_out.get(name):
-                evaluated += [f"--{name.replace('_', '-')}", held_out[name]]
+        names = ("split", "left_column", "right_column", "left_modality", "right_modality", "quotes")
+        evaluated = [held_out["path"], *_options(held_out, *names)]
     return [
         ["report", run],
         ["evaluate", task, str(model), *evaluated],
         ["index", str(model), *indexed, "--out", f"{run}/index"],
     ]
+
+
+def _options(arguments: Mapping[str, Any], *names: str) -> list[str]:
+    """The options of a command that stand for arguments; none for null."""
+    words = []
+    for name in names:
+        value = arguments.get(name)
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif value:
+            words += [f"--{option}", value]
+    return words

@@ -217,13 +217,16 @@ def read_corpus(
 def _fields_of_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, list[str]]]:
     """The position and [query, document, grade] of the lines of a file.
 
-    A BEIR file has `query-id, corpus-id, score` by tabs, with or without that header; a TREC one has
-    `query 0 document grade`.
+    A BEIR file has `query-id, corpus-id, score` by tabs, with or without that header, which pandas begins with the
+    nameless column of its index; a TREC one has `query 0 document grade`.
     """
+    num_indices = 0
     for number, line in read_texts(file, bad_rows):
         fields = line.split("\t")
         if number == 1 and fields[-1].strip() in _HEADERS:
+            num_indices = int(fields[0].strip() in ("", "Unnamed: 0"))
             continue
+        fields = fields[num_indices:]
         # TREC separates by any space, and has a column of iterations that nobody uses.
         words = line.split()
         if len(fields) != 3 and len(words) == 4:

@@ -226,7 +226,7 @@ class ColumnImages:
         # Resolved before it is compared and opened, so that no link leads out of the folder.
         resolved = Path(os.path.realpath(file))
         if not resolved.is_relative_to(os.path.realpath(root)):
-            fix = "move it there, or pass allow_outside=True if you trust the table"
+            fix = "move it there, or pass allow_outside=True (--allow-outside) if you trust the table"
             raise BadSample(f"{path!r}: image outside of the folder {root}; {fix}")
         return resolved
 

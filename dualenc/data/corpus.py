@@ -26,7 +26,7 @@ from dualenc.types import Items, Modality, Side
 SNIPPET_LENGTH = 240
 MAX_DOCUMENTS = 100_000
 """Right items among which held-out pairs are searched."""
-_WHOLE_FLOAT = re.compile(r"-?[0-9]+\.0")
+_WHOLE_ID = re.compile(r"-?[0-9]+(\.0)?|nan")
 Labels = tuple[np.ndarray, list[str]]
 """Class numbers (N,) int64, -1 where there is none, and the name of each class number."""
 _WHOLE_LABEL = re.compile(r"-?[0-9]{1,6}(\.0)?|nan")
@@ -126,8 +126,9 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
     """Pairs as a retrieval test: their left items are the queries, all right items of their data the corpus.
 
     Of more than `most` right items those of the pairs stay, and a seeded sample of the others. Every right item that is
-    a positive of a query, also by pairs that are not among these, is relevant.
+    a positive of a query, also by pairs that are not among these, is relevant, unless its weight is 0.
     """
+    pairs = pairs.relevant()
     queries, _ = used_items(pairs, "left")
     left_ids = np.unique(pairs.left_id)
     positives = pairs.positives("left", left_ids)  # (Q, K)
@@ -213,9 +214,11 @@ def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
     for value in Column(table, id_column, "text").values():
         text = None if value is None else str(value)
         names.append(text if text and text.strip() else None)
-    # Beside missing ids pandas writes id 7 as 7.0.
-    if None in names and all(name is None or _WHOLE_FLOAT.fullmatch(name) for name in names):
-        names = [name and name.removesuffix(".0") for name in names]
+    if all(name is None or _WHOLE_ID.fullmatch(name) for name in names):
+        names = [None if name == "nan" else name for name in names]
+        # Beside missing ids pandas writes id 7 as 7.0, maybe in one of several files.
+        if None in names or not all(name and name.endswith(".0") for name in names):
+            names = [name and name.removesuffix(".0") for name in names]
     return names
 
 

@@ -75,8 +75,9 @@ def _kind_of_folder(folder: Path) -> Kind:
     tables = {file.name for file in files if file_format(file) in TABLE_FORMATS and file.is_file()}
     if suffixes & set(IMAGE_SUFFIXES) or not (tables or (folder / "data").is_dir()):
         return "images"
-    # Images may lie in a subfolder of their captions.
-    inner = folder.glob("*/**/*") if tables and tables <= set(CAPTION_FILES) else ()
+    # Images may lie in a subfolder of their captions, or beside notes and lists of classes.
+    are_beside = all(name in CAPTION_FILES or name.endswith(".txt") for name in tables)
+    inner = folder.glob("*/**/*") if tables and are_beside else ()
     return "images" if any(file.suffix.lower() in IMAGE_SUFFIXES for file in inner) else "folder"
 
 

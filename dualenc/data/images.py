@@ -46,7 +46,8 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
     root = Path(folder)
     if not root.is_dir():
         return root
-    entries = [entry for entry in root.iterdir() if not entry.name.startswith(".")]
+    # Archives made on a Mac have __MACOSX beside their folders.
+    entries = [entry for entry in root.iterdir() if not entry.name.startswith((".", "__MACOSX"))]
     subfolders = sorted(entry.name for entry in entries if entry.is_dir())
     has_images = any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries)
     only_splits = not has_images and all(name.lower() in SPLITS for name in subfolders)

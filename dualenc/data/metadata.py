@@ -17,7 +17,7 @@ RESERVED = ("id", "vector", "text", "snippet", "score")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 # What a text of a csv or json line stands for; 007 and 1e999 are no numbers, 19 digits may not fit.
 _LOOKS = {
-    "bool": r"^(true|false)$",
+    "bool": r"^(?i:true|false)$",
     "int64": r"^-?(0|[1-9][0-9]{0,17})$",
     "double": r"^-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?$",
 }

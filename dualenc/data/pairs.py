@@ -201,6 +201,16 @@ class PairDataset:
         part._positives_of = positives_of
         return part
 
+    def relevant(self) -> PairDataset:
+        """The pairs to evaluate on: all but those of weight 0, whose items do not match."""
+        if self.weights is None:
+            return self
+        rows = np.flatnonzero(self.weights > 0)
+        if not len(rows):
+            raise DualencError("every weight is 0, so that no pair is relevant; give those that match more than 0")
+        known = self._positives_of
+        return self.take(rows, None if known is None else known.relevant())
+
     def pair_counts(self, side: Side) -> np.ndarray:
         """(N,) the number of an epoch's pairs that each item of a side occurs in."""
         return np.bincount(self.item_ids(side), minlength=len(self.items(side)))

@@ -52,7 +52,7 @@ def open_corpus(
             or its queries.
         modality: "text", "image" or "vector", where a table or tar holds several; images, then texts, are preferred.
         text_column: by default `text` or another common name, or the only column. A list of texts gives several items.
-            Without it a column `title` is joined in front of the text.
+            Without it a column `title` is joined in front of the text, but not in a table of queries and documents.
         image_column: by default `image` or another common name.
         vector_column: lists of numbers; by default `vector` or another common name.
         id_column: ids; by default `_id` or another common name, and the row's number if there is none.
@@ -88,7 +88,7 @@ def open_corpus(
         title_column = None
         if modality == "image":
             label_column = label_column or first_of(source.kinds, ("label",), but=main)
-        elif text_column is None:
+        elif text_column is None and part == "corpus" and first_of(source.kinds, _QUERIES) is None:
             title_column = first_of(source.kinds, ("title",), but=main)
         corpus = table_corpus(
             source,
@@ -112,6 +112,7 @@ def open_pairs(
     left_modality: Modality | None = None,
     right_modality: Modality | None = None,
     quotes: bool | None = None,
+    allow_outside: bool = False,
     on_error: OnError = "skip",
 ) -> PairDataset:
     """Open training pairs: a BEIR folder, tars, a folder of images with captions, mined negatives, or a table.
@@ -132,7 +133,7 @@ def open_pairs(
         return WebDatasetPairs(path, on_error=on_error)
     if kind == "images":
         return ImageFolderPairs(split_folder(path, split), quotes=quotes, on_error=on_error)
-    source = TableSource(path, BadRows(path), split=split, quotes=quotes)
+    source = TableSource(path, BadRows(path), split=split, quotes=quotes, allow_outside=allow_outside)
     # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & source.kinds.keys():
         return MinedPairs(path, split=split, on_error=on_error)
@@ -148,6 +149,7 @@ def open_pairs(
         left_modality=left_modality,
         right_modality=right_modality,
         quotes=quotes,
+        allow_outside=allow_outside,
         on_error=on_error,
     )
 

@@ -29,6 +29,7 @@ from dualenc.types import Items, Modality, OnError
 
 IMAGE_NAMES = ("file_name", "image", "filename", "image_path", "path", "file")
 CAPTION_NAMES = ("captions", "caption", "text", "texts", "description")
+_TRUTH = {"true": 1, "True": 1, "false": 0, "False": 0}  # in csv
 _NEGATIVE_NAME = re.compile(r"(?:hard_)?neg(?:ative)?s?(?:_?(\d{1,4}))?")
 
 
@@ -139,7 +140,7 @@ def _weights(table: DataTable, name: str) -> np.ndarray:
     weights = np.full(len(table), np.nan, np.float32)
     for row, value in enumerate(table.column(name).to_pylist()):
         with suppress(ValueError, TypeError):
-            weights[row] = float(value)
+            weights[row] = float(_TRUTH.get(value, value))
     weights[~np.isfinite(weights) | (weights < 0)] = np.nan
     return weights
 
@@ -161,7 +162,8 @@ class TablePairs(ColumnPairs):
         left_modality: "text", "image" or "vector"; by default as the values look.
         right_modality: the same for the right column.
         allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
-        weight_column: numbers, 0 or more, that each row's loss is multiplied by: graded pairs.
+        weight_column: numbers, 0 or more, that each row's loss is multiplied by: graded pairs. In evaluations on the
+            pairs a weight of 0 is not relevant, and any other is.
         deduplicate: equal texts, vectors and images (by contents or path) of one side share an id.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.

@@ -139,6 +139,7 @@ class ImageTextEvaluator(Evaluator):
     data = ("held-out pairs", None)
 
     def __init__(self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall") -> None:
+        pairs = pairs.relevant()
         self.images, image_rows = used_items(pairs, "left")
         self.texts, text_rows = used_items(pairs, "right")
         # Of all images and texts, by their rows; `__call__` leaves out those that cannot be read.

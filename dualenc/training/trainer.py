@@ -118,7 +118,7 @@ class Trainer(TrainerSettings):
             before=loop.best.before,
             metrics=metrics,
             seconds=time.perf_counter() - start,
-            skipped=len(loop.all_bad()),
+            skipped=pairs.skipped + len(loop.all_bad()),
         )
 
     def _hold_out(

@@ -112,10 +112,16 @@ def test_judgements_of_missing_documents_and_below_zero_are_those_of_trec_eval(f
 
 @pytest.mark.parametrize(
     "text",
-    ["query-id\tcorpus-id\tscore\nq1\td e\t2\nq1\tf\t0.0\n", "q1 0 d 2\nq1\t0\te\t0\n", "q1\td\t2\n\nq1\te\t0\n"],
+    [
+        "query-id\tcorpus-id\tscore\nq1\td e\t2\nq1\tf\t0.0\n",
+        "q1 0 d 2\nq1\t0\te\t0\n",
+        "q1\td\t2\n\nq1\te\t0\n",
+        "\tquery-id\tcorpus-id\tscore\n0\tq1\td\t2\n1\tq1\te\t0\n",
+    ],
 )
-def test_qrels_of_beir_and_trec(text: str, folder: Path) -> None:
+def test_qrels_of_beir_trec_and_pandas(text: str, folder: Path) -> None:
     (folder / "qrels" / "test.tsv").write_text(text)
+    assert set(read_beir(folder).qrels) == {"q1"}
     assert [list(grades.values()) for grades in read_beir(folder).qrels.values()] == [[2, 0]]
 
 

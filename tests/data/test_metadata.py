@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import datetime
-import json
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def written(folder: Path, form: str) -> Path:
         with open(path, "w", newline="") as stream:
             writer = csv.DictWriter(stream, ROWS[0])
             writer.writeheader()
-            writer.writerows({k: json.dumps(v) if type(v) is bool else v for k, v in row.items()} for row in ROWS)
+            writer.writerows(ROWS)  # truth values as pandas writes them, too: True and False
     else:
         pq.write_table(pa.Table.from_pylist(ROWS), path)
     return path

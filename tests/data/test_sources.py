@@ -45,6 +45,8 @@ def texts(corpus: Corpus) -> dict[str, str]:
         ("sentence1 sentence2", "sentence2", "sentence1"),
         ("query text", "text", "query"),
         ("question text answer", "answer", "question"),
+        ("query title text", "text", "query"),
+        ("title question answer", "answer", "question"),
         ("text answer", "text", "text"),
         ("question", "question", "question"),
     ],
@@ -77,6 +79,23 @@ def test_lists_of_texts_have_numbered_ids(tmp_path: Path, form: str) -> None:
     rows = [{"id": "i", "captions": ["a", "", "b"]}, {"id": "j", "captions": ["c"]}]
     corpus = open_corpus(write_rows(tmp_path, form, rows), text_column="captions")
     assert texts(corpus) == {"i#0": "a", "i#2": "b", "j#0": "c"}
+
+
+@pytest.mark.parametrize(
+    ("ids", "read"),
+    [
+        (["1", "", "3.0"], ["1", None, "3"]),
+        (["1", "2.0"], ["1", "2"]),
+        (["1.0", "nan", "2.0"], ["1", None, "2"]),
+        (["1.0", "2.0"], ["1.0", "2.0"]),
+        (["1.0", "x", "nan"], ["1.0", "x", "nan"]),
+    ],
+)
+def test_whole_numbers_that_pandas_made_floating_are_ids_without_a_fraction(
+    tmp_path: Path, ids: list[str], read: list[str | None]
+) -> None:
+    path = write_csv(tmp_path / "x.csv", ["id", "text"], [[name, f"text {name}"] for name in ids])
+    assert open_corpus(path).ids == [name for name in read if name is not None]
 
 
 @pytest.mark.parametrize("column", ["_id", "title", "label"])
@@ -117,6 +136,17 @@ def test_images_may_lie_in_a_subfolder_of_their_captions(tmp_path: Path, caption
     assert open_corpus(tmp_path).modality == "image"
     (tmp_path / "train.csv").write_text("text\none\n")
     assert detect(tmp_path) == "folder"
+
+
+@pytest.mark.parametrize("beside", ["README.txt", "__MACOSX/test/._1.png"])
+def test_what_lies_beside_folders_of_images_does_not_matter(tmp_path: Path, beside: str) -> None:
+    for shade, split in enumerate(["train", "test"]):
+        (tmp_path / split).mkdir()
+        picture(shade).save(tmp_path / split / "1.png")
+    (tmp_path / beside).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / beside).write_text("notes")
+    assert [shade_of(image) for image in open_corpus(tmp_path, split="test")] == [1]
+    assert [shade_of(view.left) for view in ImageFolderViews(tmp_path)] == [0]
 
 
 @pytest.mark.parametrize("suffix", [".jfif", ".JPE", ".jp2", ".pgm", ".tif"])

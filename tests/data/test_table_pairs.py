@@ -219,6 +219,11 @@ def test_images_of_a_table_lie_in_its_folder_unless_allowed(tmp_path: Path, how:
         data.identity()  # does not read it either
     with pytest.raises(BadSample, match=r"outside of the folder|not a file"):
         open_corpus(path, modality="image")[1]
+    allowed = {"left_modality": "image", "allow_outside": True}
+    assert (
+        open_pairs(path, "image", "text", **allowed).identity()
+        == TablePairs(path, "image", "text", **allowed).identity()
+    )
     trusted = TablePairs(path, "image", "text", left_modality="image", allow_outside=True)
     if how in ("device", "pipe"):
         with pytest.raises(BadSample, match="not a file"):
@@ -311,6 +316,16 @@ def test_a_weight_column(tmp_path: Path, form: str) -> None:
     assert [pair.weight for pair in TablePairs(path, "q", "d")] == [1] * 6
     with pytest.raises(BadSample, match="no weight of 0 or more in column 'grade'"):
         TablePairs(path, "q", "d", weight_column="grade", on_error="raise")
+
+
+def test_truth_values_are_weights_in_every_format(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"q": ["a", "b"], "d": ["c", "e"], "same": [True, False]})
+    frame.to_csv(tmp_path / "x.csv")
+    frame.to_json(tmp_path / "x.jsonl", orient="records", lines=True)
+    frame.to_parquet(tmp_path / "x.parquet")
+    for form in ("csv", "jsonl", "parquet"):
+        pairs = TablePairs(tmp_path / f"x.{form}", "q", "d", weight_column="same")
+        assert pairs.weights.tolist() == [1, 0], form
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,17 @@ def test_positives_of_other_pairs_are_relevant_too():
     assert held_out(part).qrels == {"left-0": {"right-0": 1, "right-1": 1}}
 
 
+def test_pairs_of_weight_0_are_not_relevant():
+    """Of pairs that people judged those without a match are no right answers; their documents are distractors."""
+    pairs = PairDataset(["q0", "q1"], ["d0", "d1", "d2"], [0, 0, 1], [0, 1, 2], weights=[1, 0, 0])
+    collection = held_out(pairs.take(np.array([0, 1, 2]), positives_of=pairs))
+    assert collection.qrels == {"left-0": {"right-0": 1}}
+    assert list(collection.corpus.items) == ["d0", "d1", "d2"]
+    assert len(ImageTextEvaluator(pairs).texts) == 1
+    with pytest.raises(DualencError, match="every weight is 0"):
+        RetrievalEvaluator(pairs=pairs.take(np.array([1, 2])))
+
+
 def beir(folder, documents, queries, qrels):
     """Texts of numbers; the judgements are of the split "dev"."""
     draw = np.random.default_rng(0)
