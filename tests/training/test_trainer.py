@@ -187,7 +187,10 @@ def test_a_loss_that_the_objective_does_not_know_is_not_logged(tmp_path):
 
 
 def test_bad_samples_are_counted(tmp_path):
-    assert train(tmp_path, pairs=tiny_pairs(bad=(3, 5))).skipped == 2
+    pairs = tiny_pairs(bad=(3, 5))
+    pairs.skipped = 4  # by the reader of their file
+    assert train(tmp_path, pairs=pairs).skipped == 6
+    assert "4 bad samples were left out" in (tmp_path / "model" / "README.md").read_text()
     with pytest.raises(DualencError, match="pair 3: row 3: not readable"):
         train(tmp_path / "strict", pairs=tiny_pairs(bad=(3,)), on_error="raise")
 
