@@ -126,7 +126,8 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
     """Pairs as a retrieval test: their left items are the queries, all right items of their data the corpus.
 
     Of more than `most` right items those of the pairs stay, and a seeded sample of the others. Every right item that is
-    a positive of a query, also by pairs that are not among these, is relevant, unless its weight is 0.
+    a positive of a query, also by pairs that are not among these, is relevant, unless its weight is 0. A right text that
+    is a copy of a query has its id, and so is no result of it, unless it is relevant.
     """
     pairs = pairs.relevant()
     queries, _ = used_items(pairs, "left")
@@ -137,10 +138,16 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
     if len(others) > most - len(relevant):
         others = np.random.default_rng(0).choice(others, max(0, most - len(relevant)), replace=False)
     kept = np.union1d(relevant, others)
-    corpus = Corpus(_side_ids("right", kept), Picked(pairs.right_items, kept), pairs.right_modality)
+    names = np.array(_side_ids("right", np.arange(pairs.num_right)))
+    copies = pairs.copies("left")
+    if copies is not None:
+        # With the id of its query a copy is left out of the query's results, as in BEIR.
+        has_copy = copies[left_ids] >= 0
+        names[copies[left_ids[has_copy]]] = _side_ids("left", left_ids[has_copy])
+    corpus = Corpus(names[kept].tolist(), Picked(pairs.right_items, kept), pairs.right_modality)
     qrels: dict[str, dict[str, int]] = {}
     for query, own in zip(queries.ids, positives, strict=True):
-        qrels[query] = dict.fromkeys(_side_ids("right", own[own >= 0]), 1)
+        qrels[query] = dict.fromkeys(names[own[own >= 0]].tolist(), 1)
     return RetrievalSet(queries, corpus, qrels)
 
 

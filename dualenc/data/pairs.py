@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from dualenc.data.identity import digest_of, items_identity
+from dualenc.data.item_lists import item_key
 from dualenc.data.ragged import Ragged, distinct
 from dualenc.decoding import rgb_item
-from dualenc.errors import DualencError
+from dualenc.errors import BadSample, DualencError
 from dualenc.types import Items, Modality, Side
 
 
@@ -99,6 +103,7 @@ class PairDataset:
             self.negatives = negatives.keep(negatives.first_in_row())
         self._positives: dict[Side, Ragged] = {}
         self._positives_of: PairDataset | None = None
+        self._copies: dict[Side, np.ndarray] = {}
 
     @property
     def num_left(self) -> int:
@@ -177,6 +182,26 @@ class PairDataset:
             self._positives[side] = Ragged.from_pairs(self.item_ids(side), partners, len(self.items(side)))
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
 
+    def copies(self, side: Side) -> np.ndarray | None:
+        """(N,) the opposite id of a text equal to each of a side, -1 for none; None unless both sides are texts."""
+        if not self.left_modality == self.right_modality == "text":
+            return None
+        # Parts over the same items share it.
+        if not self._copies:
+            left = _text_hashes(self.left_items)
+            right = _text_hashes(self.right_items)
+            self._copies["left"] = _rows_of_equal(left, right)
+            self._copies["right"] = _rows_of_equal(right, left)
+        return self._copies[side]
+
+    def not_negatives(self, side: Side, ids: np.ndarray) -> np.ndarray:
+        """The `positives` of each id (n,) of a side, and the opposite copy of its text: (n, K), padded by -1."""
+        positives = self.positives(side, ids)
+        copies = self.copies(side)
+        if copies is None or (copies[ids] < 0).all():
+            return positives
+        return np.column_stack([positives, copies[ids]])
+
     def split(self, share: float, seed: int = 0) -> tuple[PairDataset, PairDataset]:
         """Divide the pairs at random into the rest and about a share; all pairs of a left item are in one part."""
         items = np.random.default_rng(seed).permutation(distinct(self.left_id))
@@ -214,6 +239,22 @@ class PairDataset:
     def pair_counts(self, side: Side) -> np.ndarray:
         """(N,) the number of an epoch's pairs that each item of a side occurs in."""
         return np.bincount(self.item_ids(side), minlength=len(self.items(side)))
+
+
+def _text_hashes(items: Items) -> pa.Array:
+    """(N,) a number for each text, the same for equal ones in this process; null where none can be read."""
+    hashes = np.full(len(items), -1)  # which Python never returns
+    for row in range(len(items)):
+        with suppress(BadSample):
+            text = item_key(items, row)
+            if isinstance(text, str):
+                hashes[row] = hash(text)
+    return pa.array(hashes, mask=hashes == -1)
+
+
+def _rows_of_equal(values: pa.Array, among: pa.Array) -> np.ndarray:
+    """(n,) the first row of each value (n,) among others, -1 for none and for null."""
+    return pc.index_in(values, value_set=among, skip_nulls=True).fill_null(-1).to_numpy().astype(np.int64)
 
 
 def _checked_weights(weights: Sequence[float] | np.ndarray, count: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from dualenc.data.vectors import ID_NAMES, open_vectors
 from dualenc.data.webdataset import WebDatasetPairs, tar_corpus
 from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
+
+logger = logging.getLogger("dualenc.data")
 
 _SURELY_IMAGES = ("image", "img", "image_path")
 _TEXTS = (
@@ -137,6 +140,10 @@ def open_pairs(
     # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & source.kinds.keys():
         return MinedPairs(path, split=split, on_error=on_error)
+    ignored = sorted({"label", "labels"} & source.kinds.keys())
+    if ignored and left_column is None:
+        advice = "each row is a pair; remove those that are none, or take TablePairs with weight_column"
+        logger.warning("%s: column %s is not read: %s", path, ignored[0], advice)
     left_names = (*_SURELY_IMAGES, *_QUERIES, "title", "file_name")
     right_names = (*CAPTION_NAMES[:2], *_DOCUMENTS)
     left_column = left_column or source.default_column(left_names, "left_column")

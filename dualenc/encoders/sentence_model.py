@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from dualenc.encoders.tokenizer import forget_last_call, load_tokenizer, pad_beh
 from dualenc.errors import DualencError, explain
 from dualenc.reading import read_json
 
+logger = logging.getLogger("dualenc.encoders")
+
 MIN_LENGTH = 3
 """Shortest input in tokens: special tokens take two."""
 MAX_LENGTH = 512
@@ -49,7 +52,10 @@ def open_sides(
 ) -> tuple[SentenceTransformer, SentenceTransformer]:
     """The models of queries and of documents by the arguments of `TextEncoder`: one and the same, or one each."""
     if name is not None and config is None and tokenizer is None:
-        queries = open_model(model_folder(name), dtype) if isinstance(name, str) else name
+        queries = open_model(model_folder(name), dtype) if isinstance(name, str) else name.to(dtype)
+        if queries.similarity_fn_name not in (None, "cosine"):
+            kind = queries.similarity_fn_name
+            logger.warning("the model was trained for %s scores; here, and where it is saved, cosines compare", kind)
         documents = copy.deepcopy(queries) if shared is False else queries
     elif name is None and config is not None and tokenizer is not None:
         own = load_tokenizer(tokenizer)

@@ -6,19 +6,35 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import torch
 from datasets import Dataset
 from torch import Tensor
 
+from dualenc.data.ragged import Ragged
 from dualenc.errors import DualencError
 from dualenc.types import Side
 
 
 class PairTexts:
-    """The distinct texts of a data set's pairs, by id, and how many pairs each is in."""
+    """The distinct texts of a data set's pairs, by id, how many pairs each is in, and which belong together.
 
-    def __init__(self, left: pa.Array, right: pa.Array, counts: tuple[np.ndarray, np.ndarray]) -> None:
+    Args:
+        left, right: the texts by id.
+        left_id, right_id: (M,) those of each pair.
+    """
+
+    def __init__(self, left: pa.Array, right: pa.Array, left_id: np.ndarray, right_id: np.ndarray) -> None:
         self.texts: dict[Side, pa.Array] = {"left": left, "right": right}
-        self.counts = counts
+        self.counts = (np.bincount(left_id, minlength=len(left)), np.bincount(right_id, minlength=len(right)))
+        # An equal text of the other side is no negative, either.
+        copies = pc.index_in(left, value_set=right)
+        left_id = np.concatenate([left_id, np.flatnonzero(copies.is_valid())])
+        right_id = np.concatenate([right_id, copies.drop_null().to_numpy()])
+        self._not_negatives: dict[Side, Ragged] = {
+            "left": Ragged.from_pairs(left_id, right_id, len(left)),
+            "right": Ragged.from_pairs(right_id, left_id, len(right)),
+        }
 
     @property
     def num_left(self) -> int:
@@ -27,6 +43,10 @@ class PairTexts:
     @property
     def num_right(self) -> int:
         return len(self.texts["right"])
+
+    def not_negatives(self, side: Side, ids: Tensor) -> Tensor:
+        """(n, K) the ids of other texts that are no negatives of texts (n,) of a side, padded by -1."""
+        return torch.from_numpy(self._not_negatives[side].padded(ids.cpu().numpy())).to(ids.device)
 
     def __call__(self, side: Side, ids: Tensor) -> list[str]:
         """The texts with these ids (n,)."""
@@ -63,10 +83,7 @@ def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
         right_chunks += table[name].chunks
     right_ids, right = _distinct(right_chunks)
     ids = np.vstack([left_ids, right_ids.reshape(-1, len(anchors))])
-    left_counts = np.bincount(ids[0], minlength=len(left))
-    # Of pairs, without negatives.
-    right_counts = np.bincount(ids[1], minlength=len(right))
-    texts = PairTexts(left, right, (left_counts, right_counts))
+    texts = PairTexts(left, right, ids[0], ids[1])
     # `add_column` would copy shuffled rows one by one.
     return Dataset(table.append_column("label", pa.array(ids.T.tolist())), split=dataset.split), texts
 

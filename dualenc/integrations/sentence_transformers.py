@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.util import batch_to_device
 from torch import Tensor, nn
@@ -37,7 +38,8 @@ class GlobalLoss(nn.Module):
     Args:
         model: the encoder; its embeddings are scaled to length one.
         objective: of two towers, such as `SogCLR(num_left=…, num_right=…)`.
-        texts: of `with_ids`; needed by objectives that encode texts outside the batch (ISIR, EMC2, GlobalCache, …).
+        texts: of `with_ids`, by which no positive of a text is its negative; needed by objectives that encode texts
+            outside the batch (ISIR, EMC2, GlobalCache, …).
         prompts: put by `args.prompts` before the anchors and before the other texts, if any.
     """
 
@@ -90,13 +92,16 @@ class GlobalLoss(nn.Module):
             in_batch = InfoNCE(temperature=self.objective.temperature.item())
             return in_batch.eval()(left, right, left_id, right_id).loss
         self.objective.train()
-        mined: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        if self.texts is not None:
+            others["left_positives"] = self.texts.not_negatives("left", left_id)
+            others["right_positives"] = self.texts.not_negatives("right", right_id)
         if negatives:
             if not self.objective.takes_mined:
                 raise DualencError(f"{self.objective.name} takes no mined negatives; remove their columns")
-            mined = _distinct_negatives(negatives, torch.stack(negative_ids))
+            others |= _distinct_negatives(negatives, torch.stack(negative_ids))
         encode = self.encode if self.objective.needs_encode else None
-        return self.objective(left, right, left_id, right_id, encode, **mined).loss
+        return self.objective(left, right, left_id, right_id, encode, **others).loss
 
     def encode(self, side: Side, ids: Tensor) -> Tensor:
         """(n, D) unit vectors of texts outside the batch."""
@@ -123,3 +128,27 @@ def _distinct_negatives(negatives: list[Tensor], ids: Tensor) -> dict[str, Tenso
 
 class GlobalLossTrainer(ObjectiveStateMixin, SentenceTransformerTrainer):  # type: ignore[misc]
     """`SentenceTransformerTrainer` that saves and resumes the state of `GlobalLoss`, see `ObjectiveStateMixin`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        texts = getattr(self.loss, "texts", None)
+        datasets = self.train_dataset if isinstance(self.train_dataset, dict) else {"": self.train_dataset}
+        for dataset in datasets.values():
+            if texts is not None and isinstance(dataset, Dataset) and not _has_ids_of(dataset, texts):
+                problem = "the training data have other ids than the texts of the loss"
+                raise DualencError(
+                    f"{problem}; concatenate data sets, call with_ids once, and train on what it returns"
+                )
+
+
+def _has_ids_of(dataset: Dataset, texts: PairTexts) -> bool:
+    """Whether the labels of the first and the last row name its texts."""
+    rows = dataset.with_format(None)
+    for row in (rows[0], rows[-1]):
+        ids = row.pop("label", None)
+        if not isinstance(ids, list) or ids[0] >= texts.num_left or max(ids[1:]) >= texts.num_right:
+            return False
+        named = texts("left", torch.tensor(ids[:1])) + texts("right", torch.tensor(ids[1:]))
+        if list(row.values())[: len(named)] != named:
+            return False
+    return True

@@ -82,7 +82,7 @@ class BatchLoader:
     ) -> None:
         # Builds its table once, before workers are forked, not in each of them.
         for side in SIDES:
-            pairs.positives(side, np.zeros(1, dtype=np.int64))
+            pairs.not_negatives(side, np.zeros(1, dtype=np.int64))
         self.pairs = pairs
         self.prepare = {"left": left_prepare, "right": right_prepare}
         self.seed = seed
@@ -176,7 +176,7 @@ class BatchLoader:
         # A batch may be empty on this rank, where every sample was bad.
         if len(ids) == 0:
             return None
-        listed = self.pairs.positives(side, ids)
+        listed = self.pairs.not_negatives(side, ids)
         # One positive each is the pair's own.
         if listed.shape[1] <= 1:
             return None

@@ -34,6 +34,20 @@ def test_positives_are_all_partners_padded_with_minus_one(links: list[tuple[int,
         assert table.shape[1] == max(map(len, found))
 
 
+def test_the_copy_of_a_text_on_the_other_side_is_no_negative() -> None:
+    """As in pairs of equal questions, where every text is an anchor and a candidate."""
+    pairs = PairDataset(["a", "b", "only left"], ["b", "c", "a"], [0, 1, 2], [0, 1, 1])
+    assert pairs.not_negatives("left", np.array([0, 1, 2])).tolist() == [[0, 2], [1, 0], [1, -1]]
+    assert pairs.not_negatives("left", np.array([2])).tolist() == [[1]], "no wider than it must be"
+    assert pairs.not_negatives("right", np.array([0, 1])).tolist() == [[0, -1, 1], [1, 2, -1]]
+    assert pairs.positives("left", np.array([0])).tolist() == [[0]], "a copy is not relevant"
+    part = pairs.take(np.array([1]))
+    assert part.not_negatives("right", np.array([2])).tolist() == [[0]]
+    images = PairDataset(["a", "b"], ["b", "a"], left_modality="image")
+    assert images.copies("left") is None
+    assert images.not_negatives("left", np.array([0])).tolist() == [[0]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -298,3 +298,17 @@ def test_another_pooling(text_encoder: Any, texts: list[str], tmp_path: Path) ->
         assert_equal(model, tmp_path / str(pooling), texts)
     with pytest.raises(DualencError, match="Invalid pooling mode: 'sum'"):
         text_encoder(pooling="sum")
+
+
+def test_a_model_in_half_precision_trains_in_single_and_one_for_dot_products_is_named(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = new_model({"model_type": "bert", **SIZES}, tokenizer, torch.float32)
+    modules = [*model, Pooling(32)]
+    half = SentenceTransformer(modules=modules, device="cpu", similarity_fn_name="dot").to(torch.bfloat16)
+    encoder = TextEncoder(half)
+    assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
+    assert "trained for dot scores" in caplog.text
+    caplog.clear()
+    TextEncoder(SentenceTransformer(modules=modules, device="cpu"))
+    assert not caplog.text

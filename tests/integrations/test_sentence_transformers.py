@@ -116,6 +116,36 @@ def test_training_lowers_the_loss_of_evaluation(model_folder: Path, tmp_path: Pa
     assert difference(weights(trainer), state) == 0, "evaluation writes no state"
 
 
+def test_positives_of_other_rows_and_copies_are_no_negatives(model_folder: Path) -> None:
+    rows = {"anchor": ["fever", "fever", "heart"], "positive": ["one drug", "two drugs", "two drugs"]}
+    dataset, texts = with_ids(Dataset.from_dict(rows))
+    model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu").train()
+    loss = GlobalLoss(model, InfoNCE(temperature=0.05), texts)
+    batch = dataset.select([0, 2])  # in which "two drugs" is the positive of "heart" alone
+    features = [model.preprocess(batch[name]) for name in ("anchor", "positive")]
+    found = loss(features, torch.tensor(batch["label"]))
+    left, right = (torch.nn.functional.normalize(model(each)["sentence_embedding"], dim=1) for each in features)
+    scores = left.double() @ right.double().T / 0.05
+    # "fever" has no negative, and "heart" is none of "two drugs".
+    expected = (scores[1].logsumexp(dim=0) - scores[1, 1]) + (scores[:, 0].logsumexp(dim=0) - scores[0, 0])
+    assert found.item() == pytest.approx(expected.item() / 4, rel=1e-4)
+    _, symmetric = with_ids(Dataset.from_dict({"q": ["a", "b", "c"], "p": ["b", "c", "a"]}))
+    assert symmetric.not_negatives("left", torch.tensor([0])).tolist() == [[0, 2]]
+    assert symmetric.not_negatives("right", torch.tensor([0])).tolist() == [[0, 1]]
+    assert [counts.tolist() for counts in symmetric.counts] == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_ids_of_another_call_are_refused(model_folder: Path, tmp_path: Path) -> None:
+    one, texts = with_ids(pairs())
+    other, _ = with_ids(Dataset.from_dict({"anchor": ["x", "y"], "positive": ["z", "w"]}))
+    model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu")
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(DualencError, match="other ids than the texts of the loss; concatenate data sets"):
+        loss = GlobalLoss(model, InfoNCE(), texts)
+        GlobalLossTrainer(model, arguments, train_dataset={"one": one, "other": other}, loss=loss)
+    GlobalLossTrainer(model, arguments, train_dataset={"one": one, "more": one.select([3, 5])}, loss=loss)
+
+
 def test_the_loss_and_its_gradient_are_those_of_the_objective(model_folder: Path) -> None:
     dataset, texts = with_ids(pairs(negatives=2))
     model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu")

@@ -12,6 +12,7 @@ from dualenc.data import ImageViews, PairDataset
 from dualenc.data.corpus import held_out
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.errors import BadSample, DualencError
+from dualenc.evaluation.retrieval import retrieve
 from dualenc.training.evaluators import ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
 from tests.data.make import write_beir
 from tests.training.fakes import TinyEncoder, tiny_pairs
@@ -114,6 +115,18 @@ def test_positives_of_other_pairs_are_relevant_too():
     pairs = PairDataset(["q"], ["d0", "d1", "d2"], [0, 0], [0, 1])
     part = pairs.take(np.array([0]), positives_of=pairs)
     assert held_out(part).qrels == {"left-0": {"right-0": 1, "right-1": 1}}
+
+
+def test_the_copy_of_a_query_among_the_documents_is_no_result():
+    """Of questions that are equal to others each text is a query and a document, and nearest to itself."""
+    pairs = PairDataset(["a", "b", "c"], ["b", "c", "a"], [0, 1, 2], [0, 1, 2])
+    collection = held_out(pairs)
+    assert collection.qrels == {"left-0": {"left-1": 1}, "left-1": {"left-2": 1}, "left-2": {"left-0": 1}}
+    vectors = np.eye(3, 4) + 0.1
+    run = retrieve(collection.queries.ids, vectors, collection.corpus.ids, vectors[[1, 2, 0]], qrels=collection.qrels)
+    assert not any(query in documents for query, documents in run.items())
+    alone = PairDataset(["a"], ["a", "b"], [0], [0])
+    assert held_out(alone).qrels == {"left-0": {"left-0": 1}}, "what is relevant stays"
 
 
 def test_pairs_of_weight_0_are_not_relevant():
