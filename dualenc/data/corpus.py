@@ -126,8 +126,8 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
     """Pairs as a retrieval test: their left items are the queries, all right items of their data the corpus.
 
     Of more than `most` right items those of the pairs stay, and a seeded sample of the others. Every right item that is
-    a positive of a query, also by pairs that are not among these, is relevant, unless its weight is 0. A right text that
-    is a copy of a query has its id, and so is no result of it, unless it is relevant.
+    a positive of a query, also by pairs that are not among these, is relevant, unless its weight is 0. A right text
+    that is a copy of a query has its id, and so is no result of it, unless it is relevant.
     """
     pairs = pairs.relevant()
     queries, _ = used_items(pairs, "left")
