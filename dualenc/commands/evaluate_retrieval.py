@@ -177,11 +177,7 @@ def _open_collections(
 
 
 def _open_collection(
-    source: str,
-    options: RetrievalOptions,
-    columns: ColumnOptions,
-    needs_texts: bool,
-    indexed: Embeddings | None,
+    source: str, options: RetrievalOptions, columns: ColumnOptions, needs_texts: bool, indexed: Embeddings | None
 ) -> tuple[str, RetrievalSet]:
     """A collection, and the name of its folder or file."""
     split = options.split or default_split(source, "test")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.commands.checks import MAX_ITEMS, check_options
-from dualenc.commands.embed import describe, open_work
+from dualenc.commands.embed import Work, describe, open_work
 from dualenc.commands.options import BUILD, SOURCE, BuildOptions, EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
 from dualenc.files import remove as remove_path
@@ -88,10 +88,10 @@ def index(
             folder = target.with_name(f".{target.name}.embeddings")
             options = EmbedOptions(batch_size=batch_size, dim=build.dim)
             if grown is not None:
-                options = replace(options, dim=build.dim or grown.dim)
-                columns = dict.fromkeys([*_column_names(grown), *(items.columns or ())])
-                items = replace(items, columns=list(columns))
+                items, options = _as_grown(grown, items, options)
             work = open_work(source, data, side, items, options, device)
+            if grown is not None:
+                _check_growth(grown, work, out)
             # Nobody else writes this folder: what other embeddings are in it were left by a failed build.
             describe(embed_into(folder, work.tower, work.corpus, side=work.side, **work.settings), folder)
         if not distributed.is_main():
@@ -99,9 +99,7 @@ def index(
         if grown is not None:
             _append(folder, grown, out, build.dim, corpus)
         else:
-            _build(folder, out, build, corpus)
-            if corpus is not None:
-                _write_texts(out, corpus, bm25=bm25, texts=texts)
+            _build(folder, out, build, corpus, bm25=bm25, texts=texts)
         if data is not None:
             remove_path(folder)
     return None
@@ -141,6 +139,23 @@ def _column_names(source: Embeddings | Index) -> list[str]:
     return [] if source.columns is None else source.columns.column_names
 
 
+def _as_grown(grown: Index, items: SourceOptions, options: EmbedOptions) -> tuple[SourceOptions, EmbedOptions]:
+    """How to read and embed what an index grows by: with its columns, and cut as it is."""
+    # Larger vectors may be of another model, where the index does not name its own.
+    dim = options.dim or (grown.dim if "model_checksum" in grown.meta else None)
+    columns = dict.fromkeys([*_column_names(grown), *(items.columns or ())])
+    return replace(items, columns=list(columns)), replace(options, dim=dim)
+
+
+def _check_growth(grown: Index, work: Work, out: str) -> None:
+    """Refuse what the index would refuse after the embedding."""
+    from dualenc.search.change import check_addition
+    from dualenc.search.embed import tower_checksum
+
+    about = {"dimension": work.settings["dim"] or work.tower.dim, "model_checksum": tower_checksum(work.tower)}
+    check_addition(grown, {**about, "side": work.side, "output": work.settings["output"]}, work.corpus.ids, out)
+
+
 def _append(folder: Path, grown: Index, out: str, dim: int | None, corpus: Corpus | None) -> None:
     from dualenc.search import Embeddings, change
 
@@ -153,7 +168,7 @@ def _append(folder: Path, grown: Index, out: str, dim: int | None, corpus: Corpu
     print(printable(f"{len(added):,} vectors appended, now {len(appended):,} → {out}"))
 
 
-def _build(folder: Path, out: str, build: BuildOptions, corpus: Corpus | None) -> None:
+def _build(folder: Path, out: str, build: BuildOptions, corpus: Corpus | None, *, bm25: bool, texts: bool) -> None:
     from dualenc.search import Embeddings, Index
     from dualenc.search.index import rows_in
     from dualenc.search.kinds import parse_bytes
@@ -166,6 +181,8 @@ def _build(folder: Path, out: str, build: BuildOptions, corpus: Corpus | None) -
         options["queries"] = _first(Embeddings.open(build.queries), build.dim).vectors[: build.recall_queries]
     options["memory"] = None if build.memory is None else parse_bytes(build.memory)
     _describe(Index.build(vectors, None, folder=out, progress=True, **options), out)
+    if corpus is not None:
+        _write_texts(out, corpus, bm25=bm25, texts=texts)
 
 
 def _first(embeddings: Embeddings, dim: int | None) -> Embeddings:

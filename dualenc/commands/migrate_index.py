@@ -67,7 +67,9 @@ def migrate_index(
     meta = index.meta
     expected = {"kind": "query-document", "modality": "text", "side": "right", "output": "embedding"}
     about = {name: meta.get(name, value) for name, value in expected.items()}
-    if about != expected or "modality" not in meta:
+    if "modality" not in meta:
+        raise DualencError(f"{folder}: does not say which model made it; build it from what `dualenc embed` writes")
+    if about != expected:
         what = ", ".join(map(str, about.values()))
         raise DualencError(f"{folder}: holds {what}; only documents of a query-document model migrate")
     encoder = open_model(name, ("query-document",), start_processes(device))
@@ -85,12 +87,7 @@ def migrate_index(
     # The kind of index must fit the new dimension, too.
     new_index(encoder.right.dim, meta["factory"], meta["metric"], len(index))
     texts = _open_texts(folder, index, data, queries)
-    notes = {
-        "model": recorded_name(name),
-        "model_checksum": checksum,
-        "side": "right",
-        "kind": encoder.kind,
-    }
+    notes = {"model": recorded_name(name), "model_checksum": checksum, "side": "right", "kind": encoder.kind}
     past = "" if texts.past is None else texts.past.identity()
     migration = Migration(folder, notes, {"texts": texts.corpus.identity(), "queries": past})
     steps = _Steps(migration, texts, encoder, batch_size)

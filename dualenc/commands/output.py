@@ -13,12 +13,13 @@ import torch
 
 from dualenc import distributed
 from dualenc.data.identity import digest_of
-from dualenc.data.vector_shards import Embeddings, is_embeddings
+from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, first_line
 from dualenc.evaluation.report import Table, print_table, write_report
 from dualenc.files import check_file_target, check_folder_target, check_writable, locked, remove, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.embed import embed, tower_checksum
+from dualenc.search.embeddings import check_embeddings_target
 from dualenc.terminal import printable
 from dualenc.types import StrPath
 
@@ -183,7 +184,7 @@ def embed_into(folder: Path, tower: Tower, corpus: Corpus, *, side: Side | None 
     # Changed items under the same ids are noticed by `embed` itself.
     identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}
     if distributed.is_main():
-        check_folder_target(folder, is_embeddings, "embeddings")
+        check_embeddings_target(folder)
         meta = read_json_object(folder / "meta.json") if (folder / "meta.json").is_file() else {}
         expected: dict[str, Any] = {**identity, "model_checksum": tower_checksum(tower)}
         if "dim" in options:

@@ -71,6 +71,14 @@ class IndexPairs(PairDataset):
             items = Picked(left.items, first)
             left_id = number[rows]
             right_id = cast(Picked, right.items).positions[paired]
+        clicked = np.unique(right_id)
+        parts = np.array_split(clicked, len(clicked) // 65_536 + 1)
+        zero = clicked[np.concatenate([~np.any(documents.vectors[part], axis=1) for part in parts])]
+        if len(zero):
+            is_usable = ~np.isin(right_id, zero)
+            reason = "click on a document whose vector is zero"
+            bad_rows.add(reason, documents.ids[int(zero[0])], "embed it anew, or remove it", int((~is_usable).sum()))
+            left_id, right_id = left_id[is_usable], right_id[is_usable]
         bad_rows.require(len(left_id), "pair")
         # The same pair twice, as of two clicks, is one pair.
         pairs = np.stack([left_id, right_id], axis=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -51,6 +52,11 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
     return pa.table(columns)
 
 
+def plain_columns(columns: pa.Table) -> pa.Table:
+    """The columns of a typed table as `metadata_columns` gives them."""
+    return pa.table({name: _plain_values(columns[name].combine_chunks(), False) for name in columns.column_names})
+
+
 def _plain_values(values: pa.Array, from_lines: bool) -> pa.Array:
     kind = values.type
     if pa.types.is_boolean(kind):
@@ -60,6 +66,11 @@ def _plain_values(values: pa.Array, from_lines: bool) -> pa.Array:
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         values = values.cast(pa.float64())
         return pc.if_else(pc.is_finite(values), values, None)
+    if pa.types.is_timestamp(kind):
+        # Whatever the unit of a file: days where all are whole, and seconds where these have no fraction.
+        are_days = pc.all(pc.equal(values, pc.floor_temporal(values, unit="day"))).as_py()
+        with suppress(pa.ArrowInvalid):
+            values = values.cast(pa.date32() if are_days else pa.timestamp("s", kind.tz))
     values = values.cast(pa.large_string())
     values = pc.if_else(pc.equal(pc.utf8_trim_whitespace(values), ""), None, values)
     return _read_as_looks(values) if from_lines else values

@@ -162,11 +162,7 @@ def open_pairs(
 
 
 def _main_column(
-    source: TableSource,
-    part: str,
-    modality: Modality | None,
-    text_column: str | None,
-    image_column: str | None,
+    source: TableSource, part: str, modality: Modality | None, text_column: str | None, image_column: str | None
 ) -> tuple[str, Modality]:
     """The column to embed and what it holds."""
     if text_column is not None and modality != "image":
@@ -180,12 +176,7 @@ def _main_column(
         # The right column of such pairs, as in `open_pairs`.
         texts = (*_DOCUMENTS, *_TEXTS)
     defaults: list[tuple[tuple[str, ...], Modality]]
-    defaults = [
-        (_SURELY_IMAGES, "image"),
-        (texts, "text"),
-        (CAPTION_NAMES, "text"),
-        (IMAGE_NAMES, "image"),
-    ]
+    defaults = [(_SURELY_IMAGES, "image"), (texts, "text"), (CAPTION_NAMES, "text"), (IMAGE_NAMES, "image")]
     for names, kind in defaults:
         name = first_of(source.kinds, names)
         if name is not None and modality in (kind, None):

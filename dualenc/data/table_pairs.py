@@ -187,12 +187,7 @@ class TablePairs(ColumnPairs):
         on_error: OnError = "skip",
     ) -> None:
         source = TableSource(
-            path,
-            BadRows(path, on_error),
-            split=split,
-            subset=subset,
-            quotes=quotes,
-            allow_outside=allow_outside,
+            path, BadRows(path, on_error), split=split, subset=subset, quotes=quotes, allow_outside=allow_outside
         )
         kinds = source.kinds
         if negative_column is None:
@@ -326,12 +321,7 @@ class ImageFolderPairs(ColumnPairs):
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        deduplicate: bool = True,
-        quotes: bool | None = None,
-        on_error: OnError = "skip",
+        self, path: str | Path, *, deduplicate: bool = True, quotes: bool | None = None, on_error: OnError = "skip"
     ) -> None:
         folder = Path(path)
         file = _captions_file(folder)

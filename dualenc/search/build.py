@@ -77,10 +77,7 @@ class Database:
 
 
 def ready(
-    vectors: np.ndarray,
-    metric: Metric,
-    name: Callable[[int], str] = "row {}".format,
-    are_unit: bool = False,
+    vectors: np.ndarray, metric: Metric, name: Callable[[int], str] = "row {}".format, are_unit: bool = False
 ) -> np.ndarray:
     """Check that vectors (n, D) are finite, and normalize them for "cosine"; zero stays zero.
 

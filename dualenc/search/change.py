@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings, corpus: Corpu
     """Append vectors with new ids to an index; an index with whole texts needs the `corpus` that was embedded."""
     with locked(folder):
         index = Index.open(folder)
-        _check_addition(index, embeddings, folder)
+        check_addition(index, {**embeddings.meta, "dimension": embeddings.dim}, embeddings.ids, folder)
         texts = _whole_texts(index, folder)
         if texts is not None:
             if corpus is None:
@@ -128,17 +128,18 @@ def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] 
     return None
 
 
-def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]) -> None:
-    pairs: list[tuple[str, Any, Any]] = [("dimension", index.dim, embeddings.dim)]
-    pairs += [(key, index.meta.get(key), embeddings.meta.get(key)) for key in ("model_checksum", "side", "output")]
-    for name, ours, theirs in pairs:
+def check_addition(index: Index, about: Mapping[str, Any], ids: Sequence[str], folder: str | os.PathLike[str]) -> None:
+    """Refuse to append items of these ids; `about` them is known their dimension, model_checksum, side and output."""
+    for name in ("dimension", "model_checksum", "side", "output"):
+        ours = index.dim if name == "dimension" else index.meta.get(name)
+        theirs = about.get(name)
         if ours is not None and theirs is not None and ours != theirs:
             problem = f"has vectors of {name} {str(ours)[:12]}, not {str(theirs)[:12]}"
             raise DualencError(f"{folder}: {problem}; embed the data with its model and --dim {index.dim}")
-    check_ids(embeddings.ids)
-    present = np.flatnonzero(rows_of(index.ids, embeddings.ids) >= 0)
+    check_ids(ids)
+    present = np.flatnonzero(rows_of(index.ids, ids) >= 0)
     if len(present):
-        name = embeddings.ids[int(present[0])]
+        name = ids[int(present[0])]
         raise DualencError(f"{folder}: has an item {name!r} already; remove it first, or leave it out")
 
 

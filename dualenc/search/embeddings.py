@@ -24,15 +24,7 @@ from filelock import FileLock, Timeout
 from dualenc import distributed
 from dualenc.checksums import checksums, sizes
 from dualenc.data.items import ORDER, check_ids, item_batch, write_batches, write_order
-from dualenc.data.vector_shards import (
-    AGAIN,
-    FORMAT,
-    FORMAT_VERSION,
-    Embeddings,
-    read_meta,
-    read_shard,
-    shard_path,
-)
+from dualenc.data.vector_shards import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
 from dualenc.errors import DualencError
 from dualenc.files import recover_inside, remove, version_of, write_json
 
@@ -222,11 +214,7 @@ class EmbeddingWriter:
             name = self.ids[rows[int(np.argmin(finite))]]
             raise DualencError(f"the vector of {name!r} is not finite as {self.dtype}; check the model, or use float32")
         batch = self._batch(stored, rows)
-        note = {
-            "contents": self.contents(self.ranges[number]),
-            "sha256": _digest(batch),
-            "skipped": list(skipped),
-        }
+        note = {"contents": self.contents(self.ranges[number]), "sha256": _digest(batch), "skipped": list(skipped)}
         metadata = {_NOTE: json.dumps(note, sort_keys=True)}
         write_batches(shard_path(self.folder, number), [batch.replace_schema_metadata(metadata)])
 
@@ -247,11 +235,7 @@ class EmbeddingWriter:
             raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {why}")
         write_order(paths)
         files = checksums(self.folder, [path.name for path in paths] + [ORDER])
-        entries = {
-            "shard_rows": shard_rows,
-            **skipped_entries(self.ids, skipped),
-            "sizes": sizes(self.folder, files),
-        }
+        entries = {"shard_rows": shard_rows, **skipped_entries(self.ids, skipped), "sizes": sizes(self.folder, files)}
         self._write_meta(complete=True, **entries, files=files)
         self._remove_locks()
         return Embeddings.open(self.folder)

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from dualenc.checksums import checksums, sizes, verify_files
 from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, rows_of, write_items
+from dualenc.data.metadata import plain_columns
 from dualenc.data.vector_shards import Embeddings, read_head
 from dualenc.errors import DualencError
 from dualenc.files import (
@@ -160,7 +161,8 @@ class Index:
             meta |= {"factory": chosen, "requested_factory": factory, **built}
             meta["bytes_per_vector"] = bytes_per_vector(filled)
             meta |= _tune_and_measure(filled, database, queries, recall_queries, target_recall)
-            index = cls(filled, embeddings.ids, meta, embeddings.snippets, embeddings.columns, refine_file)
+            columns = None if embeddings.columns is None else plain_columns(embeddings.columns)
+            index = cls(filled, embeddings.ids, meta, embeddings.snippets, columns, refine_file)
             if folder is not None:
                 index.save(folder)
         return cls.open(folder) if folder is not None and is_apart else index

@@ -85,7 +85,7 @@ class Migration:
         """Whether the work folder is of this plan; one of another, which has only measured, gives way to it."""
         present = read_json_object(self.work / "plan.json") if is_started(self.folder) else {}
         different = [name for name, value in plan.items() if present.get(name) != value]
-        if different and (is_replaced(self.folder) or any(self.work.glob("embeddings-*"))):
+        if present and different and (is_replaced(self.folder) or any(self.work.glob("embeddings-*"))):
             what = "another model" if "model" in different else f"other {different[0]}"
             remedy = f"resume it with them, or end it: dualenc migrate {self.folder} --rollback"
             raise DualencError(f"{self.work}: a migration with {what} is under way; {remedy}")
@@ -211,8 +211,9 @@ def remove_work(folder: str | os.PathLike[str]) -> None:
 
 
 def is_replaced(folder: str | os.PathLike[str]) -> bool:
-    """Whether a migration has replaced the index."""
-    return "mapped" in Index.open(folder).meta
+    """Whether the migration that is under way has replaced the index."""
+    plan = work_folder(folder) / "plan.json"
+    return plan.is_file() and Index.open(folder).meta.get("model_checksum") == read_json_object(plan)["model"]
 
 
 def roll_back(folder: str | os.PathLike[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,8 @@ from dualenc.search.lexical import Lexical, has_lexical
 from dualenc.search.pushed import Engine, is_pushed
 from dualenc.search.where import meets, parse_conditions
 from dualenc.types import Modality, Side
+
+logger = logging.getLogger("dualenc.search")
 
 
 @dataclass(eq=False)
@@ -197,6 +200,9 @@ def check_encoder(encoder: DualEncoder, meta: Mapping[str, Any], dim: int, sourc
             raise DualencError(f"{source}: the model was adapted for an index of other vectors; {remedy}")
     elif recorded is not None and tower_checksum(encoder.tower(meta.get("side", "right"))) != recorded:
         raise DualencError(f"{source}: was built with other weights than the model has now; build the index again")
+    elif recorded is None and encoder.dim > dim:
+        problem = f"the index does not say which model made its {dim} numbers, and the model gives {encoder.dim}"
+        logger.warning("%s: %s; the first %d are compared", source, problem, dim)
 
 
 def _open_files(folder: Path, hybrid: bool | None) -> tuple[Index | Engine, Lexical | None]:

@@ -50,6 +50,15 @@ def test_rows_of_a_table_are_pairs(tmp_path: Path, documents: Embeddings, suffix
     np.testing.assert_array_equal(pairs[1].right, documents.vectors[2])
 
 
+def test_clicks_on_documents_without_a_direction_are_bad_rows(tmp_path: Path, documents: Embeddings) -> None:
+    pandas.DataFrame(ROWS, columns=["query", "doc_id"]).to_csv(tmp_path / "clicks.csv", index=False)
+    vectors = np.array(documents.vectors)
+    vectors[documents.ids.index("15")] = 0
+    pairs = IndexPairs(tmp_path / "clicks.csv", Embeddings(documents.ids, vectors))
+    assert named_pairs(pairs) == [pair for pair in EXPECTED if pair[1] != "15"]
+    assert pairs.skipped == 1
+
+
 def test_numbers_are_ids(tmp_path: Path, documents: Embeddings) -> None:
     """pandas writes ids beside missing ones as 10.0; whole numbers of any column type are ids."""
     frame = pandas.DataFrame({"question": ["a", "b", "c"], "document_id": [10, None, 13]})

@@ -63,6 +63,15 @@ def test_a_text_of_digits_in_a_typed_table_stays_a_text(tmp_path: Path) -> None:
     assert corpus.columns.to_pydict() == {"zip": ["10115", "20095"], "day": ["2020-01-02", None], "n": [1.0, None]}
 
 
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+@pytest.mark.parametrize(("time", "text"), [("00:00:00", ""), ("10:05:00", " 10:05:00")])
+def test_times_read_alike_whatever_their_unit(tmp_path: Path, unit: str, time: str, text: str) -> None:
+    moments = pa.array([datetime.datetime.fromisoformat(f"2022-02-20 {time}"), None], pa.timestamp(unit))
+    pq.write_table(pa.table({"text": ["x", "y"], "day": moments}), tmp_path / "rows.parquet")
+    corpus = open_corpus(tmp_path / "rows.parquet", columns=["day"])
+    assert corpus.columns["day"].to_pylist() == [f"2022-02-20{text}", None]
+
+
 def test_columns_of_beir_and_of_vectors(tmp_path: Path) -> None:
     (tmp_path / "beir" / "qrels").mkdir(parents=True)
     write_jsonl(tmp_path / "beir" / "corpus.jsonl", [{"_id": r["id"], **r} for r in ROWS])

@@ -8,6 +8,7 @@ from typing import Any
 
 import faiss
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 
@@ -235,3 +236,13 @@ def test_hits_have_id_score_text_and_columns() -> None:
     kept = np.arange(20) % 2 == 0
     assert {hit.columns["lang"] for hit in index.search(clustered(20)[:1], 20, allowed_rows=kept)[0]} == {"en"}
     assert len(index.search(clustered(20)[0], 50)[0]) == 20
+
+
+def test_columns_of_pandas_are_kept_as_the_commands_keep_them(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"day": pd.to_datetime(["2022-02-20", "2022-02-21"]), "kind": pd.Categorical(["a", "b"])})
+    frame["count"] = np.array([1, 2], np.int16)
+    vectors = Embeddings(["x", "y"], np.eye(2, dtype=np.float32), columns=pa.Table.from_pandas(frame))
+    Index.build(vectors, factory="Flat").save(tmp_path / "index")
+    columns = Index.open(tmp_path / "index").columns
+    assert columns.to_pydict() == {"day": ["2022-02-20", "2022-02-21"], "kind": ["a", "b"], "count": [1, 2]}
+    assert [str(column.type) for column in columns.schema] == ["large_string", "large_string", "int64"]

@@ -142,6 +142,19 @@ def test_another_plan_takes_the_place_of_one_that_has_only_measured(tmp_path: Pa
     assert not migrate.is_replaced(tmp_path / "index")
 
 
+def test_after_a_finished_migration_another_one_may_follow(tmp_path: Path) -> None:
+    migration = started(tmp_path, "Flat")
+    documents = open_documents(migration.work / "old", migration.work)
+    migration.swap(documents, [Embeddings([f"doc {row}" for row in range(COUNT)], new_vectors())], COUNT)
+    assert migrate.is_replaced(tmp_path / "index")
+    migrate.remove_work(tmp_path / "index")
+    assert not migrate.is_replaced(tmp_path / "index")
+    # What a kill leaves of a work folder whose plan is gone is no obstacle.
+    (migration.work / "embeddings-20").mkdir(parents=True)
+    other = migrate.Migration(tmp_path / "index", {**ABOUT, "model_checksum": "another"}, INPUTS)
+    assert not (other.work / "embeddings-20").exists()
+
+
 def test_stages_leave_out_the_sample(tmp_path: Path) -> None:
     migration = started(tmp_path, "Flat")
     stages = migration.stages(np.array([698, 0, 500]))
