@@ -138,16 +138,16 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
     if len(others) > most - len(relevant):
         others = np.random.default_rng(0).choice(others, max(0, most - len(relevant)), replace=False)
     kept = np.union1d(relevant, others)
-    names = np.array(_side_ids("right", np.arange(pairs.num_right)))
+    names = dict(zip(kept.tolist(), _side_ids("right", kept), strict=True))
     copies = pairs.copies("left")
     if copies is not None:
         # With the id of its query a copy is left out of the query's results, as in BEIR.
-        has_copy = copies[left_ids] >= 0
-        names[copies[left_ids[has_copy]]] = _side_ids("left", left_ids[has_copy])
-    corpus = Corpus(names[kept].tolist(), Picked(pairs.right_items, kept), pairs.right_modality)
+        of_queries = zip(copies[left_ids].tolist(), queries.ids, strict=True)
+        names |= {item: query for item, query in of_queries if item in names}
+    corpus = Corpus(list(names.values()), Picked(pairs.right_items, kept), pairs.right_modality)
     qrels: dict[str, dict[str, int]] = {}
     for query, own in zip(queries.ids, positives, strict=True):
-        qrels[query] = dict.fromkeys(names[own[own >= 0]].tolist(), 1)
+        qrels[query] = {names[item]: 1 for item in own[own >= 0].tolist()}
     return RetrievalSet(queries, corpus, qrels)
 
 
