@@ -65,10 +65,10 @@ def migrate_index(
         raise DualencError(f"{folder}: an engine does not migrate; migrate the embeddings and push again")
     index = Index.open(folder)
     meta = index.meta
-    expected = {"kind": "query-document", "modality": "text", "side": "right", "output": "embedding"}
-    about = {name: meta.get(name, value) for name, value in expected.items()}
     if "modality" not in meta:
         raise DualencError(f"{folder}: does not say which model made it; build it from what `dualenc embed` writes")
+    expected = {"kind": "query-document", "modality": "text", "side": "right", "output": "embedding"}
+    about = {name: meta.get(name, value) for name, value in expected.items()}
     if about != expected:
         what = ", ".join(map(str, about.values()))
         raise DualencError(f"{folder}: holds {what}; only documents of a query-document model migrate")

@@ -46,7 +46,7 @@ class SourceOptions:
     allow_outside: bool = False
 
     def given(self) -> dict[str, Any]:
-        """What is not as by default, but for the columns to keep: how to read the same items again."""
+        """What is not as by default, but for the columns to keep and trust: how to read the same items again."""
         kept = {name: value for name, value in vars(self).items() if name not in ("columns", "allow_outside")}
         return {name: value for name, value in kept.items() if value != getattr(SOURCE, name)}
 

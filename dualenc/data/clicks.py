@@ -9,7 +9,7 @@ import numpy as np
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import is_collection, read_judged_queries, relevant_pairs
-from dualenc.data.columns import Column, ItemColumn, read_column, read_ids
+from dualenc.data.columns import Column, ItemColumn, matrix_faults, read_column, read_ids, usable
 from dualenc.data.detect import detect
 from dualenc.data.item_lists import Picked, VectorItems, number_items
 from dualenc.data.pairs import PairDataset
@@ -71,14 +71,14 @@ class IndexPairs(PairDataset):
             items = Picked(left.items, first)
             left_id = number[rows]
             right_id = cast(Picked, right.items).positions[paired]
-        clicked = np.unique(right_id)
-        parts = np.array_split(clicked, len(clicked) // 65_536 + 1)
-        zero = clicked[np.concatenate([~np.any(documents.vectors[part], axis=1) for part in parts])]
-        if len(zero):
-            is_usable = ~np.isin(right_id, zero)
-            reason = "click on a document whose vector is zero"
-            bad_rows.add(reason, documents.ids[int(zero[0])], "embed it anew, or remove it", int((~is_usable).sum()))
-            left_id, right_id = left_id[is_usable], right_id[is_usable]
+        faults = matrix_faults(documents.vectors)
+        for reason, (is_bad, fix) in faults.items():
+            clicked = right_id[is_bad[right_id]]
+            if len(clicked):
+                bad_rows.add(f"click on a {reason}", documents.ids[int(clicked[0])], fix, len(clicked))
+        is_usable = usable(faults, len(documents))[right_id]
+        left_id = left_id[is_usable]
+        right_id = right_id[is_usable]
         bad_rows.require(len(left_id), "pair")
         # The same pair twice, as of two clicks, is one pair.
         pairs = np.stack([left_id, right_id], axis=1)

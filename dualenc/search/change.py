@@ -129,7 +129,7 @@ def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] 
 
 
 def check_addition(index: Index, about: Mapping[str, Any], ids: Sequence[str], folder: str | os.PathLike[str]) -> None:
-    """Refuse to append items of these ids; `about` them is known their dimension, model_checksum, side and output."""
+    """Refuse to append items of these ids; `about`: their dimension, model_checksum, side and output, where known."""
     for name in ("dimension", "model_checksum", "side", "output"):
         ours = index.dim if name == "dimension" else index.meta.get(name)
         theirs = about.get(name)

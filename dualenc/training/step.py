@@ -153,6 +153,6 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`, whatever the number of processes was then."""
         # Frozen weights are those that the model has; the fingerprint of a run compares them.
-        self.model.load_state_dict(state["model"], strict=False)
+        self.model.load_state_dict(self.model.state_dict() | state["model"])
         for name, part in self._stateful().items():
             part.load_state_dict(state[name])

@@ -153,6 +153,14 @@ def test_what_an_index_would_refuse_is_not_embedded_first(
     assert f"vectors of dimension {dim // 2}, not {dim}" in refused
 
 
+def test_a_model_of_more_numbers_than_an_index_without_a_model_is_cut_with_a_warning(
+    tmp_path: Path, toy_text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Index.build(np.eye(3, 8, dtype=np.float32), ["x", "y", "z"]).save(tmp_path / "index")
+    run("search", tmp_path / "index", "fox", "--model", toy_text)
+    assert "does not say which model made its 8 numbers" in caplog.text
+
+
 def test_a_lock_that_a_killed_command_has_left_is_no_obstacle(tmp_path: Path, toy_text: Path, documents: Path) -> None:
     (tmp_path / ".index.embeddings").mkdir()
     (tmp_path / ".index.embeddings" / "create.lock").touch()
