@@ -14,21 +14,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Embeddings": "search",
-    "GlobalCache": "objectives",
-    "ImageEncoder": "encoders",
-    "ImageTextEncoder": "encoders",
-    "ImageTextEvaluator": "training",
-    "Index": "search",
-    "InfoNCE": "objectives",
-    "RetrievalEvaluator": "training",
-    "SogCLR": "objectives",
-    "TextEncoder": "encoders",
-    "Trainer": "training",
-    "load_model": "encoders",
-    "open_corpus": "data",
-    "open_pairs": "data",
+_PARTS = {
+    "data": ("open_corpus", "open_pairs"),
+    "encoders": ("ImageEncoder", "ImageTextEncoder", "TextEncoder", "load_model"),
+    "objectives": ("GlobalCache", "InfoNCE", "SogCLR"),
+    "search": ("Embeddings", "Index"),
+    "training": ("ImageTextEvaluator", "RetrievalEvaluator", "Trainer"),
 }
 
 __all__ = [
@@ -51,6 +42,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import on first use: `import dualenc` alone loads neither torch nor transformers."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for part, names in _PARTS.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{part}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,9 +34,10 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
         return dict(zip(names, digests, strict=True))
 
 
-def sizes(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of files of a folder, by name."""
-    return {name: (folder / name).stat().st_size for name in names}
+def recorded(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """What meta.json records of a folder's files: under `files` their SHA-256, under `sizes` their bytes, by name."""
+    names = list(names)
+    return {"sizes": {name: (folder / name).stat().st_size for name in names}, "files": checksums(folder, names)}
 
 
 def verify_files(folder: Path, names: Iterable[str], meta: Mapping[str, Any], remedy: str, whole: bool) -> None:
@@ -45,14 +46,14 @@ def verify_files(folder: Path, names: Iterable[str], meta: Mapping[str, Any], re
     Args:
         folder: that holds them.
         names: the files that belong to it.
-        meta: its meta.json: under `files` their SHA-256, under `sizes` their bytes.
+        meta: its meta.json, with the entries of `recorded`.
         remedy: what to do about it, for the error.
         whole: read all files. Otherwise at most `READ_AT_OPENING` bytes, the smallest files first.
     """
     names = sorted(names)
     for key in ("files", "sizes"):
-        recorded = meta.get(key)
-        if not isinstance(recorded, dict) or sorted(recorded) != names:
+        by_name = meta.get(key)
+        if not isinstance(by_name, dict) or sorted(by_name) != names:
             raise DualencError(f"{folder / 'meta.json'}: its {key} are not those of the folder; {remedy}")
     for name in names:
         path = folder / name

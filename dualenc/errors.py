@@ -32,12 +32,12 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of another library's message as one line."""
+    """The beginning of another library's message as one line, of FAISS's without the C++ function and file."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return text.rstrip(".:")
+    return re.sub(r"^(Error in .* at \S+:\d+: )?(Error: '.*' failed: )?", "", text)[:300].rstrip(".:")
 
 
 @contextmanager

@@ -248,7 +248,7 @@ def is_folder_of(folder: StrPath, expected: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it exists; what a kill leaves of a folder still says what it is."""
+    """Remove a file or a folder if it exists; the files that identify a folder last, so that its rest is recognised."""
     if path.is_dir() and not path.is_symlink():
         for child in list(path.iterdir()):
             if child.name not in DESCRIPTIONS:

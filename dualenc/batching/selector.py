@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy import ndarray
 from numpy.random import Generator
+from scipy.special import logsumexp
 
 from dualenc.errors import DualencError
 
@@ -59,11 +60,8 @@ class BatchSelector(ABC):
 
     def random_batches(self, draw: Generator) -> ndarray:
         """(N // B, B): a random partition of the pairs."""
-        shuffled = draw.permutation(self.num_pairs)
         number = self.num_pairs // self.batch_size
-        used = shuffled[: number * self.batch_size]
-        batches = used.reshape(number, self.batch_size)
-        return batches.astype(np.int64, copy=False)
+        return draw.permutation(self.num_pairs)[: number * self.batch_size].reshape(number, self.batch_size)
 
     def check_embeddings(self, left: ndarray, right: ndarray | None) -> tuple[ndarray, ndarray]:
         """Both sides as finite float32 (N, D)."""
@@ -109,26 +107,16 @@ def batch_losses(left: ndarray, right: ndarray, batches: ndarray, temperature: f
         temperature: τ > 0.
     """
     num_batches, batch_size = batches.shape
-    dim = left.shape[1]
-    per_pair = 4 * (2 * dim + 4 * batch_size)
+    per_pair = 4 * (2 * left.shape[1] + 5 * batch_size)
     step = max(1, CHUNK_BYTES // (batch_size * per_pair))
     losses = np.empty(num_batches)
     for start in range(0, num_batches, step):
         rows = batches[start : start + step]
-        columns = right[rows].swapaxes(1, 2)
-        logits = np.matmul(left[rows], columns)  # (chunk, B, B)
+        logits = np.matmul(left[rows], right[rows].swapaxes(1, 2))  # (chunk, B, B)
         logits /= temperature
         positives = np.diagonal(logits, axis1=1, axis2=2)
-        both = np.zeros(len(rows))
-        # In each direction log Σ exp(logit) − positive logit, the mean over the anchors.
-        for axis in (1, 2):
-            highest = logits.max(axis=axis, keepdims=True)
-            shares = np.exp(logits - highest)
-            sums = shares.sum(axis=axis, keepdims=True)
-            log_sums = highest + np.log(sums)
-            anchors = log_sums.squeeze(axis) - positives
-            both += anchors.mean(axis=1, dtype=np.float64)
-        losses[start : start + step] = both / 2
+        per_anchor = [logsumexp(logits, axis=axis) - positives for axis in (1, 2)]  # of each direction
+        losses[start : start + step] = np.mean(per_anchor, axis=(0, 2), dtype=np.float64)
     return losses
 
 

@@ -40,9 +40,9 @@ from dualenc.training.adapting import (
     IndexEvaluator,
     Interpolated,
     QuerySide,
-    along_the_way,
     best_share,
     harmless_share,
+    score_interpolations,
 )
 from dualenc.training.trainer import Trainer, TrainingResult
 
@@ -112,7 +112,7 @@ def adapt_index(
         trained = _train(copy.deepcopy(original), parts, documents, objective, output, options, resume)
         adapted = load_model(trained.model_folder, place)
         shares = {*SHARES} if options.keep is None else {*SHARES, options.keep}
-        points = along_the_way(original, adapted, tasks, sorted(shares))
+        points = score_interpolations(original, adapted, tasks, sorted(shares))
         keep = best_share(points, NEW, held_out) if options.keep is None else options.keep
         adapted.load_state_dict(interpolate(original, adapted, keep))
         if distributed.is_main():

@@ -151,9 +151,9 @@ def _measure(
     *,
     views: int = 0,
 ) -> np.ndarray:
-    """`value_of` the numbers of the images to test and the embeddings (m, V, C, D) of V views of their versions.
+    """(n, …) what `value_of` makes of image numbers (m,) and embeddings (m, V, C, D) of V views of their versions.
 
-    Without views it is the features (m, 1, C, D) of the versions as they are.
+    Without views it gets the features (m, 1, C, D) of the versions as they are.
     """
     prepare = SimCLRPrepare(tower.prepare) if views else tower.prepare
     versions = ImageVersions(source, conditions, prepare, views=views, seed=images.seed)

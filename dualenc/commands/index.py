@@ -243,20 +243,17 @@ def _verify(folder: str) -> None:
     """Open an index or embeddings with every file read and compared."""
     from dualenc.data.vector_shards import is_embeddings
     from dualenc.search import Embeddings, Index
-    from dualenc.search.lexical import FOLDER, Lexical, has_lexical
+    from dualenc.search.lexical import Lexical, has_lexical
     from dualenc.search.texts import TextStore, has_texts
 
     kind: type[Index] | type[Embeddings] = Embeddings if is_embeddings(folder) else Index
     opened = kind.open(folder, verify=True)
-    state = "every file as it was written"
     if isinstance(opened, Index) and has_texts(folder):
         TextStore(folder, opened.items_checksum, verify=True)
     if isinstance(opened, Index) and has_lexical(folder):
         Lexical.open(folder, opened.items_checksum, verify=True)
-        if "files" not in read_json_object(Path(folder, FOLDER, "meta.json")):
-            state += ", but bm25, which has no checksums"
     size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-    print(printable(f"{folder}: {len(opened):,} vectors, {size / 2**20:,.1f} MiB, {state}"))
+    print(printable(f"{folder}: {len(opened):,} vectors, {size / 2**20:,.1f} MiB, every file as it was written"))
 
 
 def _remove(folder: str, path: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,13 +22,10 @@ from dualenc.data.items import rows_of
 from dualenc.data.lines import read_texts
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
-from dualenc.data.tables import TableSource, check_columns
+from dualenc.data.tables import TableSource, check_columns, load_from_hub
 from dualenc.data.vectors import open_vectors
-from dualenc.errors import DualencError, explain
+from dualenc.errors import DualencError
 from dualenc.types import OnError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 _GRADE = re.compile(r"[+-]?[0-9]{1,6}(\.0+)?")
 _HEADERS = ("score", "relevance", "grade")  # of the last column of a qrels file
@@ -275,7 +271,7 @@ def _has(source: str | Path, config: str) -> bool:
 
 def _collection_table(source: str | Path, part: str, bad_rows: BadRows) -> TableSource:
     """The documents (part "corpus") or the queries of a collection."""
-    splits = _load(source, part)
+    splits = load_from_hub(str(source), part)
     if len(splits) > 1:
         raise DualencError(f"{source}: its {part} has splits ({', '.join(splits)}); open one as a table")
     return TableSource(f"{source} {part}", bad_rows, dataset=next(iter(splits.values())))
@@ -284,7 +280,7 @@ def _collection_table(source: str | Path, part: str, bad_rows: BadRows) -> Table
 def _hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[str]]]:
     """The position and [query, document, grade] of each judgement of a split; 1 where there is no score."""
     config = "qrels" if _has(source, "qrels") else "default"
-    splits = _load(source, config)
+    splits = load_from_hub(str(source), config)
     # What NanoBEIR calls train is a test: it has nothing else.
     if split == "test" and config == "qrels" and list(splits) == ["train"]:
         split = "train"
@@ -295,11 +291,3 @@ def _hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[
     for row, record in enumerate(rows.to_pylist()):
         fields = [record["query-id"], record["corpus-id"], record.get("score", 1)]
         yield f"{name} row {row}", ["" if value is None else str(value) for value in fields]
-
-
-def _load(source: str | Path, config: str) -> dict[str, Dataset]:
-    import datasets
-
-    failure = f"{source}: no such folder, and its {config} does not load from the hub"
-    with explain(failure, "check the name and the network"):
-        return datasets.load_dataset(str(source), config, **cache_option(source))

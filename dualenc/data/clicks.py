@@ -1,4 +1,4 @@
-"""Clicks: queries with the ids of their relevant documents, whose vectors are there, and their split by documents."""
+"""Clicks: queries with ids of relevant documents that are vectors already; held-out splits by document."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class IndexPairs(PairDataset):
             clicked = right_id[is_bad[right_id]]
             if len(clicked):
                 bad_rows.add(f"click on a {reason}", documents.ids[int(clicked[0])], fix, len(clicked))
-        is_usable = usable(faults, len(documents))[right_id]
+        is_usable = usable(faults)[right_id]
         left_id = left_id[is_usable]
         right_id = right_id[is_usable]
         bad_rows.require(len(left_id), "pair")
@@ -114,8 +114,8 @@ def _read_clicks(
 
 
 class DocumentSplit(NamedTuple):
-    """Pairs to train on, and held-out ones: of queries whose documents are in no training pair (new), of queries whose
-    documents all are (known), and both together. A part without pairs is None."""
+    """Training pairs, and held-out queries: those none of whose documents is in a training pair (`new`), those all of
+    whose documents are (`known`), and both (`held_out`). A part without pairs is None."""
 
     train: PairDataset
     new: PairDataset | None
@@ -124,17 +124,15 @@ class DocumentSplit(NamedTuple):
 
 
 def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 0) -> DocumentSplit:
-    """Hold out queries by their documents: what a query model learns of new documents is known from queries alone
-    whose documents no training pair names.
+    """Hold out queries by their documents, so that `new` measures documents that no training pair names.
 
-    Queries are drawn until their documents have about a `share` of the pairs, which leave the training; a query whose
-    documents have more than that is passed over. Of what is left, as many queries are drawn whose documents have other
-    queries in training.
+    New: queries are drawn until their documents have about a `share` of the pairs, all of which leave the training; a
+    query that would exceed it is passed over. Known: as many queries, each of whose documents keeps a pair of another.
 
     Args:
-        pairs: divided.
+        pairs: to divide.
         share: of the pairs, in [0, 1).
-        most: queries of either part at most.
+        most: maximum number of queries in each part.
         seed: of the draw.
     """
     order = np.random.default_rng(seed).permutation(distinct(pairs.left_id)).tolist()

@@ -273,8 +273,7 @@ def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
 class ItemColumn:
     """One column as n items, its lists laid flat, with the row of each item.
 
-    `faults` tell which items cannot be used, and of a row without items the first of
-    these reasons.
+    `faults` are the reasons not to use items; a row without items counts for the first of them.
     """
 
     table: DataTable
@@ -286,16 +285,16 @@ class ItemColumn:
 
     def usable(self) -> np.ndarray:
         """Which values have no fault, (n,) bool."""
-        return usable(self.faults, len(self.rows))
+        return usable(self.faults)
 
     def with_fault(self, reason: str, bad: np.ndarray, fix: str) -> ItemColumn:
         """The column with a further reason not to use values; those with another fault count for that one."""
         return replace(self, faults={**self.faults, reason: (bad & self.usable(), fix)})
 
-    def skip(self, bad: np.ndarray, empty_rows: Sequence[int] | np.ndarray = ()) -> None:
-        """Count values that are bad (n,), and rows that hold none, as bad samples."""
+    def skip(self, among: np.ndarray | bool = True, empty_rows: Sequence[int] | np.ndarray = ()) -> None:
+        """Count the faulty `among` the values (n,), and rows that hold none, as bad samples."""
         for reason, (mask, fix) in self.faults.items():
-            rows = [*self.rows[mask & bad], *empty_rows]
+            rows = [*self.rows[mask & among], *empty_rows]
             empty_rows = ()
             if rows:
                 self.table.bad_rows.add(reason, self.table.position(min(rows)), fix, len(rows))
@@ -381,9 +380,6 @@ def matrix_faults(matrix: Array) -> Faults:
     }
 
 
-def usable(faults: Faults, count: int) -> np.ndarray:
-    """Which of so many values have no fault, (count,) bool."""
-    result = np.ones(count, dtype=bool)
-    for bad, _ in faults.values():
-        result &= ~bad
-    return result
+def usable(faults: Faults) -> np.ndarray:
+    """Which values have no fault, (n,) bool."""
+    return ~np.any([bad for bad, _ in faults.values()], axis=0)

@@ -176,15 +176,14 @@ def table_corpus(
 ) -> Corpus:
     """The usable items of a table's column; in lists of items their ids are `ID#0`, `ID#1`, …
 
-    The columns are those of `dualenc.data.open_corpus`, of which the table may lack those in `optional`.
+    Columns are as in `dualenc.data.open_corpus`; the table may lack those in `optional`.
     """
     kind = "vector" if modality == "vector" else source.kinds.get(main_column, "value")
     # A column may have two roles, such as text and filter.
     others = [name for name in (title_column, label_column, id_column, *columns) if name is not None]
     table = source.open({**dict.fromkeys(others, "value"), main_column: kind}, optional=optional)
     values = read_column(table, main_column, modality, title_column if table.has(title_column) else None)
-    usable = values.usable()
-    values.skip(~usable)
+    values.skip()
     names = row_ids(table, id_column)
     if values.is_list:
         # 0, 1, 2, … within each row: the rows ascend.
@@ -195,7 +194,7 @@ def table_corpus(
     def position_of(item: int) -> str:
         return table.position(int(values.rows[item]))
 
-    ids, positions = distinct_ids(names, np.flatnonzero(usable), table.bad_rows, position_of, modality)
+    ids, positions = distinct_ids(names, np.flatnonzero(values.usable()), table.bad_rows, position_of, modality)
     rows = values.rows[positions]
     corpus = Corpus(ids, Picked(values.items, positions), modality)
     if label_column is not None and table.has(label_column):

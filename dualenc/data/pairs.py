@@ -183,7 +183,7 @@ class PairDataset:
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
 
     def copies(self, side: Side) -> np.ndarray | None:
-        """(N,) the opposite id of a text equal to each of a side, -1 for none; None unless both sides are texts."""
+        """(N,) for each item of a side the opposite id of the same text, or -1; None unless both sides are texts."""
         if not self.left_modality == self.right_modality == "text":
             return None
         # Parts over the same items share it.

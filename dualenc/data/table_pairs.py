@@ -104,29 +104,28 @@ def paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
     if left.is_list:
         raise DualencError(f"{table.source}: the left column holds lists; name it as right_column instead")
     good_rows = left.usable()
-    good_values = right.usable()
-    left.skip(~good_rows)
+    in_good_row = good_rows[right.rows]
+    left.skip()
     # A row with an empty list has no value on the right that could be counted as bad.
     is_empty = np.bincount(right.rows, minlength=len(good_rows)) == 0
-    in_good_row = good_rows[right.rows]
-    right.skip(~good_values & in_good_row, np.flatnonzero(is_empty & good_rows))
-    table.bad_rows.require(int((good_values & in_good_row).sum()), "pair")
-    return np.flatnonzero(good_values & in_good_row)
+    right.skip(in_good_row, np.flatnonzero(is_empty & good_rows))
+    paired = np.flatnonzero(right.usable() & in_good_row)
+    table.bad_rows.require(len(paired), "pair")
+    return paired
 
 
 def _read_negatives(
     columns: Sequence[ItemColumn], paired_rows: np.ndarray, start: int, max_negatives: int | None
 ) -> Ragged:
     """The positions, from `start` on, of the negatives' values in each row of the table."""
-    usable = []
     for column in columns:
-        usable.append(column.usable())
-        column.skip(~usable[-1])
+        column.skip()
+    usable = np.concatenate([column.usable() for column in columns])
     rows = np.concatenate([column.rows for column in columns])
     num_rows = len(columns[0].table)
     # Negatives of rows without a pair are never used, and would be items without a query.
     has_pair = np.bincount(paired_rows, minlength=num_rows) > 0
-    to_use = np.flatnonzero(np.concatenate(usable) & has_pair[rows])
+    to_use = np.flatnonzero(usable & has_pair[rows])
     to_use = to_use[np.argsort(rows[to_use], kind="stable")]
     positions = Ragged.from_sorted(rows[to_use], start + to_use, num_rows)
     if max_negatives is not None:

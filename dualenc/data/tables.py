@@ -95,7 +95,7 @@ class TableSource:
         path: this, `split`, `subset`, `quotes` and `allow_outside` are as for `dualenc.data.TablePairs`.
         bad_rows: counts malformed lines.
         dataset: rows that are loaded already; `path` is their name.
-        reshape: makes the record of each line of another, whose columns are then taken; a function with a name.
+        reshape: makes of a line's record the one whose columns are read; a function with a name, by which it is cached.
     """
 
     path: str | Path
@@ -112,7 +112,7 @@ class TableSource:
         self.files: list[Path] = []
         kind = detect(self.path) if self.dataset is None else None
         if kind == "hub":
-            self.dataset = _load_from_hub(str(self.path), self.subset, self.split)
+            self.dataset = load_from_hub(str(self.path), self.subset, self.split)
         elif kind in ("saved", "saved_splits"):
             self.dataset = _load_saved(self.path, self.split)
         elif kind is not None:
@@ -280,8 +280,8 @@ def _vector(value: Any) -> list[float] | None:
 _CONVERTERS: dict[ColumnKind, Callable[[Any], Any]] = {"value": _text, "list": _texts, "vector": _vector}
 
 
-def _load_from_hub(name: str, subset: str | None, split: str) -> Dataset:
-    """A data set of the hub, whose split may be whatever `datasets` understands."""
+def load_from_hub(name: str, subset: str | None, split: str | None = None) -> Any:
+    """A split of a data set of the hub, in the syntax of `datasets`; all splits by their names if it is None."""
     import datasets
 
     failure = f"{name}: no such file here, and as a dataset of the hub it does not load"

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import pyarrow as pa
 from dualenc.checksums import verify_files
 from dualenc.data.items import ORDER, Ids, ItemTable, item_batch, read_batches, rows_of
 from dualenc.errors import DualencError
-from dualenc.reading import read_json_object
+from dualenc.reading import check_fields, read_json_object
 
 FORMAT = "dualenc embeddings"
 FORMAT_VERSION = 4
@@ -95,12 +95,15 @@ class Embeddings:
         """The first `dim` components of each vector, scaled to length one again if the vectors had it."""
         if not 1 <= dim <= self.dim:
             raise DualencError(f"dim is {dim}: give 1 to {self.dim}, the size of the vectors")
-        short = np.concatenate([block[:, :dim] for block in self.blocks()])
-        if self.meta.get("normalized"):
-            lengths = np.linalg.norm(short, axis=1, keepdims=True)
-            short = short / np.where(lengths == 0, 1, lengths)
-        vectors = short.astype(self.vectors.dtype)
-        return Embeddings(self.ids, vectors, {**self.meta, "dim": dim}, self.snippets, self.columns)
+        parts = []
+        for block in self.blocks():
+            short = block[:, :dim]
+            if self.meta.get("normalized"):
+                lengths = np.linalg.norm(short, axis=1, keepdims=True)
+                short = short / np.where(lengths == 0, 1, lengths)
+            # A copy in any case: a view would keep its whole block in memory.
+            parts.append(short.astype(self.vectors.dtype))
+        return Embeddings(self.ids, np.concatenate(parts), {**self.meta, "dim": dim}, self.snippets, self.columns)
 
     def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
         """The vectors in order as float32 matrices of at most `rows` rows; one at a time is in memory."""
@@ -184,12 +187,10 @@ def are_embeddings(folder: Path) -> bool:
 def read_meta(folder: Path) -> dict[str, Any]:
     """The meta.json of a folder of embeddings, checked."""
     other = f"not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
-    meta = read_head(folder, FORMAT, FORMAT_VERSION, other)
+    meta = read_head(folder, FORMAT, FORMAT_VERSION, other, {"complete": bool, "dim": int, "dtype": str})
     path = folder / "meta.json"
-    kinds = {"complete": bool, "dim": int, "dtype": str}
-    if meta.get("complete") is True:
-        kinds |= {"shard_rows": list, "files": dict}
-    meta = read_json_object(path, kinds)
+    if meta["complete"]:
+        check_fields(meta, {"shard_rows": list, "files": dict}, path)
     rows = meta.get("shard_rows", [0])
     good_rows = rows and all(type(count) is int and count >= 0 for count in rows)
     if not good_rows or meta["dim"] < 1 or meta["dtype"] not in DTYPES:
@@ -198,14 +199,18 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def read_head(folder: Path, expected_format: str, version: int, other: str) -> dict[str, Any]:
-    """The meta.json of a folder of a format and version; `other` says what a folder of another format is not."""
+def read_head(folder: Path, expected_format: str, version: int, other: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """The meta.json of a folder of a format and version, with fields of these `kinds`, as of `read_json_object`.
+
+    `other` says what a folder of another format is not.
+    """
     meta = read_json_object(folder / "meta.json")
     if meta.get("format") != expected_format:
         raise DualencError(f"{folder}: {other}")
     if meta.get("version") != version:
         reason = f"format {meta.get('version')} of another dualenc, which reads format {version}"
         raise DualencError(f"{folder}: {reason}; make the folder again, or install that dualenc")
+    check_fields(meta, kinds, folder / "meta.json")
     return meta
 
 

@@ -105,7 +105,7 @@ def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) 
         if bad.any():
             bad_rows.add(reason, position_of(int(np.argmax(bad))), fix, int(bad.sum()))
     names = list(opened.ids)  # much faster than one by one
-    rows = np.flatnonzero(usable(faults, len(names)))
+    rows = np.flatnonzero(usable(faults))
     ids, positions = distinct_ids(names, rows, bad_rows, position_of, "vector")
     selected = stored.select(columns).take(positions) if columns else None
     return Corpus(ids, Picked(VectorItems(opened.vectors), positions), "vector", columns=selected)

@@ -60,7 +60,7 @@ def tar_corpus(path: str | Path, modality: Modality, bad_rows: BadRows) -> Corpu
     """The images or the texts of the samples in tars, as items to embed; ids are the samples' names."""
     samples = _open_tars(path, bad_rows)
     files = _column(samples, modality)
-    files.skip(~files.usable())
+    files.skip()
     rows = np.flatnonzero(files.usable())
     bad_rows.require(len(rows), "item")
     names = samples.column(LINE).take(rows).to_pylist()

@@ -3,7 +3,7 @@
 # transformers, open_clip, timm and peft take seconds to import, so the functions that use them import them.
 from dualenc.encoders.batchnorm import BatchStatistics
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
-from dualenc.encoders.frozen import FrozenTower, IndexEncoder, interpolate, with_map
+from dualenc.encoders.frozen import IndexEncoder, interpolate, with_map
 from dualenc.encoders.image import ImageEncoder
 from dualenc.encoders.image_text import ImageTextEncoder
 from dualenc.encoders.load import load_model
@@ -15,7 +15,6 @@ from dualenc.encoders.vector import VectorEncoder
 __all__ = [
     "BatchStatistics",
     "DualEncoder",
-    "FrozenTower",
     "ImageEncoder",
     "ImageTextEncoder",
     "IndexEncoder",

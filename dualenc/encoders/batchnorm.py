@@ -78,19 +78,30 @@ class BatchStatistics:
             yield
 
 
-def keep_frozen_statistics(tower: nn.Module) -> None:
-    """Have BatchNorm layers whose weights are frozen normalise by their running statistics, which stay as they are."""
+def trained_norms(tower: nn.Module) -> list[_BatchNorm]:
+    """BatchNorm layers that normalise by the batch in training; frozen ones keep to their running statistics."""
+    norms = []
     for layer in tower.modules():
         if isinstance(layer, _BatchNorm):
             # A layer without weights is frozen with its tower.
             weights = list(layer.parameters()) or list(tower.parameters())
-            layer.train(layer.training and any(weight.requires_grad for weight in weights))
+            if any(weight.requires_grad for weight in weights):
+                norms.append(layer)
+    return norms
+
+
+def keep_frozen_statistics(tower: nn.Module) -> None:
+    """Have BatchNorm layers whose weights are frozen normalise by their running statistics, which stay as they are."""
+    trained = trained_norms(tower)
+    for layer in tower.modules():
+        if isinstance(layer, _BatchNorm) and layer not in trained:
+            layer.eval()
 
 
 def synchronise_statistics(module: nn.Module) -> None:
     """Have BatchNorm layers compute their training statistics over the batches of all processes, with gradient."""
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and _synchroniser(layer) is None:
+    for layer in trained_norms(module):
+        if _synchroniser(layer) is None:
             synchroniser = _Synchroniser(layer)
             layer.register_forward_pre_hook(synchroniser.before)
             layer.register_forward_hook(synchroniser.after, always_call=True)

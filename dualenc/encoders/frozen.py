@@ -29,13 +29,6 @@ FACTS = {"model": TEXT_OR_NULL, "model_checksum": TEXT_OR_NULL, "side": str, "di
 DEFAULT_FACTS = {"model": None, "model_checksum": None, "side": "right", "metric": "cosine"}
 
 
-class FrozenTower(VectorTower):
-    """The tower of documents that are vectors already: scales (B, dim) to length one; no weights."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__("identity", dim, dim, None)
-
-
 class IndexEncoder(DualEncoder):
     """A query tower over the document vectors of an index, which training leaves as they are.
 
@@ -55,7 +48,7 @@ class IndexEncoder(DualEncoder):
     """
 
     left: TextTower | VectorTower
-    right: FrozenTower
+    right: VectorTower
     example_side = "left"
 
     def __init__(self, queries: DualEncoder, documents: Mapping[str, Any]) -> None:
@@ -68,7 +61,7 @@ class IndexEncoder(DualEncoder):
         left = queries.left
         if not isinstance(left, TextTower | VectorTower):
             raise DualencError(f"queries are {left.modality}s; give an encoder of texts or vectors")
-        right = FrozenTower(dim)
+        right = VectorTower("identity", dim, dim, None)  # the documents are vectors already
         if isinstance(left, TextTower) and dim < left.dim:
             left = TextTower(left.parts, left.prepare, truncate_dim=dim)
         if left.dim != dim:

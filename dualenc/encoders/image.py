@@ -82,7 +82,8 @@ class ImageEncoder(DualEncoder):
             views = v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels])
             augment = partial(seeded_transform, transform=views)
         evaluate = create_transform(**config, is_training=False)
-        prepare = ImagePrepare(evaluate, Normalized(augment, config["mean"], config["std"]), config)
+        augmented = partial(normalized, augment=augment, mean=list(config["mean"]), std=list(config["std"]))
+        prepare = ImagePrepare(evaluate, augmented, config)
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
         super().__init__(tower, tower, kind="image", views=True)
         self.backbone_args = all_args
@@ -281,17 +282,9 @@ def seeded_transform(image: Image.Image, seed: int, transform: Callable[[Image.I
         return transform(image)
 
 
-class Normalized:
+def normalized(image: Image.Image, seed: int, augment: Augment, mean: list[float], std: list[float]) -> Tensor:
     """An augmentation to pixels in [0, 1], followed by the model's own normalisation."""
-
-    def __init__(self, augment: Augment, mean: Sequence[float], std: Sequence[float]) -> None:
-        self.augment = augment
-        self.mean = torch.tensor(mean, dtype=torch.float32).reshape(-1, 1, 1)
-        self.std = torch.tensor(std, dtype=torch.float32).reshape(-1, 1, 1)
-
-    def __call__(self, image: Image.Image, seed: int) -> Tensor:
-        pixels: Tensor = self.augment(image, seed)
-        return (pixels - self.mean) / self.std
+    return v2.functional.normalize(augment(image, seed), mean, std)
 
 
 def check_crop_scale(crop_scale: Sequence[float]) -> None:

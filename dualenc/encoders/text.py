@@ -161,11 +161,9 @@ class TextPrepare(Prepare):
         texts = list(items)
         cache = self.token_cache
         tokens = self._tokenize(texts) if cache is None else cache.tokenize(texts, self._tokenize)
-        inputs: Inputs = {}
-        for name in tokens[0]:
-            rows = [torch.from_numpy(row[name]) for row in tokens]
-            inputs[name] = self._stack(name, rows)
-        inputs["attention_mask"] = self._stack("attention_mask", [torch.ones_like(row) for row in rows])
+        inputs = {name: self._stack(name, [torch.from_numpy(text[name]) for text in tokens]) for name in tokens[0]}
+        ones = [torch.ones(len(text["input_ids"])) for text in tokens]
+        inputs["attention_mask"] = self._stack("attention_mask", ones)
         return inputs
 
     def cache_tokens(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -54,19 +55,17 @@ def both_ways_ranks(images: Vectors, texts: Vectors, captions: Sequence[Iterable
 
     Args:
         images, texts: (I, D) and (T, D) embeddings.
-        captions: for each image its texts, as rows of `texts`; negative numbers are padding.
+        captions: for each image its texts, as rows of `texts`.
 
     Returns:
         "image_to_text": (I,) and "text_to_image": (T,) ranks from 1; ties count against the model.
     """
-    texts_of: list[list[int]] = []
     images_of: list[list[int]] = [[] for _ in texts]
     for image, own in enumerate(captions):
-        texts_of.append([text for text in own if text >= 0])
-        for text in texts_of[-1]:
+        for text in own:
             images_of[text].append(image)
     return {
-        "image_to_text": _shared_ranks(images, texts, texts_of),
+        "image_to_text": _shared_ranks(images, texts, captions),
         "text_to_image": _shared_ranks(texts, images, images_of),
     }
 
@@ -91,12 +90,9 @@ def both_ways_recall(ranks: dict[str, Integers], cutoffs: Sequence[int] = (1, 5,
     return {**scores, "mean_recall": float(np.mean(list(scores.values())))}
 
 
-def _shared_ranks(queries: Vectors, candidates: Vectors, positives: list[list[int]]) -> Integers:
-    """`best_positive_ranks` in blocks shared among the processes; their size does not depend on the processes."""
+def _shared_ranks(queries: Vectors, candidates: Vectors, positives: Sequence[Iterable[int]]) -> Integers:
+    """`best_positive_ranks` shared among the processes by whole blocks, so that they are those of one process."""
     rows = rows_at_once(len(candidates))
-    starts = range(0, len(queries), rows)
-    own = [
-        best_positive_ranks(queries[start : start + rows], candidates, positives[start : start + rows])
-        for start in starts[distributed.rank_slice(len(starts))]
-    ]
-    return np.concatenate([ranks for share in distributed.gather_objects(own) for ranks in share])
+    blocks = distributed.rank_slice(math.ceil(len(queries) / rows))
+    own = slice(blocks.start * rows, blocks.stop * rows)
+    return np.concatenate(distributed.gather_objects(best_positive_ranks(queries[own], candidates, positives[own])))

@@ -2,9 +2,8 @@
 
 Runs and judgements follow trec_eval (`pytrec_eval-terrier` computes every number): a document is relevant
 when its grade is 1 or more, nDCG gains are linear in the grade, MAP@k divides by all relevant documents,
-equal scores (compared as float32) are ordered by descending document id. Two points differ on purpose: a query of the
-judgements that the run lacks counts as 0, and a document whose id equals the query's is removed unless it is judged:
-some collections hold a copy of each query.
+equal scores (compared as float32) are ordered by descending document id. One point differs on purpose: a query of the
+judgements that the run lacks counts as 0.
 """
 
 from __future__ import annotations
@@ -30,24 +29,21 @@ CONFIDENCE = 0.95
 _MEASURES = {"ndcg": "ndcg_cut", "recall": "recall", "map": "map_cut", "precision": "P", "hit": "success"}
 
 
-def score_queries(
-    qrels: Qrels, run: Run, cutoffs: Sequence[int] = CUTOFFS, *, keep_self_matches: bool = False
-) -> dict[str, Scores]:
+def score_queries(qrels: Qrels, run: Run, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, Scores]:
     """Every metric of every judged query, such as "ndcg@10" or "mrr@10"; all 0 for a query that the run lacks.
 
     Args:
         qrels: grade of each judged document by query id; grades below 1 are not relevant.
-        run: score of each retrieved document by query id; queries without judgements are ignored.
+        run: score of each retrieved document by query id; queries without judgements are ignored. Copies of the queries
+            among the documents count like others: see `remove_self_matches`.
         cutoffs: the k of nDCG@k, recall@k, MRR@k, MAP@k, precision@k and hit@k.
-        keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed.
     """
     qrels = {query: grades for query, grades in qrels.items() if grades}
     if not qrels:
         raise DualencError("the judgements (qrels) are empty; give the split that has judged queries")
     judged = {query: run[query] for query in qrels if query in run}
-    run = judged if keep_self_matches else remove_self_matches(judged, qrels)
     scores = {}
-    for query, documents in run.items():
+    for query, documents in judged.items():
         scores[query] = {name: float(score) for name, score in documents.items()}
         if not np.isfinite(list(scores[query].values())).all():
             raise DualencError(f"query {query}: a score of the run is not finite; does the model give NaN embeddings?")
@@ -76,7 +72,7 @@ def mean_scores(per_query: Mapping[str, Mapping[str, float]]) -> Scores:
 
 
 def remove_self_matches(run: Run, qrels: Qrels) -> dict[str, dict[str, float]]:
-    """The run without the documents whose id is the query's, except those that are judged for it."""
+    """The run without the documents whose id is the query's, its copy in some collections, unless judged for it."""
     left: dict[str, dict[str, float]] = {}
     for query, documents in run.items():
         judged = qrels.get(query, {})
@@ -91,7 +87,7 @@ def best_positive_ranks(queries: Vectors, candidates: Vectors, positives: Sequen
 
     Args:
         queries, candidates: (A, D) and (N, D) embeddings.
-        positives: for each query the right candidates, as columns 0…N−1; negative numbers are padding.
+        positives: for each query the right candidates, as columns 0…N−1.
 
     Returns:
         (A,) ranks; N + 1 for a query without a positive.
@@ -104,7 +100,7 @@ def best_positive_ranks(queries: Vectors, candidates: Vectors, positives: Sequen
             raise DualencError("some embeddings are not finite; was the training stopped by a NaN loss?")
         is_positive = np.zeros(scores.shape, bool)
         for row, columns in enumerate(positives[start : start + block]):
-            is_positive[row, [column for column in columns if column >= 0]] = True
+            is_positive[row, list(columns)] = True
         best = np.max(scores, axis=1, where=is_positive, initial=-np.inf)
         is_before = (scores >= best[:, None]) & ~is_positive
         ranks.append(1 + is_before.sum(axis=1, dtype=np.int64))

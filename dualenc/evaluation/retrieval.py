@@ -115,7 +115,7 @@ class Result:
     @cached_property
     def per_query(self) -> dict[str, Scores]:
         """Each metric of each judged query."""
-        return score_queries(self.qrels, self.run, CUTOFFS, keep_self_matches=True)
+        return score_queries(self.qrels, self.run)
 
     @cached_property
     def means(self) -> Scores:

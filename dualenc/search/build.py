@@ -14,7 +14,7 @@ from faiss.contrib.exhaustive_search import knn_ground_truth
 from tqdm.auto import tqdm
 
 from dualenc.data.vector_shards import Embeddings
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 from dualenc.search.kinds import machine_memory, training_rows_in
 from dualenc.search.refined import refined_by, split, write_codes
 from dualenc.types import Metric
@@ -33,6 +33,7 @@ PATIENCE = 3
 MIN_GAIN = 0.002
 """Recall below which a step of a search parameter has gained nothing."""
 MAX_FACTORY_NUMBER = 2**24
+OTHER_FACTORIES = "try auto, Flat, HNSW32 or IVF256,Flat"
 FACTORY_LIMITS = {
     "links of a vector": (r"(?:HNSW|NSG)(\d+)", 2, 1024),
     "bits of a code": (r"(?:PQ|RQ|LSQ|IMI|Residual)\w*?\d+x(\d+)", 1, 16),
@@ -118,10 +119,8 @@ def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = 
     if metric not in METRICS:
         raise DualencError(f"metric is {metric!r}: choose one of {', '.join(METRICS)}")
     check_factory(factory, num_vectors)
-    try:
+    with explain(f"factory {factory[:80]!r} does not work for dimension {dim}", OTHER_FACTORIES):
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
-    except (RuntimeError, MemoryError) as error:
-        raise _unfit(factory, f"does not work for dimension {dim}: {reason(error)}") from None
     _disable_polysemous_training(index)
     return index
 
@@ -158,7 +157,7 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
 
 
 def _unfit(factory: str, why: str) -> DualencError:
-    return DualencError(f"factory {factory[:80]!r} {why}; try auto, Flat, HNSW32 or IVF256,Flat")
+    return DualencError(f"factory {factory[:80]!r} {why}; {OTHER_FACTORIES}")
 
 
 def training_rows(index: Any, num_vectors: int) -> int:
@@ -167,13 +166,6 @@ def training_rows(index: Any, num_vectors: int) -> int:
         return 0
     ivf = faiss.try_extract_index_ivf(index)
     return min(num_vectors, max(MIN_TRAINING_SAMPLE, POINTS_PER_LIST * ivf.nlist if ivf else 0))
-
-
-def reason(error: BaseException) -> str:
-    """The message of a FAISS error, without the C++ function and file."""
-    text = " ".join(str(error).split())
-    text = re.sub(r"^Error in .* at \S+:\d+: ", "", text)
-    return re.sub(r"^Error: '.*' failed: ", "", text)[:200]
 
 
 class Probe(NamedTuple):
@@ -219,15 +211,13 @@ def recall(index: Any, database: Database, probe: Probe) -> float:
 
 
 def set_parameter(index: Any, name: str, value: int) -> None:
-    """Set "nprobe" or "efSearch", also inside pre-transformed and refined indexes, which must have it."""
+    """Set `nprobe`, `efSearch` or `k_factor_rf`, also inside pre-transformed and refined indexes that have it."""
     ivf = faiss.try_extract_index_ivf(index)
     maximum = int(ivf.nlist) if name == "nprobe" and ivf is not None else MAX_PARAMETER
     if not 1 <= value <= maximum:
         raise DualencError(f"{name} is {value}; give a number from 1 to {maximum}")
-    try:
+    with explain(f"{name}={value} does not apply to this index", "leave it out"):
         faiss.ParameterSpace().set_index_parameter(index, name, value)
-    except RuntimeError as error:
-        raise DualencError(f"{name}={value} does not apply to this index ({reason(error)}); leave it out") from None
 
 
 def parameter_values(index: Any) -> dict[str, list[int]]:
@@ -308,9 +298,11 @@ def build_faiss(
     rows = min(training_rows(filled, num_vectors), training_rows_in(memory or machine_memory(), dim))
     started = time.perf_counter()
     if rows:
-        _train(filled, database.rows(database.sample(rows, seed=0)), factory)
+        sample = database.rows(database.sample(rows, seed=0))
+        with explain(f"factory {factory!r} cannot be trained on {rows} vectors", "use fewer lists, Flat or auto"):
+            filled.train(sample)
     index = filled if refine_file is None else split(filled)[0]
-    try:
+    with explain(f"factory {factory[:80]!r} cannot take {num_vectors} vectors", OTHER_FACTORIES):
         # Flat storage is reserved at once: growing it would copy it, and need twice the memory.
         storage = faiss.downcast_index(index.storage if isinstance(index, faiss.IndexHNSW) else index)
         if isinstance(storage, faiss.IndexFlatCodes):
@@ -320,8 +312,6 @@ def build_faiss(
             for block in database.blocks():
                 index.add(block)
                 bar.update(len(block))
-    except (RuntimeError, MemoryError) as error:
-        raise _unfit(factory, f"cannot take {num_vectors} vectors: {reason(error)}") from None
     if refine_file is not None:
         write_codes(split(filled)[1], database, refine_file)
         refined = refined_by(index, refine_file)
@@ -329,12 +319,3 @@ def build_faiss(
         filled = refined
     seconds = round(time.perf_counter() - started, 3)
     return filled, {"trained_on": rows, "build_seconds": seconds}
-
-
-def _train(index: Any, vectors: np.ndarray, factory: str) -> None:
-    """Train an index on vectors (n, D)."""
-    try:
-        index.train(vectors)
-    except (RuntimeError, MemoryError) as error:
-        why = f"cannot be trained on {len(vectors)} vectors: {reason(error)}"
-        raise DualencError(f"factory {factory!r} {why}; use fewer lists, Flat or auto") from None

@@ -21,7 +21,7 @@ from dualenc.data.items import check_ids, rows_of
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
 from dualenc.files import atomic_folder, locked
-from dualenc.search.build import Database, reason
+from dualenc.search.build import Database
 from dualenc.search.filter_recall import RESULT, VECTORS
 from dualenc.search.index import Index, is_index, rows_in, write_contents
 from dualenc.search.lexical import Lexical, has_lexical
@@ -52,12 +52,9 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings, corpus: Corpu
             snippets = itertools.chain(own, embeddings.snippets or itertools.repeat("", len(embeddings)))
         columns = _joined(index, embeddings, folder)
         changed = _read(index, folder)
-        try:
+        with explain(f"{folder}: FAISS cannot take the vectors", "build the index again"):
             for block in Database(embeddings, index.meta["metric"]).blocks():
                 changed.add(block)
-        except (RuntimeError, MemoryError) as error:
-            why = f"FAISS cannot take the vectors: {reason(error)}"
-            raise DualencError(f"{folder}: {why}; build the index again") from None
         meta = _changed_meta(index, "appended", len(embeddings))
         return _replace(folder, changed, [*index.ids, *embeddings.ids], snippets, columns, meta, texts)
 
@@ -190,11 +187,9 @@ def _remove_rows(index: Any, removed: np.ndarray, folder: str | os.PathLike[str]
     for part in split(index):
         if part is None:
             continue
-        try:
+        failure = f"{folder}: FAISS cannot remove vectors from an {type(part).__name__}"
+        with explain(failure, "build the index again without them"):
             part.remove_ids(removed)
-        except (RuntimeError, AttributeError) as error:
-            why = f"FAISS cannot remove vectors from an {type(part).__name__} ({reason(error)})"
-            raise DualencError(f"{folder}: {why}; build the index again without them") from None
         ivf: Any = faiss.try_extract_index_ivf(part)
         if ivf is None:
             continue

@@ -43,19 +43,19 @@ BATCH_ROWS = 1024
 
 
 class ReadRows:
-    """A matrix (N, D) whose blocks of rows are read when they are sliced."""
+    """A matrix (N, D) float32 whose rows are read, or computed, when they are taken by slice or by numbers."""
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, count: int, dim: int, read: Callable[[range], np.ndarray]) -> None:
+    def __init__(self, count: int, dim: int, read: Callable[[np.ndarray], np.ndarray]) -> None:
         self.shape = (count, dim)
         self.read = read
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        return self.read(range(len(self))[rows])
+    def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
+        return self.read(np.arange(*rows.indices(len(self))) if isinstance(rows, slice) else rows)
 
 
 def open_documents(source: str | Path, work: str | Path | None = None) -> Embeddings:
@@ -144,9 +144,9 @@ def _about(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _index_documents(index: Index, source: Path) -> Embeddings:
-    def read(rows: range) -> np.ndarray:
+    def read(rows: np.ndarray) -> np.ndarray:
         try:
-            return index.reconstruct(np.asarray(rows))
+            return index.reconstruct(rows)
         except DualencError as error:
             raise DualencError(f"{source}: {error}") from None
 
@@ -163,10 +163,9 @@ def _engine_documents(engine: Engine) -> Embeddings:
         raise DualencError(f"{engine.location}: {problem}; run the same `dualenc push` again")
     snippets = list(texts.values()) if engine.has_snippets else None
 
-    def read(rows: range) -> np.ndarray:
-        starts = range(rows.start, rows.stop, BATCH_ROWS)
-        batches = [ids[start : min(start + BATCH_ROWS, rows.stop)] for start in starts]
-        return np.concatenate([engine.vectors(batch) for batch in batches])
+    def read(rows: np.ndarray) -> np.ndarray:
+        batches = [rows[start : start + BATCH_ROWS] for start in range(0, len(rows), BATCH_ROWS)]
+        return np.concatenate([engine.vectors([ids[row] for row in batch]) for batch in batches])
 
     return Embeddings(ids, ReadRows(len(ids), engine.dim, read), _about(engine.meta), snippets)
 
@@ -179,7 +178,7 @@ def _table_documents(source: Path) -> Embeddings:
         raise DualencError(f"{source}: its corpus is texts; index them with `dualenc index MODEL {source}`")
     bad_rows.report()
 
-    def read(rows: range) -> np.ndarray:
+    def read(rows: np.ndarray) -> np.ndarray:
         return np.stack([corpus.items[row] for row in rows])
 
     vectors = ReadRows(len(corpus), len(corpus.items[0]), read)

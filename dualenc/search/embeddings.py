@@ -22,7 +22,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 from dualenc import distributed
-from dualenc.checksums import checksums, sizes
+from dualenc.checksums import recorded
 from dualenc.data.items import ORDER, check_ids, item_batch, write_batches, write_order
 from dualenc.data.vector_shards import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
 from dualenc.errors import DualencError
@@ -234,9 +234,9 @@ class EmbeddingWriter:
             why = skipped[0][1] if skipped else "there are none"
             raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {why}")
         write_order(paths)
-        files = checksums(self.folder, [path.name for path in paths] + [ORDER])
-        entries = {"shard_rows": shard_rows, **skipped_entries(self.ids, skipped), "sizes": sizes(self.folder, files)}
-        self._write_meta(complete=True, **entries, files=files)
+        files = recorded(self.folder, [path.name for path in paths] + [ORDER])
+        entries = {"shard_rows": shard_rows, **skipped_entries(self.ids, skipped), **files}
+        self._write_meta(complete=True, **entries)
         self._remove_locks()
         return Embeddings.open(self.folder)
 

@@ -152,7 +152,7 @@ def tune(index: Searched, queries: np.ndarray, filters: Sequence[str], target: f
     same ones they would look better than they are. If none suffice, the last ones stay.
 
     Returns:
-        The measurement by the others, of the settings that the meta of the index then holds.
+        The measurement of the chosen settings by the queries of odd number; the index's meta holds the settings.
     """
     to_choose = Workload(index, queries[::2], filters)
     to_check = Workload(index, queries[1::2], filters)

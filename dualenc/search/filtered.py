@@ -8,8 +8,7 @@ from typing import Any
 import faiss
 import numpy as np
 
-from dualenc.errors import DualencError
-from dualenc.search.build import reason
+from dualenc.errors import explain
 from dualenc.search.kinds import EXACT_VALUES
 
 _faiss: Any = faiss  # its stubs lack the signatures that take arrays and parameters
@@ -61,11 +60,8 @@ def _selector(allowed: np.ndarray) -> Any:
 
 
 def _search(index: Any, queries: np.ndarray, k: int, parameters: Any) -> tuple[np.ndarray, np.ndarray]:
-    try:
+    with explain(f"FAISS cannot filter an {type(index).__name__}", "build the index as Flat, IVF or HNSW"):
         return index.search(queries, k, params=parameters)
-    except RuntimeError as error:
-        problem = f"FAISS cannot filter an {type(index).__name__} ({reason(error)})"
-        raise DualencError(f"{problem}; build the index as Flat, IVF or HNSW") from None
 
 
 def _parameters(index: Any, selector: Any, share: float, k: int) -> Any:

@@ -12,11 +12,11 @@ import faiss
 import numpy as np
 import pyarrow as pa
 
-from dualenc.checksums import checksums, sizes, verify_files
+from dualenc.checksums import recorded, verify_files
 from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, rows_of, write_items
 from dualenc.data.metadata import plain_columns
 from dualenc.data.vector_shards import Embeddings, read_head
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 from dualenc.files import (
     atomic_folder,
     check_folder_target,
@@ -27,7 +27,6 @@ from dualenc.files import (
     remove,
     write_json,
 )
-from dualenc.reading import read_json_object
 from dualenc.search.build import (
     METRICS,
     Database,
@@ -37,7 +36,6 @@ from dualenc.search.build import (
     latency,
     new_index,
     parameter_values,
-    reason,
     recall,
     set_parameter,
     tune,
@@ -188,18 +186,14 @@ class Index:
             raise DualencError(f"{folder}: no such folder; {remedy}")
         path = folder / "meta.json"
         other = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
-        read_head(folder, FORMAT, FORMAT_VERSION, other)
-        meta = read_json_object(
-            path, {"dim": int, "count": int, "metric": str, "files": dict, "search_parameters": dict}
-        )
+        kinds = {"dim": int, "count": int, "metric": str, "files": dict, "search_parameters": dict}
+        meta = read_head(folder, FORMAT, FORMAT_VERSION, other, kinds)
         check_recorded(path, meta, REBUILD)
         refine_file = folder / REFINE if (folder / REFINE).exists() else None
         names = ["index.faiss", ITEMS, ORDER, *([] if refine_file is None else [REFINE])]
         verify_files(folder, names, meta, REBUILD, verify)
-        try:
+        with explain(f"{folder / 'index.faiss'}: corrupt", REBUILD):
             index = _open_faiss(folder, refine_file)
-        except (RuntimeError, MemoryError) as error:
-            raise DualencError(f"{folder / 'index.faiss'}: corrupt ({reason(error)}); {REBUILD}") from None
         for name, found in (("dim", index.d), ("count", index.ntotal)):
             if meta[name] != found:
                 raise DualencError(f"{path}: {name} is {meta[name]}, but index.faiss has {found}; {REBUILD}")
@@ -257,15 +251,12 @@ class Index:
         base, refine = split(self.faiss)
         stored: Any = base if refine is None else refine
         ivf = faiss.try_extract_index_ivf(stored)
-        try:
+        kind = self.meta.get("factory", "?")
+        with explain(f"an index of kind {kind} gives no vectors back", "embed the documents, and name that folder"):
             # FAISS finds a row in inverted lists only with a direct map, which takes 8 bytes per vector.
             if ivf is not None and ivf.direct_map.no():
                 ivf.make_direct_map(True)
             return stored.reconstruct_batch(rows)
-        except RuntimeError as error:
-            kind = self.meta.get("factory", "?")
-            problem = f"an index of kind {kind} gives no vectors back ({reason(error)})"
-            raise DualencError(f"{problem}; embed the documents, and name that folder") from None
 
 
 def _fitting(
@@ -383,15 +374,13 @@ def write_contents(
         index = split(index)[0]
     faiss.write_index(index, str(part / "index.faiss"))
     write_items(part, ids, snippets, columns)
-    try:
-        # FAISS only prints that the disk was full at the end of the file.
+    # FAISS only prints that the disk was full at the end of the file.
+    with explain(f"{folder}: FAISS did not write it whole", "is the disk full?"):
         _open_faiss(part)
-    except RuntimeError as error:
-        raise DualencError(f"{folder}: FAISS did not write it whole ({reason(error)}); is the disk full?") from None
-    files = checksums(part, sorted(path.name for path in part.iterdir()))
+    entries = recorded(part, sorted(path.name for path in part.iterdir()))
     head = {**meta, "format": FORMAT, "version": FORMAT_VERSION, "faiss": faiss.__version__}
-    write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
-    return files[ITEMS]
+    write_json(part / "meta.json", {**head, **entries})
+    return str(entries["files"][ITEMS])
 
 
 def _open_faiss(folder: Path, refine_file: Path | None = None) -> Any:

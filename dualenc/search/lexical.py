@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import regex
 
-from dualenc.checksums import checksums, sizes, verify_files
+from dualenc.checksums import recorded, verify_files
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, is_folder_of, write_json
 from dualenc.reading import read_json_object
@@ -96,32 +96,31 @@ class Lexical:
         scorer.index(bm25s.tokenization.Tokenized(ids, vocabulary), show_progress=False)
         return cls(scorer, len(ids))
 
-    def save(self, index: str | os.PathLike[str], ids: str) -> None:
-        """Write the folder inside that of an index, whose file of ids has the checksum `ids`."""
+    def save(self, index: str | os.PathLike[str], checksum: str) -> None:
+        """Write the folder inside that of an index with the `items_checksum`."""
         is_own = functools.partial(is_folder_of, expected=FORMAT)
         with atomic_folder(Path(index) / FOLDER, is_own, "BM25") as part:
             part.mkdir()
             self.scorer.save(str(part), show_progress=False)
-            files = checksums(part, sorted(path.name for path in part.iterdir()))
-            head = {"format": FORMAT, "version": VERSION, "count": self.count, "ids": ids}
-            write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
+            files = recorded(part, sorted(path.name for path in part.iterdir()))
+            head = {"format": FORMAT, "version": VERSION, "count": self.count, "ids": checksum}
+            write_json(part / "meta.json", {**head, **files})
 
     @classmethod
-    def open(cls, index: str | os.PathLike[str], ids: str, verify: bool = False) -> Lexical:
-        """Open the folder inside that of an index with the checksum `ids`; arrays are memory-mapped.
+    def open(cls, index: str | os.PathLike[str], checksum: str, verify: bool = False) -> Lexical:
+        """Open the folder inside that of an index with the `items_checksum`; arrays are memory-mapped.
 
-        With `verify` every file is read and compared with its SHA-256, which folders of earlier versions lack.
+        With `verify` every file is read and compared with its SHA-256.
         """
         folder = Path(index) / FOLDER
         if not folder.is_dir():
             raise DualencError(f"{index}: has no BM25 beside its vectors; {AGAIN}")
-        meta = read_json_object(folder / "meta.json", {"version": int, "count": int, "ids": str})
-        if meta["ids"] != ids:
+        meta = read_json_object(folder / "meta.json", {"version": int, "count": int, "ids": str, "files": dict})
+        if meta["ids"] != checksum:
             raise DualencError(f"{folder}: is of other texts than the index; {AGAIN}")
         if meta["version"] != VERSION:
             raise DualencError(f"{folder}: splits texts into other words than this version; {AGAIN}")
-        if isinstance(meta.get("files"), dict):
-            verify_files(folder, meta["files"], meta, AGAIN, whole=verify)
+        verify_files(folder, meta["files"], meta, AGAIN, whole=verify)
         try:
             scorer = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
             arrays = scorer.scores

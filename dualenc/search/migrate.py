@@ -31,6 +31,7 @@ from dualenc.data.vector_shards import Embeddings, ShardedVectors
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, atomic_path, recover_inside, remove, save_array, write_json
 from dualenc.reading import read_json_object
+from dualenc.search.documents import ReadRows
 from dualenc.search.index import Index, is_index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.maps import NEIGHBOURS, LinearMap
@@ -140,57 +141,40 @@ class Migration:
         new_row[rows] = np.arange(len(rows))
         new_row[order[stop:]] = -1
         new_vectors = ShardedVectors([part.vectors for part in new])
-        vectors = MixedVectors(old.vectors, to_new, new_vectors, new_row)
-        settings = self.old.meta
-        meta: dict[str, Any] = {**settings, **self.notes, "normalized": True}
-        embeddings = Embeddings(self.old.ids, vectors, meta, self.old.snippets, self.old.columns)
-        options = _build_options(settings, self.work / "old")
+        vectors = mixed_vectors(old.vectors, to_new, new_vectors, new_row)
+        old_meta = self.old.meta
+        embeddings_meta = {**old_meta, **self.notes, "normalized": True}
+        embeddings = Embeddings(self.old.ids, vectors, embeddings_meta, self.old.snippets, self.old.columns)
+        options = _build_options(old_meta, self.work / "old")
         target = self.work / "next"
-        factory = settings["factory"]
-        Index.build(embeddings, None, factory, metric=settings["metric"], folder=target, **options)
+        factory = old_meta["factory"]
+        Index.build(embeddings, None, factory, metric=old_meta["metric"], folder=target, **options)
         meta = {**read_json_object(target / "meta.json"), "mapped": len(order) - stop}
-        meta["requested_factory"] = settings.get("requested_factory", factory)
+        meta["requested_factory"] = old_meta.get("requested_factory", factory)
         # Texts and BM25 know their index by the checksum of the items' file, which is thus not written anew.
         for name in (ITEMS, ORDER):
             remove(target / name)
             link(self.work / "old" / name, target / name)
             for entry in ("files", "sizes"):
-                meta[entry][name] = settings[entry][name]
+                meta[entry][name] = old_meta[entry][name]
         _replace(self.folder, target, meta)
         remove(target)
 
 
-class MixedVectors:
-    """(N, D) vectors in the space of a new model, computed when they are read: new ones, or else mapped old ones.
+def mixed_vectors(old: Any, to_new: LinearMap, new: Any, new_row: np.ndarray) -> ReadRows:
+    """(N, D) vectors in a new model's space: row `new_row[i]` of `new` (n, D); for -1 row i of `old` (N, E), mapped."""
+    dim = len(to_new.bias)
 
-    Args:
-        old: (N, E) vectors of the old model.
-        to_new: map from E to D.
-        new: (n, D) vectors of the new model.
-        new_row: (N,) row of a document among the new vectors; -1 for one without.
-    """
-
-    dtype = np.dtype(np.float32)
-
-    def __init__(self, old: Any, to_new: LinearMap, new: Any, new_row: np.ndarray) -> None:
-        self.old = old
-        self.to_new = to_new
-        self.new = new
-        self.new_row = new_row
-        self.shape = (len(old), len(to_new.bias))
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        numbers = np.arange(len(self))[rows]
-        new_rows = self.new_row[numbers]
+    def read(rows: np.ndarray) -> np.ndarray:
+        new_rows = new_row[rows]
         is_new = new_rows >= 0
-        vectors = np.empty((len(numbers), self.shape[1]), np.float32)
-        vectors[is_new] = self.new[new_rows[is_new]]
+        vectors = np.empty((len(rows), dim), np.float32)
+        vectors[is_new] = new[new_rows[is_new]]
         if not is_new.all():
-            vectors[~is_new] = self.to_new(self.old[numbers[~is_new]])
+            vectors[~is_new] = to_new(old[rows[~is_new]])
         return vectors
+
+    return ReadRows(len(old), dim, read)
 
 
 def work_folder(folder: str | os.PathLike[str]) -> Path:
@@ -263,9 +247,9 @@ def _replace(folder: Path, source: Path, meta: dict[str, Any]) -> None:
         write_json(part / "meta.json", meta)
 
 
-def _build_options(settings: Mapping[str, Any], old: Path) -> dict[str, Any]:
+def _build_options(meta: Mapping[str, Any], old: Path) -> dict[str, Any]:
     """Options to build an index like the old one: tuned and measured if it was, refined by a file if it was."""
-    measured = settings.get("when_built", settings)
+    measured = meta.get("when_built", meta)
     options: dict[str, Any] = {}
     if "recall_at_10" not in measured:
         options["recall_queries"] = 0

@@ -185,8 +185,8 @@ class Exclusions:
         contents, self.group = np.unique(_content_hashes(right), return_inverse=True)
         self._copies = Ragged.from_pairs(self.group, np.arange(len(right)), len(contents))
         # Queries of equal contents under several ids are one query, with the positives of all of them.
-        distinct, self._query_group = np.unique(left_hashes, return_inverse=True)
-        self._positives = Ragged.from_pairs(self._query_group[pairs.left_id], pairs.right_id, len(distinct))
+        groups, self._query_group = np.unique(left_hashes, return_inverse=True)
+        self._positives = Ragged.from_pairs(self._query_group[pairs.left_id], pairs.right_id, len(groups))
         # (num_left,) group of the documents that repeat a query, or -1.
         self._repeated = np.full(len(left), -1)
         if left.modality == right.modality == "text":

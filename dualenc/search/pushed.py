@@ -15,7 +15,6 @@ import pyarrow as pa
 from dualenc.data.vector_shards import Embeddings, read_head
 from dualenc.errors import DualencError
 from dualenc.files import check_folder_target, is_folder_of, write_json
-from dualenc.reading import read_json_object
 from dualenc.search.build import as_queries
 from dualenc.search.index import Hit, as_hit, check_recorded
 from dualenc.search.where import Condition, Kind
@@ -181,7 +180,6 @@ def read_pushed(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The meta.json of a folder that remembers pushed embeddings; the engine is not asked."""
     path = Path(folder) / "meta.json"
     other = "was not written by `dualenc push`; push embeddings first"
-    read_head(path.parent, FORMAT, FORMAT_VERSION, other)
-    meta = read_json_object(path, ENTRIES)
+    meta = read_head(path.parent, FORMAT, FORMAT_VERSION, other, ENTRIES)
     check_recorded(path, meta, AGAIN)
     return meta

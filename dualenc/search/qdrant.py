@@ -120,11 +120,12 @@ class QdrantIndex(Engine):
         texts: dict[str, str] = {}
         options = {"limit": self.batch_rows, "with_payload": ["id", "text"]}
         offset = None
-        while not texts or offset is not None:
+        while True:
             with self.one_line_errors():
                 points, offset = self.client.scroll(self.collection, offset=offset, **options)
             texts |= {point.payload["id"]: point.payload.get("text", "") for point in points}
-        return texts
+            if offset is None:
+                return texts
 
     def ladder(self) -> Iterator[Settings]:
         for hnsw_ef in (64, 128, 256, 512, 1024):

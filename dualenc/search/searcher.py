@@ -84,31 +84,28 @@ class Searcher:
             self.index.close()
 
     @property
-    def takes(self) -> tuple[Modality, ...]:
-        """The modalities of queries: "text", "image", "vector"."""
-        if self._only_side is not None:
-            return (self.encoder.tower(self._only_side).modality,)
-        return tuple(sorted({self.encoder.left.modality, self.encoder.right.modality}))
+    def _side_of(self) -> dict[Modality, Side]:
+        """The side that encodes a query of each modality: not the index's; of images and texts, their own."""
+        sides: tuple[Side, ...] = ("right", "left")  # of two image towers the left one
+        if self.encoder.kind == "query-index":
+            sides = ("left",)
+        elif self.encoder.kind in ("query-document", "vector"):
+            sides = ("left" if self.side == "right" else "right",)
+        return {self.encoder.tower(side).modality: side for side in sides}
 
     @property
-    def _only_side(self) -> Side | None:
-        """The side that encodes all queries; None for a model whose queries may be images or texts."""
-        if self.encoder.kind == "query-index":
-            return "left"
-        if self.encoder.kind in ("query-document", "vector"):
-            return "left" if self.side == "right" else "right"
-        return None
+    def takes(self) -> tuple[Modality, ...]:
+        """The modalities of queries: "text", "image", "vector"."""
+        return tuple(sorted(self._side_of))
 
     def query_side(self, modality: Modality) -> Side:
-        """The side that encodes a query: not the index's side, or, for images and texts, that of the modality."""
+        """The side that encodes a query of a modality."""
         if modality not in self.takes:
             names = {"text": "a text", "image": "an image", "vector": "a vector"}
             accepted = " or ".join(names[name] for name in self.takes)
             problem = f"the query is {modality}, and the model of this index takes {accepted}"
             raise DualencError(f"{problem}; search with that")
-        if self._only_side is not None:
-            return self._only_side
-        return "left" if self.encoder.left.modality == modality else "right"
+        return self._side_of[modality]
 
     def search(
         self,

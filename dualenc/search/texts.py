@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualenc.checksums import checksums, sizes, verify_files
+from dualenc.checksums import recorded, verify_files
 from dualenc.data.items import ITEMS, ORDER, ItemTable, write_items
+from dualenc.data.vector_shards import read_head
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, consistent_read, is_folder_of, locked, write_json
-from dualenc.reading import read_json_object
 from dualenc.search.index import Index, rows_in
 from dualenc.search.lexical import Lexical
 from dualenc.types import StrPath
@@ -44,7 +44,8 @@ class TextStore:
     def _open(self, checksum: str, verify: bool) -> ItemTable:
         if not has_texts(self.folder.parent):
             raise DualencError(f"{self.folder.parent}: keeps no texts; {AGAIN}")
-        meta = read_json_object(self.folder / "meta.json", {"count": int, "of": str, "files": dict})
+        other = f"keeps no texts; {AGAIN}"
+        meta = read_head(self.folder, FORMAT, FORMAT_VERSION, other, {"count": int, "of": str})
         if meta["of"] != checksum:
             raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
         verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=verify)
@@ -79,6 +80,5 @@ def write_texts(folder: StrPath, ids: Sequence[str], texts: Iterable[str], check
     with atomic_folder(Path(folder) / FOLDER, is_own, "texts") as part:
         part.mkdir()
         write_items(part, ids, texts)
-        files = checksums(part, [ITEMS, ORDER])
         head = {"format": FORMAT, "version": FORMAT_VERSION, "count": len(ids), "of": checksum}
-        write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
+        write_json(part / "meta.json", {**head, **recorded(part, [ITEMS, ORDER])})

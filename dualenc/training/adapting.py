@@ -20,7 +20,7 @@ from dualenc.encoders.load import load_model
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import TowerKind, VectorEncoder
 from dualenc.errors import DualencError
-from dualenc.evaluation.metrics import CUTOFFS, Qrels, Scores, mean_scores, paired_bootstrap, score_queries
+from dualenc.evaluation.metrics import Qrels, Scores, mean_scores, paired_bootstrap, score_queries
 from dualenc.evaluation.retrieval import HEADLINES, retrieve
 from dualenc.search.embed import embed
 from dualenc.search.searcher import check_encoder, recorded_model
@@ -170,7 +170,7 @@ class IndexEvaluator(Evaluator):
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         means = mean_scores(self.per_query(model))
-        return {name: means[name] for name in (*HEADLINES, self.primary)}
+        return {name: means[name] for name in (*HEADLINES, self.primary) if name in means}
 
     def per_query(self, model: DualEncoder) -> dict[str, Scores]:
         """Every metric of each query."""
@@ -184,10 +184,10 @@ class IndexEvaluator(Evaluator):
             qrels=self.qrels,
             device=device,
         )
-        return score_queries(self.qrels, run, CUTOFFS)
+        return score_queries(self.qrels, run)
 
     def among(self, query_ids: Sequence[str]) -> IndexEvaluator:
-        """The same of some of the queries."""
+        """An evaluator of these queries alone."""
         rows = np.flatnonzero(np.isin(self.queries.ids, list(query_ids)))
         qrels = {name: self.qrels[name] for name in query_ids}
         return IndexEvaluator(
@@ -202,7 +202,7 @@ class Interpolated(NamedTuple):
     scores: dict[str, np.ndarray]
 
 
-def along_the_way(
+def score_interpolations(
     original: DualEncoder,
     adapted: DualEncoder,
     tasks: Mapping[str, IndexEvaluator],

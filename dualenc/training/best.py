@@ -14,7 +14,7 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError, nearest
 from dualenc.objectives.base import Objective
 from dualenc.seeds import preserve_random_state
-from dualenc.training.evaluators import Evaluator
+from dualenc.training.evaluators import Evaluator, evaluated_data
 
 Metrics = dict[str, float]
 
@@ -96,18 +96,17 @@ class BestModel:
         return self.last
 
     @property
-    def _measure_of(self) -> list[Any]:
-        """What the numbers are of: the class, the data and the metric of the evaluator."""
-        data = self.evaluator.data if isinstance(self.evaluator, Evaluator) else ()
-        return [type(self.evaluator).__name__, self.primary, *data]
+    def _evaluation(self) -> list[Any]:
+        """Class, metric and data of the evaluator, by which a resumed run knows its numbers."""
+        return [type(self.evaluator).__name__, self.primary, *evaluated_data(self.evaluator)]
 
     def state_dict(self) -> dict[str, Any]:
         """What later decisions depend on."""
-        return {"evaluator": self._measure_of} | {name: getattr(self, name) for name in _STATE}
+        return {"evaluator": self._evaluation} | {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`; numbers of another evaluator are left out, and the best is found anew."""
-        if state.get("evaluator", self._measure_of) == self._measure_of:
+        if state.get("evaluator", self._evaluation) == self._evaluation:
             for name in _STATE:
                 setattr(self, name, state[name])
 

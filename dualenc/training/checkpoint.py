@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from dualenc import distributed
-from dualenc.checksums import checksums, sizes, verify_files
+from dualenc.checksums import recorded, verify_files
 from dualenc.data.pairs import PairDataset
 from dualenc.errors import DualencError, explain
 from dualenc.files import (
@@ -186,8 +186,7 @@ class Checkpoints:
             with atomic_folder(folder, lambda path: (path / STATE).exists(), "checkpoint") as part:
                 part.mkdir()
                 save_tensors(part / STATE, {**state, "ranks": ranks})
-                files = {"files": checksums(part, [STATE]), "sizes": sizes(part, [STATE])}
-                write_json(part / META, {"step": step, **files, "fingerprint": self.fingerprint})
+                write_json(part / META, {"step": step, **recorded(part, [STATE]), "fingerprint": self.fingerprint})
             for _, old in self.finished()[: -self.keep]:
                 remove(old)
         distributed.barrier()

@@ -17,10 +17,9 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 
 from dualenc import distributed
-from dualenc.encoders.batchnorm import synchronise_statistics
+from dualenc.encoders.batchnorm import synchronise_statistics, trained_norms
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.training.encoding import uses_batch_statistics
 from dualenc.training.settings import TrainerSettings
 
 
@@ -69,7 +68,7 @@ def place_model(model: DualEncoder, device: torch.device, chunk_size: int | None
     With gradient caching BatchNorm's statistics are those of a chunk.
     """
     several = distributed.world_size() > 1
-    if uses_batch_statistics(model):
+    if trained_norms(model):
         if chunk_size is not None:
             message = f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
             warnings.warn(message, stacklevel=2)

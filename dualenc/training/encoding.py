@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualenc import distributed
-from dualenc.encoders.batchnorm import BatchStatistics, waits_for_others
+from dualenc.encoders.batchnorm import BatchStatistics, trained_norms, waits_for_others
 from dualenc.encoders.dual import DualEncoder, chunk_rows, num_rows, take
 from dualenc.errors import DualencError
 from dualenc.types import Inputs, Side
@@ -42,7 +42,7 @@ class PlainEncoding:
 
     def __post_init__(self) -> None:
         self.one_by_one = self.device.type == "cpu" and not self.compiled
-        self.has_batch_norm = uses_batch_statistics(self.model)
+        self.has_batch_norm = bool(trained_norms(self.model))
         self.begin()
 
     def begin(self) -> None:
@@ -188,8 +188,3 @@ def unchanged_running_statistics(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.track_running_stats = True
-
-
-def uses_batch_statistics(module: nn.Module) -> bool:
-    """Whether a BatchNorm layer uses the statistics of the batch in training."""
-    return any(isinstance(m, _BatchNorm) for m in module.modules())

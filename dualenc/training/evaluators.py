@@ -26,7 +26,8 @@ from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.image_text import both_ways_recall, match_captions, ranks_of_pairs
-from dualenc.evaluation.retrieval import HEADLINES, Result, report_self_matches, retrieve
+from dualenc.evaluation.metrics import mean_scores, score_queries
+from dualenc.evaluation.retrieval import HEADLINES, report_self_matches, retrieve
 from dualenc.search.embed import embed
 from dualenc.types import Modality, Side
 
@@ -123,8 +124,8 @@ class RetrievalEvaluator(Evaluator):
         vectors = (queries.ids, queries.vectors, documents.ids, documents.vectors)
         # An unjudged document with the id of the query is a copy of it, and is left out.
         run = retrieve(*vectors, qrels=collection.qrels, device=device)
-        result = Result("model", self.name, run, collection.qrels, len(documents.ids))
-        return {name: result.means[name] for name in (*HEADLINES, self.primary) if name in result.means}
+        means = mean_scores(score_queries(collection.qrels, run))
+        return {name: means[name] for name in (*HEADLINES, self.primary) if name in means}
 
 
 class ImageTextEvaluator(Evaluator):

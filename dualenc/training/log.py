@@ -53,21 +53,22 @@ class Meter:
 
     def average(self) -> dict[str, float]:
         """Means since the last call, over the steps that had a value, and ranks; all ranks call it together."""
-        if not self.sums:
-            return {}
-        names = sorted(self.sums)
-        # One exchange and one transfer for all values.
-        totals = distributed.all_reduce(torch.stack([self.sums[name] for name in names]), "mean").tolist()
-        means = {name: total / self.counts[name] for name, total in zip(names, totals, strict=True)}
+        means = {name: total / self.counts[name] for name, total in self._totals().items()}
         self.sums = {}
         self.counts = {}
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums over all ranks, so that a resumed run logs the same means; all ranks call it together."""
-        # Means over ranks, so that any number of processes can load them.
-        sums = {name: float(distributed.all_reduce(self.sums[name], "mean")) for name in sorted(self.sums)}
-        return {"sums": sums, "counts": dict(self.counts)}
+        """The sums, with which any number of processes logs the same means; all ranks call it together."""
+        return {"sums": self._totals(), "counts": dict(self.counts)}
+
+    def _totals(self) -> dict[str, float]:
+        """The sums, averaged over ranks, in one exchange and one transfer."""
+        names = sorted(self.sums)
+        if not names:
+            return {}
+        totals = distributed.all_reduce(torch.stack([self.sums[name] for name in names]), "mean").tolist()
+        return dict(zip(names, totals, strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""

@@ -80,8 +80,7 @@ def _densify_gradients(optimizer: Optimizer, *_: Any) -> None:
 
 def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """All parameters that training changes, each once, in a fixed order."""
-    # By id: towers may share weights.
-    return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
+    return [parameter for parameter in nn.ModuleList(modules).parameters() if parameter.requires_grad]
 
 
 def parameter_groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:

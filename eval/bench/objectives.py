@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualenc.encoders import BatchStatistics
+from dualenc.encoders.batchnorm import trained_norms
 from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import (
     DCL,
@@ -42,7 +43,6 @@ from dualenc.objectives import (
     SigLIP,
     SogCLR,
 )
-from dualenc.training.encoding import uses_batch_statistics
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,
@@ -96,9 +96,7 @@ class Model:
         if size not in self.chunk_seconds:
             passes = [partial(run, keep=False), partial(run, keep=True)]
             # Without BatchNorm both are the same.
-            measured = least_seconds(
-                passes if uses_batch_statistics(self.encoder) else passes[:1], repeats, self.device
-            )
+            measured = least_seconds(passes if trained_norms(self.encoder) else passes[:1], repeats, self.device)
             # By itself: it leaves more memory to its successor, which would run up to 0.05 faster for it.
             (both,) = least_seconds([partial(run, keep=True, out_of_batch=True)], repeats, self.device)
             self.chunk_seconds[size] = measured[0], measured[-1], both

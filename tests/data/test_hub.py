@@ -173,5 +173,7 @@ def test_other_data_sets_of_the_hub_are_tables(tmp_path: Path, monkeypatch: pyte
         assert detect(folder) == "folder", path
     monkeypatch.chdir(tmp_path)
     assert not is_collection("owner/nothing")
-    with pytest.raises(DualencError, match=r"owner/nothing: no such folder, and its .* does not load from the hub"):
+    with pytest.raises(
+        DualencError, match=r"owner/nothing: no such file here, and as a dataset of the hub it does not load"
+    ):
         BeirPairs("owner/nothing")

@@ -19,7 +19,7 @@ def test_by_hand_with_several_captions() -> None:
     images = np.array([[1.0, 0.0], [0.6, 0.8]], np.float32)
     texts = np.array([[0.0, 1.0], [0.8, 0.6], [1.0, 0.0]], np.float32)
     # image 0 scores the texts 0, .8, 1 (its best is second); image 1: .8, .96, .6 (its only one is third).
-    ranks = both_ways_ranks(images, texts, [[0, 1], [2, -1]])
+    ranks = both_ways_ranks(images, texts, [[0, 1], [2]])
     assert ranks["image_to_text"].tolist() == [2, 3]
     assert ranks["text_to_image"].tolist() == [2, 2, 2]
     scores = both_ways_recall(ranks, (1, 2))
@@ -67,9 +67,9 @@ def test_processes_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     captions = np.arange(20).reshape(10, 2)
     alone = both_ways_ranks(images, texts, captions)
     rank_slice, shares = distributed.rank_slice, []
-    monkeypatch.setattr(distributed, "gather_objects", lambda own: shares.append(own) or [own or [np.zeros(0, int)]])
+    monkeypatch.setattr(distributed, "gather_objects", lambda own: shares.append(own) or [own])
     for rank in range(2):
         monkeypatch.setattr(distributed, "rank_slice", lambda total, rank=rank: rank_slice(total, rank, 2))
         both_ways_ranks(images, texts, captions)
-    together = [np.concatenate([*shares[direction], *shares[2 + direction]]).tolist() for direction in (0, 1)]
+    together = [np.concatenate([shares[direction], shares[2 + direction]]).tolist() for direction in (0, 1)]
     assert together == [ranks.tolist() for ranks in alone.values()]

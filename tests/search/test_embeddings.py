@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.checksums import checksums, sizes
+from dualenc.checksums import recorded
 from dualenc.data.items import item_batch, read_batches, write_batches
 from dualenc.data.vector_shards import Embeddings, ShardedVectors, is_embeddings
 from dualenc.errors import DualencError
@@ -262,7 +262,7 @@ def test_arrow_files_of_something_else(tmp_path: Path, batch: pa.RecordBatch, me
     filled(EmbeddingWriter(folder, ids(), DIM, "float32", IDENTITY), vectors())
     write_batches(folder / "data-00002.arrow", [batch])
     meta = json.loads((folder / "meta.json").read_text())
-    meta |= {"files": checksums(folder, meta["files"]), "sizes": sizes(folder, meta["files"])}
+    meta |= recorded(folder, meta["files"])
     (folder / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(DualencError, match=message):
         Embeddings.open(folder)

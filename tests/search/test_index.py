@@ -198,7 +198,7 @@ BROKEN = np.where(np.arange(200)[:, None] == 150, np.nan, clustered(200))
         (BROKEN, {}, "the vector of '150' is not finite"),
         (np.zeros(5), {}, "give numbers as a matrix"),
         (clustered(200), {"factory": "IVF1000,Flat"}, "has 1000 lists for 200 vectors; try auto"),
-        (clustered(200), {"factory": "IVF4,PQ4x8"}, "cannot be trained on 200 vectors: Number of"),
+        (clustered(200), {"factory": "IVF4,PQ4x8"}, r"cannot be trained on 200 vectors \(Number of"),
     ],
 )
 def test_what_cannot_be_built(vectors: np.ndarray, options: dict[str, Any], message: str) -> None:

@@ -136,20 +136,6 @@ def test_verifying_reads_texts_and_words(
     assert f"{name}: truncated" in failure(capsys, "index", folder, "--verify")
 
 
-def test_words_without_checksums_stay_readable(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As earlier versions wrote them."""
-    shutil.copytree(made / "index", tmp_path / "index")
-    path = tmp_path / "index" / "bm25" / "meta.json"
-    path.write_text(
-        json.dumps({name: json.loads(path.read_text())[name] for name in ("format", "version", "count", "ids")})
-    )
-    assert Searcher.open(tmp_path / "index", made / "model").lexical is not None
-    run("index", tmp_path / "index", "--verify")
-    assert "every file as it was written, but bm25, which has no checksums" in capsys.readouterr().out
-    run("index", made / "index", "--verify")
-    assert "every file as it was written\n" in capsys.readouterr().out
-
-
 def test_mistakes(made: Path, tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="no text holds a word"):
         Lexical.build(["", "the of"])

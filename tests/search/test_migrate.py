@@ -189,7 +189,7 @@ def test_mixed_vectors_are_new_or_mapped() -> None:
     new_row = np.full(COUNT, -1)
     new_row[5], new_row[6], new_row[699] = 2, 3, 5
     vectors = ShardedVectors([new[3:6], ShardedVectors([new[6:7], new[698:]])])  # type: ignore[list-item]
-    mixed = migrate.MixedVectors(old, to_new, vectors, new_row)
+    mixed = migrate.mixed_vectors(old, to_new, vectors, new_row)
     expected = to_new(old)
     expected[[5, 6, 699]] = new[[5, 6, 699]]
     assert mixed.shape == (COUNT, 8)

@@ -108,6 +108,13 @@ def test_wrong_queries(filled: QdrantIndex, options: dict[str, Any], message: st
         filled.search(np.zeros((1, DIM)), **options)
 
 
+def test_a_collection_without_points_ends(tmp_path: Path) -> None:
+    index = pushed(tmp_path)[0]
+    index.create(embeddings())
+    assert index.texts_by_id() == {}
+    index.close()
+
+
 KILLED = """
 import os, sys
 import pytest

@@ -107,7 +107,6 @@ def test_lists_outside_the_folder_are_not_opened(tmp_path: Path, embeddings: Emb
     merge_ondisk(index, [str(tmp_path / "part.faiss")], str(tmp_path / "elsewhere"))
     faiss.write_index(index, str(folder / "index.faiss"))
     names = [path.name for path in folder.iterdir() if path.name != "meta.json"]
-    sums = {"files": checksums.checksums(folder, names), "sizes": checksums.sizes(folder, names)}
-    write_json(folder / "meta.json", read_json(folder / "meta.json") | sums)
+    write_json(folder / "meta.json", read_json(folder / "meta.json") | checksums.recorded(folder, names))
     with pytest.raises(DualencError, match=r"index\.faiss: corrupt"):
         Index.open(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -112,6 +113,10 @@ def test_placing_keeps_the_weights_on_one_process():
     with pytest.warns(UserWarning, match="BatchNorm with chunk_size"):
         placed = place_model(model, torch.device("cpu"), chunk_size=4)
     assert same(before, placed.state_dict())
+    frozen = TinyEncoder(batchnorm=True).requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        place_model(frozen, torch.device("cpu"), chunk_size=4)
 
 
 @pytest.mark.nightly
