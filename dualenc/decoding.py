@@ -38,10 +38,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         max_pixels = Image.MAX_IMAGE_PIXELS or MAX_PIXELS
         if image.width * image.height > max_pixels:
             raise ValueError(f"{image.width} x {image.height} pixels are more than {max_pixels:,}")
-        # Most images need no copy.
-        if image.getexif().get(_ORIENTATION, 1) != 1:
-            image = ImageOps.exif_transpose(image)
-        return _to_rgb(image)
+        return _upright_rgb(image)
     except UnidentifiedImageError:
         reason = f"it is no image of a known format: {', '.join(formats)}"
     except Exception as error:  # Pillow's plugins raise many kinds on broken files
@@ -50,8 +47,11 @@ def decode_image(data: bytes, where: str) -> Image.Image:
     raise BadSample(f"{where}: image cannot be decoded ({reason}); replace or remove it")
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _upright_rgb(image: Image.Image) -> Image.Image:
     """An image of any mode as RGB; a `ValueError` for pixels without a range that could be scaled to 8 bits."""
+    # Most images need no copy.
+    if image.getexif().get(_ORIENTATION, 1) != 1:
+        image = ImageOps.exif_transpose(image)
     # Pillow clips these modes to 0 ... 255. Of "I" only PNG and PPM are known to mean 16 bits.
     has_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
     if has_16_bits or image.mode.startswith("I;16"):
@@ -63,12 +63,13 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def rgb_item(item: Any, where: str) -> Any:
-    """A raw item as towers take it: images of any mode as RGB, texts and vectors unchanged."""
-    if not isinstance(item, Image.Image) or item.mode == "RGB":
+    """A raw item as towers take it: images upright and as RGB, texts and vectors unchanged."""
+    if not isinstance(item, Image.Image):
         return item
     try:
-        return _to_rgb(item)
-    except (ValueError, OSError) as error:  # a file may be read only here
+        item.load()  # of a file that was opened, the pixels may be read only now
+        return _upright_rgb(item)
+    except (ValueError, OSError) as error:
         raise BadSample(f"{where}: image cannot be used ({error})") from None
 
 

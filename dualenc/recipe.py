@@ -111,7 +111,7 @@ def read_recipe(
     changes = sorted(map(_parsed, overrides), key=lambda each: (len(each[0]), each[0][-1] != "class_path"))
     for names, text in changes:
         _apply(settings, names, text)
-    return make_recipe(settings, str(path), allow_modules)
+    return make_recipe(_with_home(settings), str(path), allow_modules)
 
 
 def make_recipe(settings: Mapping[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()) -> Recipe:
@@ -126,6 +126,15 @@ def make_recipe(settings: Mapping[str, Any], source: str = "recipe", allow_modul
         hint = base | None if name in OPTIONAL else base
         sections[name] = check_value(value, hint, f"{source}: {name}", allow_modules)
     return Recipe(sections, source)
+
+
+def _with_home(value: Any) -> Any:
+    """Nested values with `~/` at the beginning of texts replaced by the user's folder, which no shell has done here."""
+    if isinstance(value, dict):
+        return {name: _with_home(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_home(inner) for inner in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

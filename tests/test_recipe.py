@@ -156,7 +156,7 @@ REFUSALS = [
     ("trainer.epochs=3.7", r"trainer.epochs.*3\.7"),
     ("trainer.overwrite=1", "trainer.overwrite.*bool"),
     ("trainer.mixed_precision=bf8", "trainer.mixed_precision is .bf8.;.*bf16"),
-    ("trainer.freeze=[3]", r"trainer.freeze\[0\] is 3; it must be a valid string"),
+    ("trainer.freeze=[3]", r"trainer.freeze is \[3\]; it must be a valid string"),
     ("objective.temperature=warm", "objective.*temperature.*warm"),
     ("data=3", r"data is 3; it must name a class of type PairDataset by class_path"),
     ("data.init_args=3", "data has arguments 3; give those of BeirPairs by name"),
@@ -309,6 +309,10 @@ ON_DEV = RETRIEVAL | {"init_args": {"path": "a", "split": "dev"}}
 HELD_OUT = RETRIEVAL | {"init_args": {"pairs": TABLE | {"init_args": DEV}}}
 
 
+VIEWS = TABLE | {"init_args": {"path": "t.csv", "image_column": "photo", "label_column": "kind"}}
+KNN = {"class_path": "KNNEvaluator", "init_args": {"train": VIEWS, "test": VIEWS | {"init_args": {"path": "v.csv"}}}}
+
+
 def with_arguments(**arguments):
     return TABLE | {"init_args": {"path": "d", "left_column": "a", "right_column": "b", **arguments}}
 
@@ -323,6 +327,7 @@ def with_arguments(**arguments):
         ("query-document", with_arguments(quotes=True), None, "retrieval DATA", "d --quotes --text-column b"),
         ("query-document", with_arguments(quotes=False), None, "retrieval DATA", "d --no-quotes --text-column b"),
         ("vector", with_arguments(), None, "retrieval DATA", "d --vector-column b"),
+        ("image", VIEWS, KNN, "probe v.csv --train t.csv", "t.csv --image-column photo"),
         ("image-text", with_arguments(path="c.csv"), None, "image-text DATA", "c.csv --image-column a --id-column a"),
         ("image-text", with_arguments(path="c.parquet"), None, "image-text DATA", "c.parquet --image-column a"),
     ],

@@ -99,13 +99,10 @@ def open_work(
 def describe(embeddings: Embeddings, folder: str | Path) -> None:
     """Print what was embedded, and what was left out."""
     from dualenc import distributed
+    from dualenc.commands.output import report_skipped
 
     if not distributed.is_main():
         return
-    skipped = embeddings.meta["skipped"]
-    if skipped:
-        first = embeddings.meta["first_skipped"][0]
-        summary = f"left out {skipped:,} of {skipped + len(embeddings):,} items"
-        print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)
+    report_skipped(embeddings)
     made = f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({embeddings.meta['side']} side)"
     print(printable(f"{made} → {folder}"))

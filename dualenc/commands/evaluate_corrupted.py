@@ -9,7 +9,6 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.labelled_images import (
-    align_labels,
     labelled_features,
     open_image_tower,
     open_images,
@@ -18,6 +17,7 @@ from dualenc.commands.labelled_images import (
 )
 from dualenc.commands.output import Evaluation
 from dualenc.data.detect import default_split
+from dualenc.data.labels import align_labels
 from dualenc.errors import DualencError
 from dualenc.evaluation.corrupted import (
     CLEAN,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from dualenc import distributed
 from dualenc.commands.labelled_images import (
-    align_labels,
     labelled_features,
     open_image_tower,
     open_images,
@@ -15,6 +14,7 @@ from dualenc.commands.labelled_images import (
 from dualenc.commands.output import Evaluation
 from dualenc.data.detect import default_split, detect
 from dualenc.data.images import split_folder
+from dualenc.data.labels import align_labels
 from dualenc.errors import DualencError
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.report import Table

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.labelled_images import align_labels, are_numbers, open_images, require_labels
+from dualenc.commands.labelled_images import open_images, require_labels
 from dualenc.commands.output import Evaluation, short_name
 from dualenc.data import Corpus
 from dualenc.data.detect import default_split
 from dualenc.data.items import rows_of
+from dualenc.data.labels import align_labels, are_numbers
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import best_positive_ranks
 from dualenc.evaluation.report import Table
@@ -77,15 +78,19 @@ def _class_names(
     file: str | None, own: Sequence[str] | None, labels: np.ndarray, data: str
 ) -> tuple[list[str], np.ndarray]:
     """Readable names of all classes, from a file or from the data, and the labels (N,) in their numbers."""
-    recorded = [readable_class(name) for name in own or ()]
-    names = recorded if file is None else [readable_class(line) for _, line in read_lines(file)]
+    recorded = own or ()
+    lines = recorded if file is None else [line for _, line in read_lines(file)]
+    names = [readable_class(line) for line in lines]
     if are_numbers(names):
         raise DualencError(f"{data}: the classes have no names; give them with --class_names FILE, one on each line")
+    if not are_numbers(recorded) and set(recorded) <= {*lines, *(line.split()[0] for line in lines)}:
+        # A file may list the classes of the data in another order, and others among them.
+        return names, align_labels(labels, recorded, lines, data)
+    recorded = [readable_class(name) for name in recorded]
     if labels.max(initial=-1) >= len(names):
         problem = f"{len(names)} class names, but there is a label {labels.max()}"
         raise DualencError(f"{file or data}: {problem}; name every class")
     if len(set(names)) == len(names) and set(recorded) <= set(names):
-        # A file may list the classes of the data in another order, and others among them.
         return names, align_labels(labels, recorded, names, data)
     if len(recorded) != len(names) and not are_numbers(recorded):
         problem = f"{len(names)} class names for {len(recorded)} classes, which it does not list by name"

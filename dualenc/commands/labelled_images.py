@@ -1,16 +1,15 @@
-"""Labelled images for evaluations: opening, features, class numbers."""
+"""Labelled images for evaluations: opening and features."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from dualenc.commands.output import Evaluation, embed_into
 from dualenc.data import Corpus, open_corpus
-from dualenc.data.corpus import rows_with_label
 from dualenc.data.items import rows_of
+from dualenc.data.labels import rows_with_label
 from dualenc.encoders import Tower, load_model
 from dualenc.errors import DualencError
 
@@ -52,36 +51,8 @@ def labelled_features(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Features (N, D) and labels (N,) of the images that could be read, stored below `features` of the output."""
     folder = evaluation.folder / "features" / part
-    embedded = embed_into(folder, tower, corpus, output="features", **options)
+    embedded = evaluation.noted(embed_into(folder, tower, corpus, output="features", **options))
     return np.asarray(embedded.vectors, np.float32), labels[rows_of(corpus.ids, embedded.ids)]
-
-
-def align_labels(labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str) -> np.ndarray:
-    """Class numbers (N,) of one source in the numbering of another, by the names of the classes.
-
-    A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537 goldfish"). Where one
-    source has no names but numbers the numbers stay. A class that occurs and is not among the others is an error about
-    `what`.
-    """
-    if names is None or onto is None or are_numbers(names) or are_numbers(onto) or list(names) == list(onto):
-        return labels
-    numbers: dict[str, int] = {}
-    # The first of several names with the same first word counts, and a whole name before any first word.
-    for number, name in reversed(list(enumerate(onto))):
-        numbers[name.split()[0]] = number
-    numbers |= {name: number for number, name in enumerate(onto)}
-    mapped = labels.copy()
-    for number in np.unique(labels).tolist():
-        if names[number] not in numbers:
-            among = f"the {len(onto)} classes of the training images"
-            raise DualencError(f"{what}: class {names[number]} is not among {among}")
-        mapped[labels == number] = numbers[names[number]]
-    return mapped
-
-
-def are_numbers(names: Sequence[str]) -> bool:
-    """Whether the classes, if there are any, have numbers for names."""
-    return all(name.isdecimal() for name in names)
 
 
 def open_image_tower(evaluation: Evaluation) -> Tower:

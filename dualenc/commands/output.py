@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -53,6 +54,7 @@ class Evaluation:
         self.model = model
         self.folder = Path(output.out or f"evaluations/{task}/{short_name(model)}-{_distinct_name(data)}")
         self.weights: list[str] = []
+        self.num_skipped = 0
         check_writable(self.folder)
         check_folder_target(self.folder, self._is_own_folder, f"evaluation of {task}")
         check_file_target(self.folder / RESULT)
@@ -83,7 +85,13 @@ class Evaluation:
     def embed(self, folder: StrPath, encoder: DualEncoder, side: Side, corpus: Corpus, batch_size: int) -> Embeddings:
         """Embed into a folder below the output, or reuse what is there: `embed_into`."""
         settings: dict[str, Any] = {"side": side, "notes": {"model": self.model}, "batch_size": batch_size}
-        return embed_into(self.folder / folder, encoder.tower(side), corpus, **settings)
+        return self.noted(embed_into(self.folder / folder, encoder.tower(side), corpus, **settings))
+
+    def noted(self, embeddings: Embeddings) -> Embeddings:
+        """The embeddings, once what was left out of them is printed and counted for the report."""
+        report_skipped(embeddings)
+        self.num_skipped += embeddings.meta["skipped"]
+        return embeddings
 
     def conclude(
         self,
@@ -98,6 +106,8 @@ class Evaluation:
     ) -> None:
         """Write metrics.json (facts and results) and report.html, headed by task and data; print the first tables."""
         title = f"{task}: {short_name(self.model)} on {on}"
+        if self.num_skipped:
+            facts = {**facts, "skipped": self.num_skipped}
         write_json(self.folder / RESULT, {"task": self.task, **facts, "weights": self.weights, **results})
         write_report(self.folder / PAGE, title, facts=facts, tables=tables)
         self._lock.close()
@@ -173,6 +183,15 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
         other = _COMMAND_OF[encoder.kind]
         raise DualencError(f"{model}: is {encoder.kind}, but this task needs kind {needed}; use {other}")
     return encoder
+
+
+def report_skipped(embeddings: Embeddings) -> None:
+    """Print how many items could not be embedded, and why the first of them, on the main process."""
+    skipped = embeddings.meta["skipped"]
+    if skipped and distributed.is_main():
+        first = embeddings.meta["first_skipped"][0]
+        summary = f"left out {skipped:,} of {skipped + len(embeddings):,} items"
+        print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)
 
 
 def embed_into(folder: Path, tower: Tower, corpus: Corpus, *, side: Side | None = None, **options: Any) -> Embeddings:

@@ -77,9 +77,9 @@ def read_run(folder: Path) -> RunRecords:
 
 
 def _drawn_names(runs: Sequence[RunRecords]) -> list[str]:
-    """Names of the logged metrics and of the loss, in this order."""
+    """Names of the logged metrics, of the loss and of its estimate by the batch, in this order."""
     logged = dict.fromkeys(name for each in runs for line in each.lines for name in line)
-    names = [name for name in logged if name.startswith(EVALUATION)] + ["loss"]
+    names = [name for name in logged if name.startswith(EVALUATION)] + ["loss", "batch_estimate"]
     return [name for name in names if any(each.curve(name)[0] for each in runs)]
 
 

@@ -22,8 +22,12 @@ _EVALUATIONS = {
     "image-text": "image-text",
     "image": "probe",
 }
-_INDEXED = {"image-text": ("left", "image"), "vector": ("right", "vector")}
-"""The side whose items are searched by kind of model, and what they are; of the others right texts."""
+_INDEXED = {
+    "image": ("image_column", "image"),
+    "image-text": ("left_column", "image"),
+    "vector": ("right_column", "vector"),
+}
+"""The column whose items are searched by kind of model, and what they are; of the others right texts."""
 
 
 def train(
@@ -89,22 +93,24 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
     indexed = [STAND_IN]
     # Rows of mined negatives hold several texts each: no corpus.
     if isinstance(data.get("path"), str) and not settings["data"]["class_path"].endswith("MinedPairs"):
-        side, items = _INDEXED.get(kind, ("right", "text"))
-        column = data.get(f"{side}_column")
+        name, items = _INDEXED.get(kind, ("right_column", "text"))
+        column = data.get(name)
         indexed = [data["path"], *_options(data, "quotes")]
         if data.get("split") != "train":
             indexed += _options(data, "split")
         if column:
             indexed += [f"--{items}-column", column]
-        if column and items == "image" and not data["path"].endswith(".parquet"):
+        if column and kind == "image-text" and not data["path"].endswith(".parquet"):
             # A path, which has a row for each of its captions.
             indexed += ["--id-column", column]
     evaluator = (settings["evaluator"] or {}).get("init_args") or {}
-    held_out = (evaluator.get("pairs") or {}).get("init_args") or evaluator
+    held_out = (evaluator.get("pairs") or evaluator.get("test") or {}).get("init_args") or evaluator
     evaluated = [STAND_IN]
     if isinstance(held_out.get("path"), str):
-        names = ("split", "left_column", "right_column", "left_modality", "right_modality", "quotes")
+        names = ("split", "left_column", "right_column", "left_modality", "right_modality", "label_column", "quotes")
         evaluated = [held_out["path"], *_options(held_out, *names)]
+        voting = (evaluator.get("train") or {}).get("init_args") or {}
+        evaluated += _options({"train": voting.get("path"), "train_split": voting.get("split")}, "train", "train_split")
     return [
         ["report", run],
         ["evaluate", task, str(model), *evaluated],

@@ -16,6 +16,7 @@ from dualenc.data.columns import Column, read_column
 from dualenc.data.identity import digest_of, items_identity
 from dualenc.data.images import ImageFiles, find_images
 from dualenc.data.item_lists import Picked
+from dualenc.data.labels import labels_of_column, labels_of_folders
 from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset, by_position
 from dualenc.data.tables import DataTable, TableSource
@@ -27,11 +28,6 @@ SNIPPET_LENGTH = 240
 MAX_DOCUMENTS = 100_000
 """Right items among which held-out pairs are searched."""
 _WHOLE_ID = re.compile(r"-?[0-9]+(\.0)?|nan")
-Labels = tuple[np.ndarray, list[str]]
-"""Class numbers (N,) int64, -1 where there is none, and the name of each class number."""
-_WHOLE_LABEL = re.compile(r"-?[0-9]{1,6}(\.0)?|nan")
-# Larger numbers are keys of something: a list of their names would fill memory.
-_CLASS_NUMBER = re.compile("-?[0-9]{1,6}")
 
 
 class Corpus:
@@ -256,49 +252,3 @@ def corpora(pairs: PairDataset) -> tuple[Corpus, Corpus]:
     left = Corpus([str(i) for i in range(pairs.num_left)], pairs.left_items, pairs.left_modality)
     right = Corpus([str(i) for i in range(pairs.num_right)], pairs.right_items, pairs.right_modality)
     return left, right
-
-
-def labels_of_names(names: Sequence[str]) -> Labels:
-    """Number class names in sorted order; whole numbers below a million keep their value."""
-    if all(_CLASS_NUMBER.fullmatch(name) for name in names):
-        numbers = np.array(names, dtype=np.int64)
-        num_classes = int(numbers.max(initial=-1)) + 1
-        return numbers, [str(number) for number in range(num_classes)]
-    classes, numbers = np.unique(np.array(names, dtype=str), return_inverse=True)
-    return numbers, classes.tolist()
-
-
-def labels_of_column(table: DataTable, name: str) -> Labels | None:
-    """The labels in a column of class numbers or names; `datasets.ClassLabel` names its numbers. None without any."""
-    column = Column(table, name, "text")
-    values = column.values()
-    rows = np.flatnonzero(column.filled())
-    texts = [str(values[row]) for row in rows]
-    # Beside missing values pandas writes class 3 as 3.0, and the missing ones in csv may be nan.
-    if all(_WHOLE_LABEL.fullmatch(text) for text in texts):
-        rows = rows[[text != "nan" for text in texts]]
-        texts = [text.partition(".")[0] for text in texts if text != "nan"]
-    labelled, class_names = labels_of_names(texts)
-    if (labelled < 0).all():
-        return None
-    numbers = np.full(len(column), -1, dtype=np.int64)
-    numbers[rows] = labelled
-    return numbers, getattr(table.dataset.features[name], "names", None) or class_names
-
-
-def rows_with_label(labels: np.ndarray, source: object, ids: Sequence[str] | None = None) -> np.ndarray:
-    """The rows (n,) of those labels (N,) that name a class; the others are counted and reported as bad samples."""
-    without = np.flatnonzero(labels < 0)
-    if len(without):
-        bad_rows = BadRows(source)
-        position = f"row {without[0]}" if ids is None else ids[without[0]]
-        bad_rows.add("image without a label", position, "give it one", len(without))
-        bad_rows.report()
-    return np.flatnonzero(labels >= 0)
-
-
-def labels_of_folders(names: Sequence[str]) -> Labels | None:
-    """The first folder of each relative file name as its class; None unless every file is in one."""
-    if not all("/" in name for name in names):
-        return None
-    return labels_of_names([name.split("/", 1)[0] for name in names])

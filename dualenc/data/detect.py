@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from dualenc.data.images import IMAGE_SUFFIXES
+from dualenc.data.images import IMAGE_SUFFIXES, SPLITS
 from dualenc.data.lines import LINE_FORMATS, file_format
 from dualenc.data.vector_shards import is_embeddings
 from dualenc.errors import DualencError
@@ -75,8 +75,8 @@ def _kind_of_folder(folder: Path) -> Kind:
     tables = {file.name for file in files if file_format(file) in TABLE_FORMATS and file.is_file()}
     if suffixes & set(IMAGE_SUFFIXES) or not (tables or (folder / "data").is_dir()):
         return "images"
-    # Images may lie in a subfolder of their captions, or beside notes and lists of classes.
-    are_beside = all(name in CAPTION_FILES or name.endswith(".txt") for name in tables)
+    # Images may lie in a subfolder of their captions, or beside notes and lists; tables of splits are tables.
+    are_beside = not any(re.split(r"[._-]", name)[0].lower() in SPLITS for name in tables)
     inner = folder.glob("*/**/*") if tables and are_beside else ()
     return "images" if any(file.suffix.lower() in IMAGE_SUFFIXES for file in inner) else "folder"
 

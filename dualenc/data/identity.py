@@ -66,7 +66,7 @@ def item_identity(items: Items, row: int, read: bool) -> bytes:
         return items.item_identity(row, read)
     try:
         return contents(items[row]) if read else b""
-    except BadSample:
+    except (BadSample, OSError):
         return b"unreadable"
 
 

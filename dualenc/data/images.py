@@ -49,13 +49,20 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
     # Archives made on a Mac have __MACOSX beside their folders.
     entries = [entry for entry in root.iterdir() if not entry.name.startswith((".", "__MACOSX"))]
     subfolders = sorted(entry.name for entry in entries if entry.is_dir())
-    has_images = any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries)
+    if any(name.lower() in SPLITS for name in subfolders):
+        # A folder of annotations is neither split nor class.
+        subfolders = [name for name in subfolders if any(map(_is_image, (root / name).rglob("*")))]
+    has_images = any(map(_is_image, entries))
     only_splits = not has_images and all(name.lower() in SPLITS for name in subfolders)
     if split in subfolders and (only_splits or split not in SPLITS):
         return root / split
     if subfolders and only_splits:
         raise DualencError(f"{folder}: no split {split!r}; there are: {', '.join(subfolders)}")
     return root
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in IMAGE_SUFFIXES
 
 
 def existing_file(root: Path, name: str) -> Path:

@@ -81,6 +81,9 @@ def open_corpus(
         corpus = tar_corpus(path, "text" if modality == "text" else "image", bad_rows)
     elif kind == "images":
         corpus = image_corpus(split_folder(path, split))
+        if label_column is not None and corpus.labels is None:
+            reason = f"its images are in no class folders, and it has no columns; name the table with {label_column!r}"
+            raise DualencError(f"{path}: {reason}")
     elif kind == "beir" or is_collection(path):
         corpus = read_corpus(path, part, columns=columns, bad_rows=bad_rows)
     elif kind == "vectors" or modality == "vector" or vector_column is not None:
@@ -144,9 +147,9 @@ def open_pairs(
     if ignored and left_column is None:
         advice = "each row is a pair; remove those that are none, or take TablePairs with weight_column"
         logger.warning("%s: column %s is not read: %s", path, ignored[0], advice)
-    left_names = (*_SURELY_IMAGES, *_QUERIES, "title", "file_name")
-    right_names = (*CAPTION_NAMES[:2], *_DOCUMENTS)
-    left_column = left_column or source.default_column(left_names, "left_column")
+    left_names = (*_SURELY_IMAGES, *_QUERIES, "filepath", "title", "file_name")
+    right_names = (*CAPTION_NAMES[:2], *_DOCUMENTS, "title")
+    left_column = left_column or source.default_column(left_names, "left_column", but=right_column)
     right_column = right_column or source.default_column(right_names, "right_column", but=left_column)
     return TablePairs(
         path,

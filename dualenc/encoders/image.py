@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from dualenc.files import write_json
 from dualenc.reading import read_json_object
 from dualenc.types import Inputs
 
+logger = logging.getLogger("dualenc.encoders")
+
 WEIGHTS_FILE = "model.safetensors"
 PROJECTOR_FILE = "projector.safetensors"
 SMALL = 64
@@ -41,7 +44,8 @@ class ImageEncoder(DualEncoder):
     Args:
         backbone: a timm name such as "resnet18", a timm folder (`local-dir:` before it is optional), or a hub name.
         pretrained: with a timm name: load its weights; folders and hub names always bring theirs.
-        projector_dim: D, size of the vectors that training compares; None trains the features themselves.
+        projector_dim: D, size of the vectors that training compares; None trains the features themselves. A folder that
+            dualenc saved brings its projector of that size.
         small_image_stem: begin a ResNet with a 3×3 convolution of stride 1 and no pooling; None: for images of at
             most 64 pixels.
         image_size: pixels per side; None: the backbone's default.
@@ -82,6 +86,10 @@ class ImageEncoder(DualEncoder):
             views = v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels])
             augment = partial(seeded_transform, transform=views)
         evaluate = create_transform(**config, is_training=False)
+        size = tuple(augment(Image.new("RGB", (SMALL, SMALL)), 0).shape[-2:])
+        if size != tuple(config["input_size"][1:]):
+            evaluated = "x".join(map(str, config["input_size"][1:]))
+            logger.warning("views to train on have %dx%d pixels, images to encode %s; set both alike", *size, evaluated)
         augmented = partial(normalized, augment=augment, mean=list(config["mean"]), std=list(config["std"]))
         prepare = ImagePrepare(evaluate, augmented, config)
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
@@ -93,16 +101,13 @@ class ImageEncoder(DualEncoder):
         self.projector_dim = projector_dim
         if not is_timm_name(backbone):
             self.base = base_metadata(backbone)
+        if projector_dim is not None and _saved_projector_dim(Path(backbone)) == projector_dim:
+            load_weights(head, Path(backbone) / PROJECTOR_FILE)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ImageEncoder:
         """Load a timm folder, with its projector if there is one."""
-        path = folder / DUALENC_FILE
-        dim = read_json_object(path).get("projector_dim") if path.is_file() else None
-        model = cls(str(folder), projector_dim=dim)
-        if dim is not None:
-            load_weights(model.left.projector, folder / PROJECTOR_FILE)
-        return model
+        return cls(str(folder), projector_dim=_saved_projector_dim(folder))
 
     def write(self, folder: Path) -> None:
         """Write a timm folder, for `create_model("local-dir:FOLDER", pretrained=True)`, and the projector in it."""
@@ -285,6 +290,12 @@ def seeded_transform(image: Image.Image, seed: int, transform: Callable[[Image.I
 def normalized(image: Image.Image, seed: int, augment: Augment, mean: list[float], std: list[float]) -> Tensor:
     """An augmentation to pixels in [0, 1], followed by the model's own normalisation."""
     return v2.functional.normalize(augment(image, seed), mean, std)
+
+
+def _saved_projector_dim(folder: Path) -> int | None:
+    """The size of the projector in a folder that `ImageEncoder.write` wrote; None without one."""
+    path = folder / DUALENC_FILE
+    return read_json_object(path).get("projector_dim") if path.is_file() else None
 
 
 def check_crop_scale(crop_scale: Sequence[float]) -> None:

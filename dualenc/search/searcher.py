@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dualenc.decoding import rgb_item
 from dualenc.encoders.dual import DualEncoder, unit_norm
 from dualenc.encoders.frozen import IndexEncoder
 from dualenc.encoders.load import load_model
@@ -158,7 +159,7 @@ class Searcher:
         tower = self.encoder.tower(side)
         forward = tower.features if self.index.meta.get("output", "embedding") == "features" else tower
         device = next((tensor.device for tensor in tower.state_dict().values()), torch.device("cpu"))
-        inputs = tower.prepare([item])
+        inputs = tower.prepare([rgb_item(item, "the query")])
         encoded = forward({name: tensor.to(device) for name, tensor in inputs.items()}).float()
         if self.index.dim < encoded.shape[1]:
             encoded = unit_norm(encoded[:, : self.index.dim])

@@ -138,11 +138,12 @@ class BestModel:
         return everywhere
 
     def _save(self, step: int, metrics: Metrics) -> None:
+        card = self.card(self.before, metrics, step)
         if distributed.is_main():
             self.model.set_temperature(self.objective.temperature.item())
             self.model.eval()
             try:
-                self.model.save(self.folder, card=self.card(self.before, metrics, step))
+                self.model.save(self.folder, card=card)
             finally:
                 self.model.train()
         distributed.barrier()

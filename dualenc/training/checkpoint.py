@@ -25,6 +25,7 @@ from torch import nn
 from dualenc import distributed
 from dualenc.checksums import recorded, verify_files
 from dualenc.data.pairs import PairDataset
+from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError, explain
 from dualenc.files import (
     atomic_folder,
@@ -49,7 +50,7 @@ STATE = "state.pt"
 
 def fingerprint(
     settings: Mapping[str, Any],
-    model: nn.Module,
+    model: DualEncoder,
     objective: nn.Module,
     pairs: PairDataset,
     batching: object,
@@ -57,14 +58,20 @@ def fingerprint(
     """A flat dict of plain values that describes a run, for `Checkpoints`: what its result depends on.
 
     Model and objective by their classes, the names and shapes of their weights, and the values of frozen ones, which
-    checkpoints leave out; the objective by its settings too; the data by class, sizes and contents.
+    checkpoints leave out; the model by how it prepares items, objective and batches by their settings too; the data by
+    class, sizes and contents.
     """
     # Through JSON, as meta.json gives it back: tuples become lists, paths texts.
     described = flatten(json.loads(json.dumps(settings, default=str)))
     for name, module in (("model", model), ("objective", objective)):
         weights = [(key, list(weight.shape), _frozen_sum(weight)) for key, weight in module.named_parameters()]
         digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
-        described[name] = f"{type(module).__name__} with weights {digest}"
+        described[name] = type(module).__name__
+        described[f"{name}.weights"] = digest
+    for side in SIDES:
+        prepare = model.tower(side).prepare
+        for name in ("prompt", "max_length", "settings"):
+            described[f"model.{side}.{name}"] = getattr(prepare, name, None)
     for path, module in objective.named_modules(prefix="objective"):
         if isinstance(module, Objective):
             described = flatten(module.settings, f"{path}.") | described
@@ -74,7 +81,8 @@ def fingerprint(
     described["data"] = f"{kind}: {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
     described |= flatten(contents, "data.")
     described["batching"] = type(batching).__name__
-    return described
+    chosen = {name: value for name, value in vars(batching).items() if isinstance(value, str | int | float)}
+    return flatten(chosen, "batching.") | described
 
 
 def _frozen_sum(weight: nn.Parameter) -> int | None:
@@ -228,7 +236,8 @@ class Checkpoints:
         meta = read_json_object(folder / META)
         verify_files(folder, [STATE], meta, _remedy(folder), whole=True)
         saved = meta["fingerprint"]
-        for key in sorted(set(saved) | set(self.fingerprint)):
+        # What a selector knows follows from other settings.
+        for key in sorted({*saved, *self.fingerprint}, key=lambda key: (key.startswith("batching."), key)):
             was = saved.get(key)
             now = self.fingerprint.get(key)
             if was != now:

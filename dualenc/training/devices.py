@@ -38,7 +38,12 @@ def start_accelerator(settings: TrainerSettings, folder: Path) -> Accelerator:
     trackers = [name.strip() for name in (settings.tracker or "").split(",") if name.strip()]
     for tracker in trackers:
         if tracker not in available:
-            raise DualencError(f"tracker {tracker!r} is not installed or unknown; pip install {tracker}")
+            known = ", ".join(available) or "none"
+            raise DualencError(f"tracker {tracker!r} is unknown or not installed; install it, or take one of: {known}")
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", mixed_precision):
+        message = f"mixed_precision is {mixed_precision}, whatever accelerate was launched with ({launched})"
+        warnings.warn(message, stacklevel=2)
     # cuBLAS reads this once, before its first product; only deterministic algorithms make use of it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The process group of an earlier run stays; only the precision changes.

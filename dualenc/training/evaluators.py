@@ -17,9 +17,10 @@ import numpy as np
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_beir
-from dualenc.data.corpus import Corpus, held_out, rows_with_label, used_items
+from dualenc.data.corpus import Corpus, held_out, used_items
 from dualenc.data.item_lists import Picked
 from dualenc.data.items import rows_of
+from dualenc.data.labels import align_labels, rows_with_label
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.data.vector_shards import Embeddings
@@ -191,7 +192,8 @@ class KNNEvaluator(Evaluator):
             rows = rows_with_label(images.labels, f"KNNEvaluator: {name}")
             ids = [str(row) for row in rows]
             self.corpora.append(Corpus(ids, Picked(images.left_items, rows), "image"))
-            self.labels.append(images.labels[rows])
+            own = align_labels(images.labels[rows], images.class_names, train.class_names, f"KNNEvaluator: {name}")
+            self.labels.append(own)
         self.k = k
         self.temperature = temperature
         self.batch_size = batch_size

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders.dual import SIDES, DualEncoder
+from dualenc.encoders.dual import SIDES, DualEncoder, check_item
 from dualenc.errors import BadSample, DualencError
 from dualenc.training.encoding import PlainEncoding
 from dualenc.training.loader import augmentation_seeds
@@ -42,7 +42,9 @@ class ItemReader:
         seeds = []
         for place, item_id, seed in zip(*request[1:], strict=True):
             try:
-                items.append(self.pairs.item(request.side, item_id))
+                item = self.pairs.item(request.side, item_id)
+                check_item(item, self.prepare[request.side].modality, f"{request.side} item {item_id}")
+                items.append(item)
             except BadSample as error:
                 if self.on_error == "raise":
                     return error

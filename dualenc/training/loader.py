@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from dualenc import distributed
 from dualenc.data.pairs import Pair, PairDataset
-from dualenc.encoders.dual import SIDES
+from dualenc.encoders.dual import SIDES, check_item
 from dualenc.errors import BadSample, DualencError
 from dualenc.seeds import derive_seed
 from dualenc.training.signals import forgive_one_sigterm
@@ -148,7 +148,11 @@ class BatchLoader:
         bad: list[tuple[int, str]] = []
         for index in indices.tolist():
             try:
-                pairs.append(self.pairs[index])
+                pair = self.pairs[index]
+                check_item(pair.left, self.pairs.left_modality, "left")
+                for item in (pair.right, *pair.negatives):
+                    check_item(item, self.pairs.right_modality, "right")
+                pairs.append(pair)
             except BadSample as error:
                 if self.on_error == "raise":
                     raise BadSample(f"pair {index}: {error}") from None

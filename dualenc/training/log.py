@@ -192,8 +192,6 @@ def training_card(
     data = f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
     if isinstance(pairs, Mixture):
         data += f" Sources: {'; '.join(pairs.describe())}."
-    if pairs.skipped:
-        data += f" {pairs.skipped} bad samples were left out."
     columns = {"untrained": before, "trained": metrics}
     rows = {}
     for name in metrics:

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ class Loop:
             self.output / "model",
             keep_best=settings.keep_best,
             patience=settings.patience,
-            card=partial(training_card, self.pairs, objective, asdict(settings), recipe, evaluator),
+            card=self._card,
             progress=settings.progress,
         )
         self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
@@ -227,6 +226,14 @@ class Loop:
             reasons |= bad
         return reasons
 
+    def _card(self, *results: Any) -> dict[str, Any]:
+        """`training_card` of the run, by its last three arguments; all ranks call it together."""
+        settings = asdict(self.settings)
+        card = training_card(self.pairs, self.objective, settings, self.recipe, self.best.evaluator, *results)
+        if skipped := self.pairs.skipped + len(self.all_bad()):
+            card["data"] += f" {skipped} bad samples were left out."
+        return card
+
     def _begin(self) -> None:
         """Open the log and write the recipe: after the first step the folder belongs to this run."""
         if self.is_begun:
@@ -336,24 +343,31 @@ class Loop:
         stop = self.signals.agree(self.device)
         if self._logs_at(self.steps):
             self._write_log()
-        if is_last or _is_due(self.steps, settings.evaluate_every):
+        self.evaluation_due = is_last or _is_due(self.steps, settings.evaluate_every)
+        saves = is_last or bool(stop) or _is_due(self.steps, settings.save_every)
+        if self.evaluation_due or saves:
             self._fail_if_bad(self.meter.bad_step())
-            self.evaluation_due = True
-            # After a signal there is little time: the resumed run evaluates.
-            if not stop:
-                self._evaluate()
-                # An evaluation takes long, so a signal that came meanwhile counts now.
-                stop = self.signals.agree(self.device)
-        ends = is_last or bool(stop) or self.best.out_of_patience
-        if settings.save_every is not None and (ends or _is_due(self.steps, settings.save_every)):
-            self._fail_if_bad(self.meter.bad_step())
-            self.checkpoints.save(self.steps, self.state_dict())
+        if saves:
+            # Before an evaluation, too, which may fail: a resumed run begins with it.
+            self._save()
+        # After a signal there is little time.
+        if self.evaluation_due and not stop:
+            self._evaluate()
+            # An evaluation takes long, so a signal that came meanwhile counts now.
+            stop = self.signals.agree(self.device)
+            if saves or stop or self.best.out_of_patience:
+                self._save()
         if stop:
             saved = f"its checkpoint is in {self.checkpoints.folder}; resume with --resume"
             if settings.save_every is None:
                 saved = "nothing is saved, as save_every is null"
             self.log.info(f"stopped by {signal.Signals(stop).name} after step {self.steps}: {saved}")
             raise Interrupted if stop == signal.SIGINT else Stopped(stop)
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless the settings want none."""
+        if self.settings.save_every is not None:
+            self.checkpoints.save(self.steps, self.state_dict())
 
     def _write_log(self) -> None:
         self._fail_if_bad(self.meter.bad_step())

@@ -5,7 +5,8 @@ timm and transformers are imported where they are called: a recipe is read and c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -95,9 +96,11 @@ def parameter_groups(modules: Iterable[nn.Module], weight_decay: float) -> list[
     return [group for group in groups if group["params"]]
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the weights whose names match `fnmatch` patterns: `left.*`, `*.embeddings.*`, `*.layer.[0-5].*`."""
+@contextmanager
+def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
+    """Freeze, in this context, weights whose names match `fnmatch` patterns: `left.*`, `*.layer.[0-5].*`."""
     named = dict(model.named_parameters())
+    trained = trainable_parameters([model])
     for pattern in patterns:
         matched = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
         if not matched:
@@ -105,6 +108,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             raise DualencError(f"freeze: {pattern!r} matches no weight; names are {', '.join(examples)}, …")
         for parameter in matched:
             parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def build_schedule(optimizer: Optimizer, name: str, total_steps: int, warmup: int | float = 0) -> LambdaLR:

@@ -83,7 +83,7 @@ class TrainerSettings:
     optimizer: OptimizerName = "adamw"
     weight_decay: NotNegative = 0.01
     momentum: Share = 0.9
-    freeze: Sequence[str] = ()
+    freeze: str | Sequence[str] = ()
     weight_average: Annotated[float, Field(gt=0, lt=1)] | None = None
     warmup: Annotated[int, Field(ge=0)] | Share = 0.1
     schedule: ScheduleName = "cosine"
@@ -115,6 +115,7 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         if not os.fspath(self.output):
             raise DualencError("output is empty; name a folder")
+        self.output = os.path.expanduser(self.output)
         self.freeze = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
         for name, hint in typing.get_type_hints(TrainerSettings, include_extras=True).items():
             value = getattr(self, name)

@@ -24,7 +24,7 @@ from dualenc.training.evaluators import Evaluator, ImageTextEvaluator, Retrieval
 from dualenc.training.log import last_loss
 from dualenc.training.loop import Loop
 from dualenc.training.mining import check_minable
-from dualenc.training.optim import freeze
+from dualenc.training.optim import frozen
 from dualenc.training.settings import TrainerSettings
 from dualenc.training.signals import StopSignals
 
@@ -105,6 +105,7 @@ class Trainer(TrainerSettings):
             StopSignals(saves=self.save_every is not None) as signals,
             locked_run(output, resume=resume, overwrite=self.overwrite),
             deterministic_algorithms(self.deterministic, accelerator.device),
+            frozen(model, self.freeze),
         ):
             model = self._prepare_model(model, pairs, accelerator.device)
             counts = [torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES]
@@ -163,8 +164,7 @@ class Trainer(TrainerSettings):
         )
 
     def _prepare_model(self, model: DualEncoder, pairs: PairDataset, device: torch.device) -> DualEncoder:
-        """Freeze, place and compile a model."""
-        freeze(model, self.freeze)
+        """Place and compile a model."""
         if isinstance(pairs, Mixture) and isinstance(model, TextEncoder):
             model.name_prompts(pairs.prompts)
         model = place_model(model, device, self.chunk_size)
@@ -189,6 +189,9 @@ class Trainer(TrainerSettings):
         evaluator: Evaluator | None,
     ) -> None:
         """Refuse parts that do not fit one another, before any work."""
+        if evaluator is not None and not hasattr(evaluator, "primary"):
+            problem = "evaluator: has no `primary`, the name of the metric to keep the best weights by"
+            raise DualencError(f"{problem}; set it, as in measure.primary = 'accuracy'")
         if self.patience is not None and evaluator is None:
             raise DualencError("patience counts evaluations, and there is no evaluator; give one")
         if (batching.batch_size, batching.num_pairs) != (self.batch_size, len(pairs)):

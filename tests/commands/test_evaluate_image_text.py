@@ -36,8 +36,11 @@ def test_recall_both_ways_from_the_embeddings(
 
 
 @pytest.mark.slow
-def test_an_image_that_cannot_be_read_is_left_out(toy_clip: Path, tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_left_out(
+    toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data, out = write_captioned(tmp_path / "data"), tmp_path / "out"
     (data / "pictures" / "4.png").write_bytes(b"not a picture")
     measured = evaluated("image-text", out, toy_clip, data)
-    assert (measured["images"], measured["texts"]) == (5, 10)
+    assert (measured["images"], measured["texts"], measured["skipped"]) == (5, 10, 1)
+    assert "left out 1 of 6 items; the first, 4: " in capsys.readouterr().err

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from sklearn.neighbors import KNeighborsClassifier
 
-from dualenc.commands.labelled_images import align_labels, open_images
+from dualenc.commands.labelled_images import open_images
 from dualenc.data import open_corpus
+from dualenc.data.labels import align_labels
 from dualenc.encoders import load_model
 from dualenc.search.embed import embed
 from tests.commands.image_models import save_splits
@@ -58,15 +59,21 @@ def test_numbers_stay_where_one_side_has_no_names() -> None:
     assert align_labels(labels, names, ["green", "red", "blue"], "here").tolist() == [2, 1, 0]
 
 
+def test_numbers_of_species_are_names() -> None:
+    names = ["1355868", "1355869", "1355870"]
+    assert align_labels(np.array([0, 1]), names[1:], names, "here").tolist() == [1, 2]
+
+
 @pytest.mark.slow
 def test_classes_are_matched_by_name_and_a_broken_image_is_left_out(
-    image_model: Path, data: Path, tmp_path: Path
+    image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A class that the test images lack shifts their numbers, not their names."""
     shutil.rmtree(data / "test" / "blue")
     (data / "train" / "blue" / "03.png").write_bytes(b"broken")
     metrics = evaluate(tmp_path / "out", image_model, data)
-    assert metrics["train_images"] == 29
+    assert (metrics["train_images"], metrics["skipped"]) == (29, 1)
+    assert "left out 1 of 30 items; the first, blue/03.png" in capsys.readouterr().err
     assert metrics["accuracy"]["linear, L-BFGS"]["accuracy"] > 0.9
 
 

@@ -51,6 +51,22 @@ def test_class_names_from_a_file(toy_clip: Path, tmp_path: Path, capsys: pytest.
     assert message in failure(capsys, "evaluate", "zero-shot", toy_clip, data, "--class-names", names)
 
 
+def test_class_names_behind_the_ids_of_the_folders(toy_clip: Path, tmp_path: Path) -> None:
+    data, names = save_classes(tmp_path / "data", per_class=1), tmp_path / "names.txt"
+    for number, name in enumerate(sorted(HUES)):
+        (data / name).rename(data / f"n0000000{number}")
+    names.write_text("n00000009 black\nn00000002 red\nn00000000 blue\nn00000001 green\n")
+    measured = evaluated("zero-shot", tmp_path / "out", toy_clip, data, "--class_names", names)
+    names.write_text("blue\ngreen\nred\n")
+    expected = evaluated("zero-shot", tmp_path / "by_place", toy_clip, data, "--class_names", names)
+    assert [row["class"] for row in measured["per_class"]] == ["red", "blue", "green"]
+    images = Embeddings.open(tmp_path / "out" / "embeddings" / "images-test")
+    prompts = np.asarray(Embeddings.open(tmp_path / "out" / "embeddings" / "prompts").vectors).reshape(4, 8, -1)
+    nearest = (images.vectors[:] @ prompts.mean(axis=1).T).argmax(axis=1).tolist()
+    assert measured["metrics"]["top@1"] == pytest.approx(np.mean(np.array(nearest) == [2, 3, 1]))
+    assert expected["classes"] == 3
+
+
 def test_a_split_is_no_way_out_of_the_folder(toy_clip: Path, tmp_path: Path) -> None:
     """ "../other" names no split; the folder is taken whole."""
     data = save_classes(tmp_path / "data", per_class=2)

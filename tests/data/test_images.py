@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 
 from dualenc.data import ImageViews, open_image
+from dualenc.data.identity import item_identity
 from dualenc.data.images import ImageFiles, find_images
 from dualenc.data.views import SimCLR
-from dualenc.decoding import decode_image
+from dualenc.decoding import decode_image, rgb_item
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture
@@ -49,6 +50,17 @@ def test_turned_photographs_come_upright_as_datasets_decodes_them() -> None:
     image = decode_image(buffer.getvalue(), "x")
     assert image.size == (2, 3)
     assert np.array_equal(np.asarray(image), np.asarray(other.convert("RGB")))
+    opened = rgb_item(Image.open(io.BytesIO(buffer.getvalue())), "x")
+    assert np.array_equal(np.asarray(opened), np.asarray(image)), "an image that the caller has opened"
+    assert rgb_item(image, "x").size == (2, 3), "not turned twice"
+
+
+def test_a_truncated_image_that_the_caller_has_opened_is_a_bad_sample() -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    image = Image.open(io.BytesIO(encoded(Image.fromarray(noise), "JPEG")[:-2000]))
+    assert item_identity([image], 0, read=True) == b"unreadable"
+    with pytest.raises(BadSample, match="row 3: image cannot be used"):
+        rgb_item(image, "row 3")
 
 
 def with_side(side: int) -> bytes:

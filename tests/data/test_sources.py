@@ -149,6 +149,41 @@ def test_what_lies_beside_folders_of_images_does_not_matter(tmp_path: Path, besi
     assert [shade_of(view.left) for view in ImageFolderViews(tmp_path)] == [0]
 
 
+@pytest.mark.parametrize("table", ["noisy_labels.csv", "00000.parquet", "00000_stats.json"])
+def test_tables_beside_folders_of_images_do_not_matter_unless_they_are_splits(tmp_path: Path, table: str) -> None:
+    for shade, split in enumerate(["train", "val"]):
+        (tmp_path / split).mkdir()
+        picture(shade).save(tmp_path / split / "1.png")
+    (tmp_path / table).write_text("path,label\n")
+    assert [shade_of(image) for image in open_corpus(tmp_path, split="val")] == [1]
+    (tmp_path / "validation-00000.csv").write_text("text\none\n")
+    assert detect(tmp_path) == "folder"
+
+
+def test_a_folder_without_images_beside_splits_is_no_class(tmp_path: Path) -> None:
+    for shade, split in enumerate(["train", "val"]):
+        (tmp_path / split / "cats").mkdir(parents=True)
+        picture(shade).save(tmp_path / split / "cats" / "1.png")
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations" / "all.json").write_text("{}")
+    assert [shade_of(view.left) for view in ImageFolderViews(tmp_path)] == [0]
+    picture(9).save(tmp_path / "annotations" / "1.png")
+    assert [shade_of(view.left) for view in ImageFolderViews(tmp_path)] == [9, 0, 1], "a class like the others"
+
+
+def test_the_columns_of_open_clip_are_found_from_either(tmp_path: Path) -> None:
+    picture(5).save(tmp_path / "1.png")
+    (tmp_path / "cc.tsv").write_text("filepath\ttitle\n1.png\tone\n")
+    for column in ({}, {"right_column": "title"}, {"left_column": "filepath"}):
+        assert contents(open_pairs(tmp_path / "cc.tsv", **column)) == [(5, "one")]
+
+
+def test_a_label_column_of_a_folder_without_classes_is_an_error(tmp_path: Path) -> None:
+    picture(5).save(tmp_path / "1.png")
+    with pytest.raises(DualencError, match="in no class folders, and it has no columns; name the table with 'kind'"):
+        open_corpus(tmp_path, label_column="kind")
+
+
 @pytest.mark.parametrize("suffix", [".jfif", ".JPE", ".jp2", ".pgm", ".tif"])
 def test_images_of_every_suffix_that_is_decoded_are_seen(tmp_path: Path, suffix: str) -> None:
     name = f"photo{suffix}"

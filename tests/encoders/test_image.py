@@ -116,13 +116,22 @@ def test_without_projector_the_features_are_compared(images: list[Image.Image], 
     assert torch.equal(load_model(tmp_path / "model")("left", inputs), model("left", inputs))
 
 
-def test_an_augmentation_of_ones_own_is_normalised(images: list[Image.Image]) -> None:
+def test_an_augmentation_of_ones_own_is_normalised(images: list[Image.Image], caplog: pytest.LogCaptureFixture) -> None:
     def white(image: Image.Image, seed: int) -> torch.Tensor:
         return torch.full((3, 8, 8), float(seed))
 
     model = ImageEncoder("test_resnet", image_size=32, augment=white)
     mean, std = (torch.tensor(model.data_config[name]) for name in ("mean", "std"))
     assert torch.allclose(model.left.prepare(images[:1], seeds=[1])["image"][0, :, 0, 0], (1 - mean) / std)
+    assert "views to train on have 8x8 pixels, images to encode 32x32" in caplog.text
+
+
+def test_a_saved_model_trains_on_with_its_projector(tmp_path: Path) -> None:
+    model = ImageEncoder("test_resnet", image_size=32, projector_dim=16)
+    model.save(tmp_path)
+    again = ImageEncoder(str(tmp_path), projector_dim=16)
+    assert all(map(torch.equal, model.left.projector.parameters(), again.left.projector.parameters()))
+    assert ImageEncoder(str(tmp_path), projector_dim=8).dim == 8
 
 
 @pytest.mark.parametrize(("size", "small"), [(32, True), (64, True), (65, False)])

@@ -197,6 +197,14 @@ def test_captions_of_an_image_are_all_right():
     assert ImageTextEvaluator(shared)(model)["text_to_image_recall@1"] == 1 / 2
 
 
+def test_neighbours_vote_for_classes_by_name():
+    """Held-out images that lack a class have other numbers for the rest."""
+    values = np.repeat(255 * np.eye(3, dtype=np.uint8), 4, axis=0)
+    train = ImageViews(images(values), values.argmax(axis=1), ["blue", "green", "red"])
+    test = ImageViews(images(values[4:]), values[4:].argmax(axis=1) - 1, ["green", "red"])
+    assert KNNEvaluator(train, test, k=3)(unimodal())["knn_accuracy"] == 1
+
+
 def test_neighbours_vote_on_features_as_in_scikit_learn():
     sides = []
     for seed, count in ((0, 60), (1, 30)):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dualenc.batching import SpectralBatches
+from dualenc.batching import RandomBatches, SpectralBatches
 from dualenc.data import Mixture
 from dualenc.errors import DualencError
 from dualenc.objectives import ISIR, GlobalCache, SogCLR
@@ -156,9 +156,9 @@ def changed(name):
     [
         ({"learning_rate": 0.03}, "trainer.learning_rate was 0.02 and is now 0.03"),
         ({"batch_size": 8}, "trainer.batch_size was 6 and is now 8"),
-        ({"model": TinyEncoder(shared=True)}, r"model was .* and is now"),
+        ({"model": TinyEncoder(shared=True)}, r"model.weights was .* and is now"),
         ({"objective": tiny_objective(tiny_pairs(), seed=1)}, r"objective\.seed was 0 and is now 1"),
-        ({"objective": make(SogCLR)}, r"objective was 'InfoNCE .* is now 'SogCLR"),
+        ({"objective": make(SogCLR)}, r"objective was 'InfoNCE' and is now 'SogCLR'"),
         ({"pairs": changed("left_items")}, r"other data: data.left_items was '\w+' and is now '\w+'"),
         ({"pairs": changed("right_id")}, "other data: data.pairs was"),
     ],
@@ -177,7 +177,7 @@ def test_frozen_weights_are_not_in_checkpoints_and_others_are_refused(tmp_path):
     other = TinyEncoder()
     with torch.no_grad():
         next(other.left.parameters()).neg_()
-    with pytest.raises(DualencError, match=r"model was .* and is now"):
+    with pytest.raises(DualencError, match=r"model.weights was .* and is now"):
         train(tmp_path, model=other, freeze=("left.*",), max_steps=5, resume=True)
 
 
@@ -204,6 +204,35 @@ def test_the_best_of_another_evaluator_is_found_anew(tmp_path, change):
     train(tmp_path, evaluator=OnCollection(0, 9, 8), evaluate_every=3, patience=1)
     rest = train(tmp_path, evaluator=OnCollection(2, 1, **change), evaluate_every=3, resume=True, patience=3)
     assert rest.metrics == {change.get("primary", "score"): 2}
+
+
+class FailsOnce(FixedEvaluator):
+    """Runs out of memory after training, the first time."""
+
+    failed = False
+
+    def __call__(self, model):
+        if len(self.scores) == 1 and not FailsOnce.failed:
+            FailsOnce.failed = True
+            raise DualencError("out of memory")
+        return super().__call__(model)
+
+
+def test_a_failed_evaluation_at_the_end_loses_no_training(tmp_path):
+    with pytest.raises(DualencError, match="out of memory"):
+        train(tmp_path / "a", evaluator=FailsOnce(0.1, 0.5), save_every=100)
+    assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-00000012"]
+    result = train(tmp_path / "a", evaluator=FailsOnce(0.5), save_every=100, resume=True)
+    train(tmp_path / "b", evaluator=FixedEvaluator(0.1, 0.5))
+    assert result.metrics == {"score": 0.5}
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+
+
+def test_other_batches_are_not_resumed(tmp_path):
+    pairs = tiny_pairs()
+    train(tmp_path, pairs=pairs, batching=RandomBatches(24, 6), max_steps=3)
+    with pytest.raises(DualencError, match=r"batching\.seed was 0 and is now 7"):
+        train(tmp_path, pairs=pairs, batching=RandomBatches(24, 6, seed=7), max_steps=3, resume=True)
 
 
 @pytest.mark.parametrize(

@@ -191,11 +191,39 @@ def test_a_loss_that_the_objective_does_not_know_is_not_logged(tmp_path):
     assert [line["step"] for line in lines if "batch_estimate" in line] == [3, 5]
 
 
+def test_a_missing_value_in_memory_is_a_bad_sample(tmp_path):
+    pairs = tiny_pairs()
+    pairs.left_items = [*pairs.left_items[:7], float("nan"), *pairs.left_items[8:]]
+    assert train(tmp_path, pairs=pairs).skipped == 1
+    objective = ISIR(num_left=24, recent=5)
+    pairs.left_items[9] = None
+    assert train(tmp_path / "by_id", pairs=pairs, objective=objective).skipped == 2
+    with pytest.raises(DualencError, match="pair 7: left is nan, where a"):
+        train(tmp_path / "strict", pairs=pairs, on_error="raise")
+
+
+def test_weights_are_frozen_for_one_training(tmp_path):
+    model = TinyEncoder(shared=False)
+    train(tmp_path, model=model, freeze="left.*")
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+def test_an_evaluator_without_a_primary_metric_is_refused(tmp_path):
+    with pytest.raises(DualencError, match="evaluator: has no `primary`"):
+        train(tmp_path, evaluator=lambda model: {"accuracy": 1.0})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_below_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert TrainerSettings(output="~/runs").output == "/somewhere/runs"
+
+
 def test_bad_samples_are_counted(tmp_path):
     pairs = tiny_pairs(bad=(3, 5))
     pairs.skipped = 4  # by the reader of their file
     assert train(tmp_path, pairs=pairs).skipped == 6
-    assert "4 bad samples were left out" in (tmp_path / "model" / "README.md").read_text()
+    assert "6 bad samples were left out" in (tmp_path / "model" / "README.md").read_text()
     with pytest.raises(DualencError, match="pair 3: row 3: not readable"):
         train(tmp_path / "strict", pairs=tiny_pairs(bad=(3,)), on_error="raise")
 

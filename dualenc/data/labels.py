@@ -1,0 +1,98 @@
+"""Classes of images: numbered by name, from columns and folders, and in the numbering of another source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.columns import Column
+from dualenc.data.tables import DataTable
+from dualenc.errors import DualencError
+
+Labels = tuple[np.ndarray, list[str]]
+"""Class numbers (N,) int64, -1 where there is none, and the name of each class number."""
+_WHOLE_LABEL = re.compile(r"-?[0-9]{1,6}(\.0)?|nan")
+# Larger numbers are keys of something: a list of their names would fill memory.
+_CLASS_NUMBER = re.compile("-?[0-9]{1,6}")
+
+
+def labels_of_names(names: Sequence[str]) -> Labels:
+    """Number class names in sorted order; whole numbers below a million keep their value."""
+    if all(_CLASS_NUMBER.fullmatch(name) for name in names):
+        numbers = np.array(names, dtype=np.int64)
+        num_classes = int(numbers.max(initial=-1)) + 1
+        return numbers, [str(number) for number in range(num_classes)]
+    classes, numbers = np.unique(np.array(names, dtype=str), return_inverse=True)
+    return numbers, classes.tolist()
+
+
+def labels_of_column(table: DataTable, name: str) -> Labels | None:
+    """The labels in a column of class numbers or names; `datasets.ClassLabel` names its numbers. None without any."""
+    column = Column(table, name, "text")
+    values = column.values()
+    rows = np.flatnonzero(column.filled())
+    texts = [str(values[row]) for row in rows]
+    # Beside missing values pandas writes class 3 as 3.0, and the missing ones in csv may be nan.
+    if all(_WHOLE_LABEL.fullmatch(text) for text in texts):
+        rows = rows[[text != "nan" for text in texts]]
+        texts = [text.partition(".")[0] for text in texts if text != "nan"]
+    labelled, class_names = labels_of_names(texts)
+    if (labelled < 0).all():
+        return None
+    numbers = np.full(len(column), -1, dtype=np.int64)
+    numbers[rows] = labelled
+    return numbers, getattr(table.dataset.features[name], "names", None) or class_names
+
+
+def rows_with_label(labels: np.ndarray, source: object, ids: Sequence[str] | None = None) -> np.ndarray:
+    """The rows (n,) of those labels (N,) that name a class; the others are counted and reported as bad samples."""
+    without = np.flatnonzero(labels < 0)
+    if len(without):
+        bad_rows = BadRows(source)
+        position = f"row {without[0]}" if ids is None else ids[without[0]]
+        bad_rows.add("image without a label", position, "give it one", len(without))
+        bad_rows.report()
+    return np.flatnonzero(labels >= 0)
+
+
+def labels_of_folders(names: Sequence[str]) -> Labels | None:
+    """The first folder of each relative file name as its class; None unless every file is in one."""
+    if not all("/" in name for name in names):
+        return None
+    return labels_of_names([name.split("/", 1)[0] for name in names])
+
+
+def align_labels(labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str) -> np.ndarray:
+    """Class numbers (N,) of one source in the numbering of another, by the names of the classes.
+
+    A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537 goldfish"). Where one
+    source has no names, or its numbers for names, the numbers stay. A class that occurs and is not among the others is
+    an error about `what`.
+    """
+    if names is None or onto is None or _name_nothing(names) or _name_nothing(onto):
+        return labels
+    numbers: dict[str, int] = {}
+    # The first of several names with the same first word counts, and a whole name before any first word.
+    for number, name in reversed(list(enumerate(onto))):
+        numbers[name.split()[0]] = number
+    numbers |= {name: number for number, name in enumerate(onto)}
+    mapped = labels.copy()
+    for number in np.unique(labels).tolist():
+        if names[number] not in numbers:
+            among = f"the {len(onto)} classes of the training images"
+            raise DualencError(f"{what}: class {names[number]} is not among {among}")
+        mapped[labels == number] = numbers[names[number]]
+    return mapped
+
+
+def _name_nothing(names: Sequence[str]) -> bool:
+    """Whether classes are named by their numbers."""
+    return list(names) == [str(number) for number in range(len(names))]
+
+
+def are_numbers(names: Sequence[str]) -> bool:
+    """Whether the classes, if there are any, have numbers for names."""
+    return all(name.isdecimal() for name in names)
