@@ -329,21 +329,24 @@ class Objective(nn.Module):
 
 
 class Estimate(torch.autograd.Function):
-    """`Estimate.apply(value, scores, weights)`: losses with a value (X, A) whose gradient in the scores (X, A, C) is
-    `weights` (X, A, C): that of L is Σ_c p_c·∇s_c/τ − ∇s⁺/τ, while its value needs the whole corpus."""
+    """`Estimate.apply(value, scores, weights, positive)`: losses with a value (X, A) and the gradient of
+    Σ_c w_c·s_c − s⁺, of scores (X, A, C) with constant weights (X, A, C) and of the positive's (X, A), if given: that of
+    L is Σ_c p_c·∇s_c/τ − ∇s⁺/τ, while its value needs the whole corpus."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, scores: Tensor, weights: Tensor, positive: Tensor | None = None) -> Tensor:
         ctx.save_for_backward(weights)
+        ctx.has_positive = positive is not None
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None, Tensor | None]:
         # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
         if torch.is_grad_enabled():
             raise DualencError("an objective has no second derivatives; call backward without create_graph")
         (weights,) = ctx.saved_tensors
-        return None, grad_outputs[0][..., None] * weights, None
+        (gradient,) = grad_outputs
+        return None, gradient[..., None] * weights, None, -gradient if ctx.has_positive else None
 
 
 def temperature_term(positive_scores: Tensor, weight_sum: Tensor) -> Tensor:

@@ -191,10 +191,8 @@ class ChainObjective(Objective):
     ) -> Tensor:
         """(X, a) losses with the gradient Σ_c w_c·∇(s_c/τ) − ∇(s⁺/τ), over scores (X, a, C) of the proposals and
         (X, a, S) of the states, with weights (X, a, C + S)."""
+        all_scores = torch.cat([scores, state_scores], dim=-1)
         positive = block.positive_scores
-        all_scores = torch.cat([scores, state_scores, positive[..., None]], dim=-1)
-        pull = torch.full_like(positive, -1.0)[..., None]
-        all_weights = torch.cat([weights, pull], dim=-1).to(all_scores)
         log_partition = chain.log_partition
         if not self.reports_loss:
             # The proposals are uniform draws from the corpus, but fewer than what is remembered of a small one.
@@ -202,7 +200,7 @@ class ChainObjective(Objective):
             by_proposals = log_mean(logits) + self.corpus.log_num_negatives(block)
             by_memory = log_partition.isfinite() & all(memory.has_every_slot for memory in self.memories)
             log_partition = torch.where(by_memory, log_partition, by_proposals)
-        return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights)
+        return Estimate.apply(self.log_odds(log_partition, positive), all_scores, weights, positive)
 
     def store(self, anchors: Anchors, chain: ChainState, state: Tensor, *tables: tuple[Tensor, Tensor]) -> None:
         """Write new states (X, A) and values (X, A) of further tables; a chain takes its first anchor's state."""

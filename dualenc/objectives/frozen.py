@@ -92,10 +92,8 @@ class FrozenCorpus(Objective):
         self.record(log_partition=log_partition)
         positive = anchors.positive_scores  # (1, A)
         # ∇(q·m/τ) = ∇ log Z with m constant, in the query and in τ; an anchor without negatives has m = 0.
-        mean_score = (anchors.embeddings * mean).sum(dim=-1) / anchors.temperature
-        scores = torch.stack([mean_score, positive], dim=-1)
-        signs = torch.tensor([1.0, -1.0]).to(scores).expand_as(scores)
-        return Estimate.apply(self.log_odds(log_partition, positive), scores, signs)
+        coordinates = anchors.embeddings / anchors.temperature
+        return Estimate.apply(self.log_odds(log_partition, positive), coordinates, mean, positive)
 
     @torch.no_grad()
     def _softmax(self, anchors: Anchors) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,6 @@ class GlobalCache(MemoryObjective):
 
         def weigh(block: Anchors, seen_mean: Tensor, log_partition: Tensor) -> Tensor:
             scores = block.scores  # (X, a, C + R)
-            positive = block.positive_scores  # (X, a)
             with torch.no_grad():
                 log_weights = plan.log_weights[:, None].masked_fill(block.not_negative, -torch.inf)
                 logits = scores + log_weights
@@ -124,12 +123,12 @@ class GlobalCache(MemoryObjective):
                 log_sum = torch.maximum(log_partition, logits.logsumexp(dim=-1))  # (X, a)
                 p = torch.exp(logits - log_sum[..., None]).nan_to_num(0.0)  # (X, a, C + R)
                 missed = (1 - p.sum(dim=-1, keepdim=True)) * seen_mean  # (X, a, D)
-                pull = torch.full_like(positive, -1.0)[..., None]
-                all_weights = torch.cat([p, missed, pull], dim=-1)
+                all_weights = torch.cat([p, missed], dim=-1)
             # The anchor's own coordinates are scores too: what was missed is their gradient.
             coordinates = block.embeddings / block.temperature
-            all_scores = torch.cat([scores, coordinates, positive[..., None]], dim=-1)
-            return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights)
+            all_scores = torch.cat([scores, coordinates], dim=-1)
+            positive = block.positive_scores  # (X, a)
+            return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights, positive)
 
         against_all = anchors.with_candidates(candidates, plan.items // self.num_views)
         width = 4 * candidates.shape[1]

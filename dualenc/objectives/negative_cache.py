@@ -85,13 +85,11 @@ class NegativeCache(MemoryObjective):
         in_batch = anchors.candidates.take_along_dim(plan.column[..., None], dim=1)  # (X, A, D)
         negatives = torch.where(plan.is_found[..., None], in_batch, outside)
         negative = (anchors.embeddings * negatives).sum(dim=-1) / anchors.temperature  # (X, A)
-        scores = torch.stack([negative, positive], dim=-1)
         # An anchor that sees nothing has drawn none, and is only pulled to its positive.
-        push = (plan.drawn != PADDING).to(scores)
-        pull = torch.full_like(positive, -1.0)
+        weight = (plan.drawn != PADDING).to(negative)
         self.record(log_mean_exp=plan.log_partition - self.corpus.log_num_negatives(anchors))
         value = self.log_odds(plan.log_partition, positive)
-        return Estimate.apply(value, scores, torch.stack([push, pull], dim=-1))
+        return Estimate.apply(value, negative[..., None], weight[..., None], positive)
 
     def _encode_oldest(self, anchors: Anchors, encoder: OutsideEncoder) -> None:
         """Encode a share of the corpus anew, the items that waited longest; ranks split the work."""

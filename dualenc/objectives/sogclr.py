@@ -45,19 +45,21 @@ class SogCLR(Objective):
         with torch.no_grad():
             log_u = self.update_averages(anchors, anchors.in_blocks(lambda block: log_mean(block.logits)))
             value = self.log_odds(log_u + self.corpus.log_num_negatives(anchors), anchors.positive_scores)
-        return anchors.in_blocks(self._weigh, log_u, value)
+            tau = anchors.temperature.expand_as(log_u)
+        return anchors.in_blocks(self._weigh, tau, log_u, value)
 
     @staticmethod
-    def _weigh(block: Anchors, log_u: Tensor, value: Tensor) -> Tensor:
-        scores = block.scores
+    def _weigh(block: Anchors, tau: Tensor, log_u: Tensor, value: Tensor) -> Tensor:
+        """(X, a) losses with weights exp(s_c/τ_a)/(n·u_a); the gradient is in s/τ, with the objective's τ."""
+        scores = block.scores  # (X, a, C)
         with torch.no_grad():
             not_negative = block.not_negative
             log_num = log_count(~not_negative, like=scores)
-            weights = torch.exp(scores - (log_u + log_num)[..., None]).masked_fill(not_negative, 0.0)
-            weight_sum = weights.sum(dim=-1)
-            weights.scatter_(-1, block.positive_column[..., None], -1.0)  # the positive pulls
-        positive_scores = block.positive_similarities.detach() / block.temperature
-        return Estimate.apply(value, scores, weights) + temperature_term(positive_scores, weight_sum)
+            logits = scores * (block.temperature / tau)[..., None] - (log_u + log_num)[..., None]
+            weights = logits.exp_().masked_fill_(not_negative, 0.0)
+        losses = Estimate.apply(value, scores, weights, block.positive_scores)
+        fixed_positive = block.positive_similarities.detach() / block.temperature
+        return losses + temperature_term(fixed_positive, weights.sum(dim=-1))
 
     def update_averages(self, anchors: Anchors, log_means: Tensor) -> Tensor:
         """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; -inf without a negative so far."""
@@ -135,7 +137,7 @@ class ISogCLR(SogCLR):
                 self._move_temperatures(anchors, slope, log_means > -torch.inf)
             value = self.log_odds(log_u + self.corpus.log_num_negatives(anchors), positive / tau)
         self.record(own_temperature=tau)
-        return anchors.in_blocks(self._weigh_by_own, tau, log_u, value)
+        return anchors.in_blocks(self._weigh, tau, log_u, value)
 
     @staticmethod
     def _statistics(block: Anchors, tau: Tensor) -> tuple[Tensor, ...]:
@@ -144,18 +146,6 @@ class ISogCLR(SogCLR):
         logits = (similarities / tau[..., None]).masked_fill(block.not_negative, -torch.inf)
         mean_similarity = (logits.softmax(dim=-1) * similarities).sum(dim=-1)
         return log_mean(logits), mean_similarity
-
-    @staticmethod
-    def _weigh_by_own(block: Anchors, tau: Tensor, log_u: Tensor, value: Tensor) -> Tensor:
-        similarities = block.similarities
-        with torch.no_grad():
-            not_negative = block.not_negative
-            log_num = log_count(~not_negative, like=similarities)
-            logits = similarities / tau[..., None] - (log_u + log_num)[..., None]
-            weights = logits.exp().masked_fill(not_negative, 0.0)
-            weights.scatter_(-1, block.positive_column[..., None], -1.0)  # the positive pulls
-            weights /= block.temperature
-        return Estimate.apply(value, similarities, weights)
 
     def _move_temperatures(self, anchors: Anchors, slope: Tensor, usable: Tensor) -> None:
         """v ← momentum·v + (1 − momentum)·slope, τ ← τ − rate·v, by slopes ∂F_a/∂τ (X, A) of usable anchors (X, A)."""
