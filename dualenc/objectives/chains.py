@@ -23,7 +23,7 @@ from dualenc.objectives.anchors import PADDING, Anchors, find, is_listed, log_me
 from dualenc.objectives.base import Estimate, Objective
 from dualenc.objectives.checks import check_range
 from dualenc.objectives.draws import SharedRandom
-from dualenc.objectives.memory import EmbeddingMemory
+from dualenc.objectives.memory import EmbeddingMemory, draw_per_anchor
 from dualenc.objectives.tables import first_occurrence, write_rows
 
 NO_STATE = PADDING
@@ -238,18 +238,6 @@ class ChainObjective(Objective):
         is_needed = distributed.all_reduce(started.any().long(), "max")
         if not self.memories or not (self.reports_loss or bool(is_needed)):
             return torch.full_like(anchors.rows, NO_STATE), no_scores, no_scores
-        queries = anchors.gather(anchors.embeddings) / anchors.temperature  # (X, G, D)
-        hidden = anchors.gather_lists(anchors.hidden_items)  # (X, G, K)
-        keys = []
-        scores = []
-        log_means = []
-        for x, memory in enumerate(self.memories):
-            draws = memory.draw(queries[x], hidden[x], uniform[:, x])
-            keys.append(draws.keys)
-            scores.append(draws.scores)
-            # Items that are not remembered are taken to be like those that are.
-            num_remembered = memory.num_negatives(hidden[x]).clamp(min=1)
-            log_means.append(draws.log_sum - num_remembered.log().to(queries))
-        own = anchors.batch_rows
-        log_partition = torch.stack(log_means)[:, own] + self.corpus.log_num_negatives(anchors)
-        return torch.stack(keys)[:, own], torch.stack(scores)[:, own], log_partition
+        keys, scores, log_mean = draw_per_anchor(self.memories, anchors, uniform)
+        # Items that are not remembered are taken to be like those that are.
+        return keys, scores, log_mean + self.corpus.log_num_negatives(anchors)

@@ -144,8 +144,9 @@ class GlobalCache(MemoryObjective):
 
     def _log_partition(self, anchors: Anchors, log_seen: Tensor, log_strides: Tensor, hidden: Tensor) -> Tensor:
         """(X, A) log Z: what is seen, whose sum has the log (X, A), stands for the corpus; while items are missing, or
-        where nothing is seen, together with the batch. `hidden` (X, G, K) see `MemoryObjective`."""
-        number = self.num_remembered(anchors, hidden) / log_strides.exp()
+        where nothing is seen, together with the batch. `hidden` (X, G, K) see `EmbeddingMemory.draw`."""
+        numbers = [self.memories[direction].num_negatives(hidden[x]) for x, direction in enumerate(anchors.directions)]
+        number = torch.stack(numbers)[:, anchors.batch_rows].to(log_seen) / log_strides.exp()
         is_complete = all(self.memories[direction].holds_corpus for direction in anchors.directions)
         with_batch = (log_seen == -torch.inf) | (not is_complete)
         # Without mined negatives, which are harder than most.

@@ -29,7 +29,7 @@ class MemoryDraws(NamedTuple):
 
     keys: Tensor  # (G,) -1 where an anchor sees nothing
     scores: Tensor  # (G,) s/τ with the remembered embedding; -inf where an anchor sees nothing
-    log_sum: Tensor  # (G,) log of the sum of exp(s/τ) over what an anchor sees; -inf for nothing
+    log_mean: Tensor  # (G,) log of the mean of exp(s/τ) over what an anchor sees; -inf for nothing
 
 
 class Attention(NamedTuple):
@@ -38,7 +38,7 @@ class Attention(NamedTuple):
     items: Tensor  # (n,) those that this rank holds and looked at, by slot
     shares: Tensor  # (n,) each item's share of their softmax, averaged over the anchors that see anything
     mean: Tensor  # (G, D) each anchor's mean of what it sees; 0 for nothing
-    log_sum: Tensor  # (G,) see `MemoryDraws`
+    log_sum: Tensor  # (G,) log of the sum of exp(s/τ) over what an anchor sees; -inf for nothing
 
 
 class MemoryPart(NamedTuple):
@@ -47,7 +47,7 @@ class MemoryPart(NamedTuple):
     items: Tensor  # (n,)
     embeddings: Tensor  # (n, D)
     shares: Tensor  # (G, n) each anchor's softmax over these rows; 0 where it sees nothing
-    log_sum: Tensor  # (G,) of these rows, see `MemoryDraws`
+    log_sum: Tensor  # (G,) log of the sum of exp(s/τ) over these rows; -inf for nothing
 
 
 class EmbeddingMemory(nn.Module):
@@ -189,7 +189,8 @@ class EmbeddingMemory(nn.Module):
         # One rank at most has drawn for an anchor; the others bring less than any key or score.
         keys = distributed.all_reduce(keys, "max")
         scores = distributed.all_reduce(scores, "max")
-        return MemoryDraws(keys, scores.to(queries), log_sum.to(queries))
+        log_mean = log_sum - self.num_negatives(hidden).clamp(min=1).log()
+        return MemoryDraws(keys, scores.to(queries), log_mean.to(queries))
 
     @torch.no_grad()
     def attend(self, queries: Tensor, hidden: Tensor, slots: Tensor | None = None) -> Attention:
@@ -367,11 +368,18 @@ class MemoryObjective(Objective):
             # The rest does not count: batches alone pass through the corpus.
             self.memories[direction].count(anchors.num_batch)
 
-    def num_remembered(self, anchors: Anchors, hidden: Tensor) -> Tensor:
-        """(X, A) how many negatives of each anchor are remembered, by hidden items (X, G, K) of all ranks' anchors."""
-        memories = [self.memories[direction] for direction in anchors.directions]
-        numbers = [memory.num_negatives(own) for memory, own in zip(memories, hidden, strict=True)]
-        return torch.stack(numbers)[:, anchors.batch_rows].to(anchors.embeddings)
+
+def draw_per_anchor(memories: Sequence[EmbeddingMemory], anchors: Anchors, uniform: Tensor) -> MemoryDraws:
+    """`EmbeddingMemory.draw` for this rank's anchors, all (X, A), from the memories of their directions.
+
+    Every rank draws for the global batch, by uniform (2, directions, G), so that any number of ranks draws the same.
+    """
+    queries = anchors.gather(anchors.embeddings) / anchors.temperature  # (X, G, D)
+    hidden = anchors.gather_lists(anchors.hidden_items)  # (X, G, K)
+    draws = []
+    for x, direction in enumerate(anchors.directions):
+        draws.append(memories[direction].draw(queries[x], hidden[x], uniform[:, direction]))
+    return MemoryDraws(*(torch.stack(values)[:, anchors.batch_rows] for values in zip(*draws, strict=True)))
 
 
 def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from dualenc.objectives.anchors import PADDING, Anchors, find
 from dualenc.objectives.base import Estimate
 from dualenc.objectives.checks import check_range
 from dualenc.objectives.items import OutsideEncoder
-from dualenc.objectives.memory import MemoryObjective
+from dualenc.objectives.memory import MemoryObjective, draw_per_anchor
 
 REFRESH_CHUNK = 256  # items of a refresh that are encoded at a time
 
@@ -56,20 +56,9 @@ class NegativeCache(MemoryObjective):
         return super().anchor_losses(anchors, encoder)
 
     def plan(self, anchors: Anchors) -> DrawPlan:
-        queries = anchors.gather(anchors.embeddings) / anchors.temperature  # (X, G, D)
-        hidden = anchors.gather_lists(anchors.hidden_items)  # (X, G, K)
-        uniform = self.draws.uniform(2, len(self.directions), anchors.num_batch, like=queries)
-        keys = []
-        log_sums = []
-        for x, direction in enumerate(anchors.directions):
-            draws = self.memories[direction].draw(queries[x], hidden[x], uniform[:, direction])
-            keys.append(draws.keys)
-            log_sums.append(draws.log_sum)
-        # Every rank has drawn for the global batch, so that any number of ranks draws the same.
-        drawn = torch.stack(keys)[:, anchors.batch_rows]
-        log_sum = torch.stack(log_sums)[:, anchors.batch_rows]
+        uniform = self.draws.uniform(2, len(self.directions), anchors.num_batch, like=anchors.embeddings)
         # The batch is remembered already, so that there is always something to go by.
-        log_mean = log_sum - self.num_remembered(anchors, hidden).clamp(min=1).log()
+        drawn, _, log_mean = draw_per_anchor(self.memories, anchors, uniform)
         log_partition = log_mean + self.corpus.log_num_negatives(anchors)
         is_found, column = find(anchors.candidate_items, drawn)
         return DrawPlan(drawn.masked_fill(is_found, PADDING), drawn, is_found, column, log_partition)

@@ -51,7 +51,9 @@ def test_draws_follow_the_softmax_over_the_filled_slots(counted: bool) -> None:
     often = expected >= 5
     both = [torch.cat([values[often], values[~often].sum()[None]]) for values in (observed, expected)]
     assert chisquare(both[0].numpy(), both[1].numpy()).pvalue > 0.001
-    torch.testing.assert_close(draws.log_sum.double(), logits.logsumexp(0).expand(20_000), atol=1e-5, rtol=0)
+    number = (torch.ones(N) if counts is None else counts)[logits.isfinite()].sum()
+    log_mean = logits.logsumexp(0) - number.log()
+    torch.testing.assert_close(draws.log_mean.double(), log_mean.expand(20_000), atol=1e-5, rtol=0)
     torch.testing.assert_close(
         draws.scores.double(), (vectors.double() @ query[0].double())[draws.keys], atol=1e-4, rtol=0
     )
@@ -99,7 +101,7 @@ def test_a_memory_with_nothing_to_see_draws_nothing() -> None:
     found.write(torch.tensor([5]), torch.ones(1, D))
     draws = draw_for(found, queries, torch.full((3, 1), 5))
     assert draws.keys.tolist() == [-1, -1, -1]
-    assert (draws.log_sum == -torch.inf).all()
+    assert (draws.log_mean == -torch.inf).all()
     seen = found.attend(queries, torch.full((3, 1), 5))
     assert not seen.mean.any()
     assert not seen.shares.any()
