@@ -60,7 +60,6 @@ class GlobalCache(MemoryObjective):
         # Each item of the pool stands for so many.
         self.strides = [-(-self.corpus.num_items(direction) // pool) for direction in self.directions]
 
-    @torch.no_grad()
     def plan(self, anchors: Anchors) -> CachePlan:
         queries = anchors.embeddings / anchors.temperature  # (X, A, D)
         all_queries = anchors.gather(queries)  # (X, G, D)
@@ -77,7 +76,8 @@ class GlobalCache(MemoryObjective):
             draws.append(sample(attention, num_draws, self.draws.uniform(1, like=queries)))
             pools.append(pool)
             seen.append(attention)
-        log_strides = anchors.per_direction(self.strides[x] for x in anchors.directions).log()  # (X, 1)
+        strides = [self.strides[direction] for direction in anchors.directions]
+        log_strides = anchors.per_direction(strides).log()  # (X, 1)
         log_seen = torch.stack([attention.log_sum for attention in seen])[:, anchors.batch_rows]  # (X, A)
         seen_mean = torch.stack([attention.mean for attention in seen])[:, anchors.batch_rows]  # (X, A, D)
         items, number = with_draws(anchors.candidate_items, torch.stack(draws), anchors.num_batch)
@@ -86,7 +86,8 @@ class GlobalCache(MemoryObjective):
         recalled = [memory.recall(items[x], queries) for x, memory in enumerate(memories)]
         remembered = torch.stack([embeddings for embeddings, _ in recalled])  # (X, C + R, D)
         is_known = torch.stack([is_known for _, is_known in recalled])  # (X, C + R)
-        in_pool = [is_in(pool, items[x]) for x, pool in enumerate(pools)]
+        # A pool has one item of each stretch; for -1 it is the last, another item.
+        in_pool = [pools[x][items[x] // stride] == items[x] for x, stride in enumerate(strides)]
         known = (queries, anchors.hidden_items, log_seen + log_strides, items, remembered)
         shares = mean_shares(*known, torch.stack(in_pool), log_strides)
         # (B − 1)/(M − 1) + R·q/c: shares are those of a copy, so divided by c already.
@@ -174,12 +175,6 @@ def with_draws(batch_items: Tensor, drawn: Tensor, num_batch: int) -> tuple[Tens
     is_repeated = column != torch.arange(num_candidates, items.shape[1], device=column.device)
     items[:, num_candidates:].masked_fill_(is_repeated, PADDING)
     return items, number
-
-
-def is_in(pool: Tensor, items: Tensor) -> Tensor:
-    """(…) whether items (…) are in a pool (n,), ascending."""
-    place = torch.searchsorted(pool, items).clamp(max=len(pool) - 1)
-    return pool[place] == items
 
 
 def mean_shares(
