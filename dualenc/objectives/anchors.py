@@ -178,7 +178,7 @@ def _sliced(values: Any, part: slice) -> Any:
 
 
 def is_listed(ids: Tensor, lists: Tensor) -> Tensor:
-    """(…, A, C) whether ids (…, C) or (…, A, C) are in each anchor's list (…, A, K), ascending; True for -1 at most."""
+    """(…, A, C) whether ids (…, C) or (…, A, C) are in anchors' lists (…, A, K), ascending; -1 may match padding."""
     if ids.dim() < lists.dim():
         ids = ids[..., None, :]
     if lists.shape[-1] == 1:

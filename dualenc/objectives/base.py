@@ -5,7 +5,8 @@ An objective is its equation, in one file:
     plan(anchors) -> plan                      # no gradient; `plan.outside` (X, n): items to embed, -1 for none
     losses(anchors, plan, outside) -> (X, A)   # the equation, and the update of the objective's memory
 
-or, of the batch alone, `block_losses(block) -> (X, a)`. Shapes: see `anchors`.
+or, of the batch alone, `block_losses(block) -> (X, a)`, or `anchor_losses(anchors, encoder) -> (X, A)`, where it
+encodes more than once (`NegativeCache`, `ExactGlobal`). Shapes: see `anchors`.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Objective(nn.Module):
     # μ of the moving average of the towers whose embeddings `forward` takes as keys; see `MomentumQueue`.
     momentum: float | None = None
     # The option that lifts the assumption of uniformly random batches.
-    needs_uniform_batches: str | None = None
+    remedy_for_other_batches: str | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -278,7 +279,7 @@ class Objective(nn.Module):
         for direction, memory in zip(self.directions, getattr(self, "memories", ()), strict=False):
             # An epoch shows pairs, so that items in many pairs come many times.
             counts = self.corpus.item_counts(direction)
-            # Of the items in no pair a memory gets mined negatives alone, which count once.
+            # Items in no pair are remembered only as mined negatives, and count once.
             counts = None if counts is None else counts.clamp(min=1)
             memory.expect(self.corpus.num_pairs * self.num_views, counts)
 
@@ -330,8 +331,8 @@ class Objective(nn.Module):
 
 class Estimate(torch.autograd.Function):
     """`Estimate.apply(value, scores, weights, positive)`: losses with a value (X, A) and the gradient of
-    Σ_c w_c·s_c − s⁺, of scores (X, A, C) with constant weights (X, A, C) and of the positive's (X, A), if given: that of
-    L is Σ_c p_c·∇s_c/τ − ∇s⁺/τ, while its value needs the whole corpus."""
+    Σ_c w_c·s_c − s⁺, of scores (X, A, C) with constant weights (X, A, C) and, if given, the positive's score (X, A):
+    that of L is Σ_c p_c·∇s_c/τ − ∇s⁺/τ, while its value needs the whole corpus."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, scores: Tensor, weights: Tensor, positive: Tensor | None = None) -> Tensor:

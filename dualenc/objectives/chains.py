@@ -90,7 +90,7 @@ class ChainObjective(Objective):
         self.proposals = proposals
         self.recent = recent
         # In-batch proposals are uniform in random batches only; draws from the corpus weigh every item once.
-        self.needs_uniform_batches = "proposals=64" if proposals == "batch" else None
+        self.remedy_for_other_batches = "proposals=64" if proposals == "batch" else None
         self.corpus.counts_pairs = proposals == "batch"
         # With views one for each view: a chain for both would be biased at small τ.
         num_chains = self.corpus.num_rows * self.num_views

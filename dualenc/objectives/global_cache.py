@@ -55,7 +55,7 @@ class GlobalCache(MemoryObjective):
         check_range("extra_encodes", extra_encodes, "[0, inf)")
         check_range("pool", pool, "[1, inf)")
         # How often an item was to be expected in the batch is known for random batches only.
-        self.needs_uniform_batches = "extra_encodes=0 (the batch alone)" if extra_encodes else None
+        self.remedy_for_other_batches = "extra_encodes=0 (the batch alone)" if extra_encodes else None
         self.extra_encodes = extra_encodes
         # Each item of the pool stands for so many.
         self.strides = [-(-self.corpus.num_items(direction) // pool) for direction in self.directions]

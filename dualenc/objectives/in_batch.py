@@ -72,8 +72,8 @@ class HCL(Objective):
         if self.class_prior:
             log_sum = self._debiased(log_sum, log_num, positive, block.temperature)
         losses = torch.logaddexp(positive, log_sum) - positive
-        # Without negatives there is nothing to lose.
-        return losses.where(~not_negative.all(dim=-1), positive - positive)
+        # The loss of an anchor without negatives is 0.
+        return losses.masked_fill(not_negative.all(dim=-1), 0.0)
 
     def _debiased(self, log_sum: Tensor, log_num: Tensor, positive: Tensor, temperature: Tensor) -> Tensor:
         """(X, a) log G."""

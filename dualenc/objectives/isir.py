@@ -89,7 +89,7 @@ class ISIR(ChainObjective):
         num_proposals = plan.keys.shape[1]
         staying = plan.chain.state
         if self.views:
-            # An image that stays takes the name of the view that was drawn.
+            # An image that stays is stored as the view that was drawn.
             view = (drawn - num_proposals).clamp(min=0)
             staying = self.items_of_state(staying).gather(-1, view[..., None])[..., 0]
         proposed = plan.keys.gather(1, drawn.clamp(max=num_proposals - 1))

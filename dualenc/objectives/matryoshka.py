@@ -17,7 +17,7 @@ from dualenc.types import Side
 
 SHARED_SETTINGS = (
     *("num_left", "num_right", "views", "num_views", "seed"),
-    *("needs_num_left", "needs_encode", "needs_uniform_batches", "encodes_in_backward"),
+    *("needs_num_left", "needs_encode", "remedy_for_other_batches", "encodes_in_backward"),
     *("takes_mined", "momentum"),
 )
 """Attributes that all lengths have in common."""
@@ -38,7 +38,6 @@ class Matryoshka(Objective):
 
     objectives: Sequence[Objective]  # of each length, ascending
 
-    @names_class
     def __init__(self, objective: Objective, dims: Sequence[int]) -> None:
         nn.Module.__init__(self)
         lengths = sorted(dims)
@@ -119,7 +118,7 @@ class EncodedOnce:
     """`encode(side, ids)` of one step that encodes an item once, however many lengths ask for it.
 
     Args:
-        encode: called for what is not yet encoded; each time, be it for nothing, as the other ranks do.
+        encode: called for what is not yet encoded; even without new items, since all ranks must make the same calls.
     """
 
     def __init__(self, encode: Encode) -> None:

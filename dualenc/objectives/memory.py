@@ -79,7 +79,7 @@ class EmbeddingMemory(nn.Module):
         self.has_every_slot = self.num_slots == num_items
         self.keys_per_item = keys_per_item
         self.block_size = max(MIN_BLOCK_SIZE, math.ceil(self.num_slots / MAX_BLOCKS))
-        # A slot at least stays empty: `num_slots` is that of no item.
+        # At least one slot stays empty: slot `num_slots` belongs to no item.
         self.num_blocks = math.ceil((self.num_slots + 1) / self.block_size)
         # This rank's rows, allocated with the first write, when the dimension is known.
         self.register_buffer("keys", torch.full((0,), PADDING))
@@ -232,7 +232,7 @@ class EmbeddingMemory(nn.Module):
         return Attention(torch.cat(items), torch.cat(shares), mean, log_sum)
 
     def _parts(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Ascending rows (n,) of this rank, of slots or all, in parts of whole blocks."""
+        """Ascending rows (n,) of this rank, of slots or all, in parts; those of all rows are whole blocks."""
         if slots is None or not len(self.keys):
             rows = torch.arange(len(self.keys), device=queries.device)
         else:

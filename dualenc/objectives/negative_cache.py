@@ -23,8 +23,8 @@ class DrawPlan(NamedTuple):
 
     outside: Tensor  # (X, A) those that are not in the batch; -1 elsewhere
     drawn: Tensor  # (X, A) all of them; -1 for an anchor without any
-    is_found: Tensor  # (X, A) whether and where they are in the batch
-    column: Tensor  # (X, A) whether and where they are in the batch
+    is_found: Tensor  # (X, A) whether they are in the batch
+    column: Tensor  # (X, A) their column there; any column where not
     log_partition: Tensor  # (X, A) log Z
 
 

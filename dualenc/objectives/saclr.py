@@ -30,7 +30,9 @@ class SACLR(Objective):
         1/s ← ρ/s + (1 − ρ)·ξ,   ξ = (α·N + 1 − α)·q⁺ + (1 − α)·n·mean_{c ∈ M} q_c,
 
     with the positive once in the repulsive sum, as in Eq. 10, and a step uses the scale that it has updated, so that
-    the repulsion is at most 1/((1 − ρ)(1 − α)). The matrix form's 1/s is the mean of ξ over anchors.
+    the repulsion is at most 1/((1 − ρ)(1 − α)). The matrix form's 1/s is the mean of ξ over anchors, where
+    Eqs. 7–8 and Algorithm 2 (line 11) have the sum over all 2N, and so an s that is 2N times smaller. Algorithm 1 (line
+    13) has 2α where the text below Eq. 11, as here, has α.
 
     Args:
         form: "row" keeps a scale per item, "matrix" one for each direction.

@@ -199,7 +199,7 @@ class Trainer(TrainerSettings):
                 f"batching is for batches of {batching.batch_size} of {batching.num_pairs} pairs, but batch_size is "
                 f"{self.batch_size} and the data has {len(pairs)} pairs; give both the same"
             )
-        remedy = objective.needs_uniform_batches
+        remedy = objective.remedy_for_other_batches
         if remedy and not batching.uniform:
             raise DualencError(
                 f"{type(batching).__name__} chooses the batches, but {objective.name} as set assumes random ones; give "
