@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import pytest
-from cyclopts import Parameter
+from cyclopts import Parameter, ValidationError
 
 from dualenc import cli
 from dualenc.commands.options import COMMAS
@@ -147,6 +147,72 @@ def test_mistakes_are_named_in_one_line(words: str, message: str, capsys: pytest
     line = capsys.readouterr().err
     assert message in line
     assert line.count("\n") == 1
+
+
+RANGES = {
+    "COUNT": ("1 1000000000000", "0 -1"),
+    "BATCH": ("1 1048576", "0 1048577"),
+    "CANDIDATES": ("1 16777216", "0 16777217"),
+    "QUERIES": ("0 1048576", "-1 1048577"),
+    "SEED": ("0 4294967295", "-1 4294967296"),
+    "WORKERS": ("0 1024", "-1 1025"),
+    "SEVERITY": ("1 5", "0 6"),
+    "SHARE": ("0 1", "-0.1 1.1 nan"),
+    "HELD_OUT": ("0 0.9", "-0.1 0.91 nan"),
+    "TEMPERATURE": ("0.001 10", "0 0.0009 10.1 nan"),
+}
+"""Valid and invalid values."""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "search INDEX QUERY -k COUNT",
+        "search INDEX QUERY --nprobe CANDIDATES",
+        "search INDEX QUERY --ef-search CANDIDATES",
+        "search INDEX QUERY --weight SHARE",
+        "embed MODEL DATA --out OUT --batch-size BATCH",
+        "embed MODEL DATA --out OUT --dim COUNT",
+        "embed MODEL DATA --out OUT --num-workers WORKERS",
+        "index MODEL DATA --out OUT --batch-size BATCH",
+        "index EMBEDDINGS --out OUT --dim COUNT",
+        "index EMBEDDINGS --out OUT --target-recall SHARE",
+        "index EMBEDDINGS --out OUT --recall-queries QUERIES",
+        "migrate INDEX MODEL --batch-size BATCH",
+        "mine MODEL DATA --out OUT --batch-size BATCH",
+        "push EMBEDDINGS TARGET --recall SHARE",
+        "quickstart --test-docs COUNT",
+        "quickstart --steps COUNT",
+        "quickstart --seed SEED",
+        "adapt INDEX CLICKS --out OUT --epochs COUNT",
+        "adapt INDEX CLICKS --out OUT --batch-size BATCH",
+        "adapt INDEX CLICKS --out OUT --temperature TEMPERATURE",
+        "adapt INDEX CLICKS --out OUT --held-out HELD_OUT",
+        "adapt INDEX CLICKS --out OUT --keep SHARE",
+        "adapt INDEX CLICKS --out OUT --seed SEED",
+        "evaluate engine FOLDER --recall SHARE",
+        "evaluate retrieval MODEL DATA --batch-size BATCH",
+        "evaluate retrieval MODEL DATA --weight SHARE",
+        "evaluate image-text MODEL DATA --batch-size BATCH",
+        "evaluate zero-shot MODEL DATA --batch-size BATCH",
+        "evaluate probe MODEL DATA --batch-size BATCH",
+        "evaluate probe MODEL DATA --limit COUNT",
+        "evaluate probe MODEL DATA --train-limit COUNT",
+        "evaluate probe MODEL DATA --seed SEED",
+        "evaluate probe MODEL DATA --num-workers WORKERS",
+        "evaluate corrupted MODEL DATA --num-workers WORKERS",
+        "evaluate corrupted MODEL DATA --severity SEVERITY",
+    ],
+)
+def test_numbers_outside_their_range_are_refused(line: str) -> None:
+    *words, name = line.split()
+    app = cli.build_app(words[:1])
+    valid, invalid = RANGES[name]
+    for value in valid.split():
+        app.parse_args([*words, value])
+    for value in invalid.split():
+        with pytest.raises(ValidationError, match=f"for {words[-1]}. Must be"):
+            app.parse_args([*words, value])
 
 
 def test_help_has_a_line_for_each_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_options
+from cyclopts import Parameter, validators
+from cyclopts.types import NormFloat, PositiveInt, UInt32
+
+from dualenc.commands.options import BatchSize
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,13 @@ class AdaptOptions:
     """
 
     train: Literal["perceptron", "linear", "lora", "all"] = "perceptron"
-    epochs: int | None = None
-    batch_size: int = 32
+    epochs: PositiveInt | None = None
+    batch_size: BatchSize = 32
     learning_rate: float | None = None
-    temperature: float = 0.03
-    held_out: float = 0.1
-    keep: float | None = None
-    seed: int = 0
+    temperature: Annotated[float, Parameter(validator=validators.Number(gte=1e-3, lte=10))] = 0.03
+    held_out: Annotated[float, Parameter(validator=validators.Number(gte=0, lte=0.9))] = 0.1
+    keep: NormFloat | None = None
+    seed: UInt32 = 0
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,6 @@ def adapt(
         resume: continue an interrupted training from its latest checkpoint.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
-    check_options(1, MAX_ITEMS, epochs=options.epochs, batch_size=options.batch_size)
-    check_options(1e-3, 10, temperature=options.temperature)
-    check_options(0, 0.9, held_out=options.held_out)
-    check_options(0, 1, keep=options.keep)
-    check_options(0, MAX_SEED, seed=options.seed)
     from dualenc.commands.adapt_index import adapt_index
 
     adapt_index(index, clicks, Path(out), columns, options, resume, device)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dualenc.commands.checks import MAX_ITEMS, MAX_WORKERS, check_options
 from dualenc.commands.options import SOURCE, EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
@@ -72,9 +70,6 @@ def open_work(
     from dualenc.encoders import load_model
     from dualenc.encoders.frozen import IndexEncoder
 
-    check_options(1, MAX_ITEMS, batch_size=options.batch_size)
-    check_options(1, sys.maxsize, dim=options.dim)
-    check_options(0, MAX_WORKERS, num_workers=options.num_workers)
     encoder = load_model(model, device=str(start_processes(device)))
     if isinstance(encoder, IndexEncoder) and side != "left":
         made_by = encoder.documents["model"] or "the model of the index"

@@ -1,13 +1,14 @@
-"""`dualenc evaluate …`: options and range checks of each task; the files `evaluate_*.py` do the work."""
+"""`dualenc evaluate …`: options of each task; the files `evaluate_*.py` do the work."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, MAX_WORKERS, check_options
-from dualenc.commands.options import COMMAS, ColumnOptions, OutputOptions, RankingOptions
+from cyclopts import Parameter, validators
+from cyclopts.types import PositiveInt, UInt32
+
+from dualenc.commands.options import COMMAS, BatchSize, ColumnOptions, OutputOptions, RankingOptions, Workers
 from dualenc.commands.push import RecallOptions, evaluate_engine
 
 
@@ -27,7 +28,7 @@ class RetrievalOptions:
     split: str | None = None
     bm25: bool = False
     keep_self_matches: bool = False
-    batch_size: int = 32
+    batch_size: BatchSize = 32
     documents: str | None = None
 
 
@@ -56,8 +57,6 @@ def retrieval(
             parquet, a folder of them, a hub name).
         more: further folders or tables; the table of results then has a mean row.
     """
-    check_options(1, MAX_ITEMS, batch_size=options.batch_size)
-    check_options(0, 1, weight=ranking.weight)
     from dualenc.commands.evaluate_retrieval import evaluate_retrieval
 
     evaluate_retrieval(model, [data, *more], options, columns, ranking, output)
@@ -69,7 +68,7 @@ def image_text(
     *,
     split: str | None = None,
     columns: ColumnOptions,
-    batch_size: int = 64,
+    batch_size: BatchSize = 64,
     output: OutputOptions,
 ) -> None:
     """Evaluate image-text retrieval both ways: recall@1, @5 and @10, with any number of captions per image.
@@ -81,7 +80,6 @@ def image_text(
         split: of a folder or hub name, by default test; one file is tested as a whole.
         batch_size: items encoded at once.
     """
-    check_options(1, MAX_ITEMS, batch_size=batch_size)
     from dualenc.commands.evaluate_image_text import evaluate_image_text
 
     evaluate_image_text(model, data, split, columns, batch_size, output)
@@ -104,7 +102,7 @@ class ZeroShotOptions:
     label_column: str | None = None
     class_names: str | None = None
     templates: str | None = None
-    batch_size: int = 64
+    batch_size: BatchSize = 64
 
 
 def zero_shot(model: str, data: str, *, options: ZeroShotOptions, output: OutputOptions) -> None:
@@ -114,7 +112,6 @@ def zero_shot(model: str, data: str, *, options: ZeroShotOptions, output: Output
         model: model folder or name.
         data: labelled images: a table (parquet, a folder of them, a hub name), or a folder with one folder per class.
     """
-    check_options(1, MAX_ITEMS, batch_size=options.batch_size)
     from dualenc.commands.evaluate_zero_shot import evaluate_zero_shot
 
     evaluate_zero_shot(model, data, options, output)
@@ -139,19 +136,13 @@ class ImageOptions:
     train: str | None = None
     train_split: str = "train"
     label_column: str | None = None
-    limit: int | None = None
-    train_limit: int | None = None
-    seed: int = 0
-    num_workers: int = 2
-
-    def check(self) -> None:
-        """Refuse numbers outside their ranges."""
-        check_options(1, math.inf, limit=self.limit, train_limit=self.train_limit)
-        check_options(0, MAX_WORKERS, num_workers=self.num_workers)
-        check_options(0, MAX_SEED, seed=self.seed)
+    limit: PositiveInt | None = None
+    train_limit: PositiveInt | None = None
+    seed: UInt32 = 0
+    num_workers: Workers = 2
 
 
-def probe(model: str, data: str, *, images: ImageOptions, batch_size: int = 256, output: OutputOptions) -> None:
+def probe(model: str, data: str, *, images: ImageOptions, batch_size: BatchSize = 256, output: OutputOptions) -> None:
     """Probe the frozen image features of a model: a linear classifier, and nearest neighbours.
 
     Args:
@@ -159,8 +150,6 @@ def probe(model: str, data: str, *, images: ImageOptions, batch_size: int = 256,
         data: images with labels: parquet or other table, hub name, or a folder of class folders.
         batch_size: images encoded at once.
     """
-    check_options(1, MAX_ITEMS, batch_size=batch_size)
-    images.check()
     from dualenc.commands.evaluate_probe import evaluate_probe
 
     evaluate_probe(model, data, images, batch_size, output)
@@ -176,7 +165,7 @@ class CorruptionOptions:
     """
 
     corruptions: Annotated[list[str] | None, COMMAS] = None
-    severity: int = 1
+    severity: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=5))] = 1
 
 
 def corrupted(
@@ -190,8 +179,6 @@ def corrupted(
         model: model folder or name, of kind image or image-text.
         data: clean images, corrupted on the fly; or a CIFAR-C or Tiny-ImageNet-C folder.
     """
-    images.check()
-    check_options(1, 5, severity=options.severity)
     from dualenc.commands.evaluate_corrupted import evaluate_corrupted
 
     evaluate_corrupted(model, data, images, options, output)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dualenc.commands.checks import MAX_ITEMS, check_options
 from dualenc.commands.embed import Work, describe, open_work
-from dualenc.commands.options import BUILD, SOURCE, BuildOptions, EmbedOptions, SourceOptions
+from dualenc.commands.options import BUILD, SOURCE, BatchSize, BuildOptions, EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
 from dualenc.files import remove as remove_path
 from dualenc.reading import read_json_object
@@ -37,7 +35,7 @@ def index(
     texts: bool = False,
     side: Literal["left", "right"] | None = None,
     items: SourceOptions = SOURCE,
-    batch_size: int = 32,
+    batch_size: BatchSize = 32,
     device: str | None = None,
 ) -> None:
     """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA; append to one, remove from one, or verify one.
@@ -125,9 +123,6 @@ def _check_build(source: str, data: str | None, out: str, build: BuildOptions, a
     if build.memory is not None:
         parse_bytes(build.memory)
     check_factory(build.factory)
-    check_options(0, 1, target_recall=build.target_recall)
-    check_options(1, sys.maxsize, dim=build.dim)
-    check_options(0, MAX_ITEMS, recall_queries=build.recall_queries)
     check_target(out)
     if append and not is_index(out):
         raise DualencError(f"{out}: holds no index to append to; leave out --append to build one")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from dualenc.commands.checks import MAX_ITEMS, check_options
+from dualenc.commands.options import BatchSize
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
 
@@ -18,7 +18,7 @@ def migrate(
     report_only: bool = False,
     anyway: bool = False,
     rollback: bool = False,
-    batch_size: int = 32,
+    batch_size: BatchSize = 32,
     device: str | None = None,
 ) -> None:
     """Change the model of an index: measure what is to be expected, then embed its documents again, most found first.
@@ -41,7 +41,6 @@ def migrate(
         batch_size: texts per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
-    check_options(1, MAX_ITEMS, batch_size=batch_size)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise DualencError("dualenc migrate runs in one process; start it without accelerate")
     if new_model is None and not rollback:

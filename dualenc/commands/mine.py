@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_options
-from dualenc.commands.options import ColumnOptions
+from dualenc.commands.options import BatchSize, ColumnOptions
 from dualenc.files import check_folder_target, check_writable
 from dualenc.hard_negatives import Rule
 from dualenc.terminal import printable
@@ -21,7 +20,7 @@ def mine(
     form: Literal["flagembedding", "sentence-transformers"] = "flagembedding",
     split: str = "train",
     columns: ColumnOptions,
-    batch_size: int = 32,
+    batch_size: BatchSize = 32,
     device: str | None = None,
 ) -> None:
     """Mine hard negatives: documents that a model ranks high for a query and that are not judged relevant.
@@ -45,11 +44,16 @@ def mine(
     from dualenc.commands.output import embed_into, open_model, start_processes, writing
     from dualenc.data.corpus import corpora
     from dualenc.data.sources import open_pairs
+    from dualenc.data.vector_shards import are_embeddings
     from dualenc.evaluation.report import Table, print_table
-    from dualenc.search.mining import check_modalities, mine_negatives
+    from dualenc.search.mining import check_mined, check_modalities, mine_negatives
 
-    folder = Path(f"{Path(out)}-embeddings")
-    _check(rule, Path(out), folder, batch_size)
+    target = Path(out)
+    folder = Path(f"{target}-embeddings")
+    # Output places are refused before hours of work.
+    check_mined(target)
+    check_writable(target.parent)
+    check_folder_target(folder, are_embeddings, "embeddings of mining")
     device_to_use = start_processes(device)
     pairs = open_pairs(data, **vars(columns), split=split)
     left, right = corpora(pairs)
@@ -66,15 +70,3 @@ def mine(
         summary = f"{report.written:,} rows with {report.negatives:,} negatives → {out}"
         print(printable(f"{summary}; embeddings in {folder}"))
     distributed.barrier()
-
-
-def _check(rule: Rule, target: Path, folder: Path, batch_size: int) -> None:
-    """Refuse options and output places that would fail after hours of work."""
-    from dualenc.data.vector_shards import are_embeddings
-    from dualenc.search.mining import check_mined
-
-    check_options(1, MAX_ITEMS, num_negatives=rule.num_negatives, last_rank=rule.last_rank, batch_size=batch_size)
-    check_options(0, MAX_SEED, seed=rule.seed)
-    check_mined(target)
-    check_writable(target.parent)
-    check_folder_target(folder, are_embeddings, "embeddings of mining")

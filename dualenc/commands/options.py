@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter, convert
+from cyclopts import Parameter, convert, validators
+from cyclopts.types import NormFloat, PositiveInt
 
 
 def _split(kind: Any, tokens: Sequence[Any]) -> Any:
@@ -18,6 +19,11 @@ def _split(kind: Any, tokens: Sequence[Any]) -> Any:
 
 COMMAS = Parameter(converter=_split, n_tokens=1)
 """Marks a list that is split at commas; texts of any other list may hold commas, and its option may be repeated."""
+
+BatchSize = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1 << 20))]
+Workers = Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1024))]
+Candidates = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1 << 24))]
+"""Lists or items that a search visits; an HNSW search reserves memory for each."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,12 @@ class EmbedOptions:
         on_error: skip (and count) bad samples, or raise at the first one.
     """
 
-    batch_size: int = 32
+    batch_size: BatchSize = 32
     dtype: Literal["float16", "float32"] = "float32"
     output: Literal["embedding", "features"] = "embedding"
-    dim: int | None = None
+    dim: PositiveInt | None = None
     autocast: Literal["bfloat16", "float16"] | None = None
-    num_workers: int | None = None
+    num_workers: Workers | None = None
     on_error: Literal["skip", "raise"] = "skip"
 
 
@@ -90,10 +96,10 @@ class BuildOptions:
 
     factory: str = "auto"
     metric: Literal["cosine", "ip"] = "cosine"
-    dim: int | None = None
+    dim: PositiveInt | None = None
     memory: str | None = None
-    target_recall: float = 0.95
-    recall_queries: int = 500
+    target_recall: NormFloat = 0.95
+    recall_queries: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1 << 20))] = 500
     queries: str | None = None
 
 
@@ -109,8 +115,8 @@ class SearchOptions:
     """
 
     model: str | None = None
-    nprobe: int | None = None
-    ef_search: int | None = None
+    nprobe: Candidates | None = None
+    ef_search: Candidates | None = None
     device: str = "cpu"
 
 
@@ -159,7 +165,7 @@ class RankingOptions:
     """
 
     hybrid: Literal["rrf", "weighted"] | None = None
-    weight: float = 0.5
+    weight: NormFloat = 0.5
 
 
 # Frozen, and thus fit to be default arguments.

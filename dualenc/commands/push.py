@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
+from cyclopts.types import NormFloat
 
-from dualenc.commands.checks import check_options
 from dualenc.errors import BelowTarget, DualencError
 from dualenc.files import check_writable, locked, remove
 from dualenc.terminal import printable
@@ -30,7 +30,7 @@ class RecallOptions:
         queries: embeddings of real queries to measure with; by default a sample of the documents.
     """
 
-    recall: float | None = None
+    recall: NormFloat | None = None
     filters: str | None = None
     queries: str | None = None
 
@@ -112,7 +112,6 @@ def evaluate_engine(folder: str, options: RecallOptions) -> None:
 def _checked_filters(options: RecallOptions) -> list[str] | None:
     from dualenc.search.filter_recall import read_filters
 
-    check_options(0, 1, recall=options.recall)
     if options.queries is not None and options.filters is None:
         raise DualencError("--queries are for --filters; leave them out")
     return None if options.filters is None else read_filters(options.filters)

@@ -8,7 +8,6 @@ import importlib.util
 import inspect
 import itertools
 import json
-import math
 import statistics
 import sysconfig
 import tempfile
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from cyclopts.types import PositiveInt, UInt32
 from tqdm import tqdm
 
-from dualenc.commands.checks import MAX_SEED, check_options
 from dualenc.commands.embed import embed
 from dualenc.commands.index import index
 from dualenc.commands.options import EmbedOptions
@@ -71,9 +70,9 @@ def quickstart(
     *,
     out: str = "quickstart-run",
     max_docs: int = 16000,
-    test_docs: int = 1000,
-    steps: int | None = None,
-    seed: int = 0,
+    test_docs: PositiveInt = 1000,
+    steps: PositiveInt | None = None,
+    seed: UInt32 = 0,
 ) -> None:
     """Train a small text encoder from scratch on the documentation already on this machine; needs no network.
 
@@ -86,9 +85,8 @@ def quickstart(
         steps: training steps of 128 pairs; by default up to 600, as many as take about two minutes.
         seed: of everything random.
     """
-    check_options(1, math.inf, test_docs=test_docs, steps=steps)
-    check_options(test_docs + BATCH_SIZE, math.inf, max_docs=max_docs)
-    check_options(0, MAX_SEED, seed=seed)
+    if max_docs < test_docs + BATCH_SIZE:
+        raise DualencError(f"--max-docs is {max_docs}; it must be at least {test_docs + BATCH_SIZE:,}")
     start = time.perf_counter()
     folder = Path(out)
     check_folder_target(folder, lambda path: is_folder_of(path / "data", FORMAT), "quickstart")

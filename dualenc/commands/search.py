@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 
-from dualenc.commands.checks import check_options
 from dualenc.commands.options import SEARCH, RankingOptions, SearchOptions
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
@@ -27,7 +26,7 @@ def search(
     index: str,
     query: str,
     *,
-    k: Annotated[int, Parameter(alias="-k")] = 10,
+    k: Annotated[PositiveInt, Parameter(alias="-k")] = 10,
     where: Sequence[str] | None = None,
     filter: str = "",
     ranking: RankingOptions = RANKING,
@@ -49,7 +48,7 @@ def search(
             matches this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
         json: print JSON, in ASCII, instead of a table.
     """
-    searcher = _open(index, query, k, ranking, options)
+    searcher = _open(index, query, ranking, options)
     item = _item(query, _modality(query, searcher.takes))
     hits = searcher.search(item, k, where=where or (), filter=filter, **vars(ranking))
     searcher.close()
@@ -79,15 +78,11 @@ def _print_results(query: str, results: list[dict[str, Any]], columns: list[str]
     print_table(Table(query, [{name: result[name] for name in names} for result in results]))
 
 
-def _open(index: str, query: str, k: int, ranking: RankingOptions, options: SearchOptions) -> Searcher:
-    """Open an index with the models that the query needs, after checking the options."""
+def _open(index: str, query: str, ranking: RankingOptions, options: SearchOptions) -> Searcher:
+    """Open an index with the models that the query needs."""
     from dualenc.commands.output import start_processes
-    from dualenc.search.build import MAX_PARAMETER
     from dualenc.search.searcher import Searcher
 
-    check_options(1, sys.maxsize, k=k)
-    check_options(1, MAX_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
-    check_options(0, 1, weight=ranking.weight)
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
     device = start_processes(options.device)

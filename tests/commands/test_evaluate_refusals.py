@@ -66,7 +66,7 @@ REFUSALS = [
     ("probe {image} {pink}", "class pink is not among the 3 classes"),
     ("corrupted {image} {splits} --corruptions fogg,fog", "unknown corruption fogg (did you mean fog?)"),
     ("corrupted {image} {splits} --corruptions fog,fog", "give two or more different ones"),
-    (f"{CORRUPTED} --severity 9", "--severity is 9"),
+    (f"{CORRUPTED} --severity 9", 'Invalid value "9" for --severity. Must be <= 5.'),
     ("corrupted {image} {cifar-c} --corruptions frost", "frost.npy: no such file or folder; there are snow"),
     ("retrieval {text} {pairs.csv} --split train[:50%]", "no split 'train[:50%]'; there are: train"),
 ]

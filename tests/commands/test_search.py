@@ -249,13 +249,13 @@ def test_images_are_found_by_image_and_by_text(
     [
         ("embed MODEL no.jsonl --out OUT", "no.jsonl"),
         ("embed no/model DOCS --out OUT", "no/model: "),
-        ("embed MODEL DOCS --out OUT --batch-size 0", "--batch-size is 0"),
+        ("embed MODEL DOCS --out OUT --batch-size 0", 'Invalid value "0" for --batch-size.'),
         ("embed MODEL DOCS --out OUT --dim 33", "dim is 33: give 1 to 32"),
         ("index MODEL --out OUT", "holds no embeddings; if it is a model, name the data too"),
         ("index MODEL DOCS", "needs --out"),
         ("index MODEL DOCS --out OUT --append", "holds no index to append to"),
         ("index MODEL DOCS --out OUT --memory much", "memory is 'much'; give a size such as 2GiB"),
-        ("index MODEL DOCS --out OUT --target-recall nan", "--target-recall is nan; it must lie between 0 and 1"),
+        ("index MODEL DOCS --out OUT --target-recall nan", 'Invalid value "nan" for --target-recall.'),
         ("index INDEX --remove no.txt", "no.txt: cannot be read"),
     ],
 )
