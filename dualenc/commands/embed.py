@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dualenc.commands.options import SOURCE, EmbedOptions, SourceOptions
+from dualenc.commands.options import EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
 
@@ -21,7 +21,7 @@ def embed(
     *,
     out: str,
     side: Literal["left", "right"] | None = None,
-    source: SourceOptions = SOURCE,
+    source: SourceOptions,
     options: EmbedOptions,
     device: str | None = None,
 ) -> None:

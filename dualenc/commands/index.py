@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.commands.embed import Work, describe, open_work
-from dualenc.commands.options import BUILD, SOURCE, BatchSize, BuildOptions, EmbedOptions, SourceOptions
+from dualenc.commands.options import BatchSize, BuildOptions, EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
 from dualenc.files import remove as remove_path
 from dualenc.reading import read_json_object
@@ -27,14 +27,14 @@ def index(
     data: str | None = None,
     *,
     out: str | None = None,
-    build: BuildOptions = BUILD,
+    build: BuildOptions,
     append: bool = False,
     remove: str | None = None,
     verify: bool = False,
     bm25: bool = False,
     texts: bool = False,
     side: Literal["left", "right"] | None = None,
-    items: SourceOptions = SOURCE,
+    items: SourceOptions,
     batch_size: BatchSize = 32,
     device: str | None = None,
 ) -> None:

@@ -54,7 +54,7 @@ class SourceOptions:
     def given(self) -> dict[str, Any]:
         """What is not as by default, but for the columns to keep and trust: how to read the same items again."""
         kept = {name: value for name, value in vars(self).items() if name not in ("columns", "allow_outside")}
-        return {name: value for name, value in kept.items() if value != getattr(SOURCE, name)}
+        return {name: value for name, value in kept.items() if value != getattr(type(self), name)}
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,3 @@ class RankingOptions:
 
     hybrid: Literal["rrf", "weighted"] | None = None
     weight: NormFloat = 0.5
-
-
-# Frozen, and thus fit to be default arguments.
-SOURCE = SourceOptions()
-BUILD = BuildOptions()
-SEARCH = SearchOptions()

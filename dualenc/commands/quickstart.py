@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from dualenc.commands.embed import embed
 from dualenc.commands.index import index
-from dualenc.commands.options import EmbedOptions
+from dualenc.commands.options import BuildOptions, EmbedOptions, RankingOptions, SearchOptions, SourceOptions
 from dualenc.commands.search import search
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, check_folder_target, is_folder_of, locked, remove, write_json
@@ -117,8 +117,9 @@ def quickstart(
         trained = trainer.fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
         model = str(trained.model_folder)
         remove(folder / "embeddings")
-        embed(model, str(folder / "data"), out=str(folder / "embeddings"), options=EmbedOptions())
-        index(str(folder / "embeddings"), out=str(folder / "index"))
+        embeddings = str(folder / "embeddings")
+        embed(model, str(folder / "data"), out=embeddings, source=SourceOptions(), options=EmbedOptions())
+        index(embeddings, out=str(folder / "index"), build=BuildOptions(), items=SourceOptions())
         systems = {"untrained": trained.before, "BM25": bm25.means, "trained": trained.metrics}
         rows = []
         for name, metrics in systems.items():
@@ -126,7 +127,7 @@ def quickstart(
         title = f"{test_docs:,} held-out functions, searched among {len(docstrings):,} documents"
         print_table(Table(title, rows))
     for query in SEARCHES:
-        search(str(folder / "index"), query, k=3)
+        search(str(folder / "index"), query, k=3, ranking=RankingOptions(), options=SearchOptions())
     if steps < FEW_STEPS:
         print(f"{steps} steps are too few to learn much; for more: dualenc quickstart --steps 300")
     print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=folder)}")

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
-from dualenc.commands.options import SEARCH, RankingOptions, SearchOptions
+from dualenc.commands.options import RankingOptions, SearchOptions
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
-
-RANKING = RankingOptions()
 
 if TYPE_CHECKING:
     from dualenc.search.searcher import Searcher
@@ -29,9 +27,9 @@ def search(
     k: Annotated[PositiveInt, Parameter(alias="-k")] = 10,
     where: Sequence[str] | None = None,
     filter: str = "",
-    ranking: RankingOptions = RANKING,
+    ranking: RankingOptions,
     json: bool = False,
-    options: SearchOptions = SEARCH,
+    options: SearchOptions,
 ) -> None:
     """Search an index or an engine with a text, or with an image or a vector given by its path.
 
