@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from dualenc.encoders import DualEncoder, Tower
     from dualenc.types import Side
 
-# For the error message when a model is of another kind.
-_COMMAND_OF = {
-    "query-document": "`dualenc evaluate retrieval`",
-    "image-text": "`dualenc evaluate image-text` or `zero-shot`",
-    "image": "`dualenc evaluate probe` or `corrupted`",
-    "vector": "`dualenc evaluate retrieval`",
-    "query-index": "`dualenc evaluate retrieval`",
+EVALUATIONS = {
+    "query-document": ("retrieval",),
+    "image-text": ("image-text", "zero-shot"),
+    "image": ("probe", "corrupted"),
+    "vector": ("retrieval",),
+    "query-index": ("retrieval",),
 }
+"""Tasks of `dualenc evaluate` by kind of model."""
 
 RESULT = "metrics.json"
 PAGE = "report.html"
@@ -180,7 +180,7 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
     encoder = load_model(model, device=str(device))
     if encoder.kind not in kinds:
         needed = " or ".join(kinds)
-        other = _COMMAND_OF[encoder.kind]
+        other = " or ".join(f"`dualenc evaluate {task}`" for task in EVALUATIONS[encoder.kind])
         raise DualencError(f"{model}: is {encoder.kind}, but this task needs kind {needed}; use {other}")
     return encoder
 

@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     from dualenc.training.trainer import TrainingResult
 
 STAND_IN = "DATA"  # where the recipe names no data that a following command could read
-_EVALUATIONS = {
-    "query-document": "retrieval",
-    "vector": "retrieval",
-    "query-index": "retrieval",
-    "image-text": "image-text",
-    "image": "probe",
-}
 _INDEXED = {
     "image": ("image_column", "image"),
     "image-text": ("left_column", "image"),
@@ -84,10 +77,10 @@ def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
 
 def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
     """The words after `dualenc` of what follows a training: report, evaluate and index, with the data of its recipe."""
+    from dualenc.commands.output import EVALUATIONS
     from dualenc.encoders.load import folder_kind
 
     kind = folder_kind(model)
-    task = _EVALUATIONS[kind]
     run = str(model.parent)
     data = settings["data"].get("init_args") or {}
     indexed = [STAND_IN]
@@ -113,7 +106,7 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
         evaluated += _options({"train": voting.get("path"), "train_split": voting.get("split")}, "train", "train_split")
     return [
         ["report", run],
-        ["evaluate", task, str(model), *evaluated],
+        ["evaluate", EVALUATIONS[kind][0], str(model), *evaluated],
         ["index", str(model), *indexed, "--out", f"{run}/index"],
     ]
 
