@@ -58,7 +58,7 @@ def evaluate_corrupted(
     model: str, data: str, images: ImageOptions, options: CorruptionOptions, output: OutputOptions
 ) -> None:
     """Evaluate retrieval among versions and images, and with training images the robustness of a linear probe."""
-    split = images.split or default_split(data, "test")
+    split = images.split or default_split(data)
     evaluation = Evaluation("corrupted", model, data, output)
     source, clean = _open_versions(data, split, images, options)
     if images.train is not None:

@@ -27,7 +27,7 @@ def evaluate_image_text(
 ) -> None:
     """Evaluate retrieval both ways."""
     evaluation = Evaluation("image-text", model, data, output)
-    split = split or default_split(data, "test")
+    split = split or default_split(data)
     pairs = open_pairs(data, **vars(columns), split=split)
     if (pairs.left_modality, pairs.right_modality) != ("image", "text"):
         raise DualencError(

@@ -28,7 +28,7 @@ NEIGHBOURS = 20
 
 def evaluate_probe(model: str, data: str, images: ImageOptions, batch_size: int, output: OutputOptions) -> None:
     """Fit the probes on training images, and test them."""
-    split = images.split or default_split(data, "test")
+    split = images.split or default_split(data)
     source = images.train or data
     parts: set[object] = {(source, images.train_split), (data, split)}
     if source == data and detect(data) == "images":

@@ -63,7 +63,7 @@ def evaluate_retrieval(
     """Rank the documents of every collection by the model and the other systems, and score the rankings."""
     evaluation = Evaluation("retrieval", model, data[0], output)
     data = [name for source in data for name in expand_name(source)]
-    split = options.split or default_split(data[0], "test")
+    split = options.split or default_split(data[0])
     with removed_if_refused(evaluation.folder, RESULT):
         indexed = None
         if options.documents is not None:
@@ -180,7 +180,7 @@ def _open_collection(
     source: str, options: RetrievalOptions, columns: ColumnOptions, needs_texts: bool, indexed: Embeddings | None
 ) -> tuple[str, RetrievalSet]:
     """A collection, and the name of its folder or file."""
-    split = options.split or default_split(source, "test")
+    split = options.split or default_split(source)
     if detect(source) == "beir" or is_collection(source):
         name = Path(source).resolve().name
         if indexed is None:

@@ -39,7 +39,7 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
     """Give each image the class whose prompts are nearest."""
     evaluation = Evaluation("zero-shot", model, data, output)
     templates = TEMPLATES if options.templates is None else read_templates(options.templates)
-    split = options.split or default_split(data, "test")
+    split = options.split or default_split(data)
     images = open_images(data, split, options.label_column)
     labels = require_labels(images, f"{data}, {split}")
     names, labels = _class_names(options.class_names, images.class_names, labels, data)

@@ -159,13 +159,13 @@ def start_processes(device: str | None = None) -> torch.device:
 
 
 @contextmanager
-def writing(out: StrPath, wait: bool = False, option: str = "--out") -> Iterator[None]:
+def writing(out: StrPath, wait: bool = False) -> Iterator[None]:
     """Lock an output for a command (`dualenc.files.locked`): the main process holds the lock, a refusal ends all."""
     problem = ""
     with ExitStack() as stack:
         if distributed.is_main():
             try:
-                stack.enter_context(locked(out, wait, option))
+                stack.enter_context(locked(out, wait))
             except DualencError as error:
                 problem = str(error)
         if problem := distributed.broadcast_object(problem):

@@ -98,6 +98,6 @@ def check_split(source: str | Path, split: str, splits: Collection[str] = (ONLY_
         raise DualencError(f"{source}: no split {split!r}; there are: {', '.join(splits)}")
 
 
-def default_split(source: str | Path, default: str) -> str:
-    """The split to read where the user names none: the only one of a source without splits, else the default."""
-    return ONLY_SPLIT if detect(source) in ("tars", "vectors", "saved", "files") else default
+def default_split(source: str | Path) -> str:
+    """The split to evaluate where the user names none: the only one of a source without splits, else test."""
+    return ONLY_SPLIT if detect(source) in ("tars", "vectors", "saved", "files") else "test"

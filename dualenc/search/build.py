@@ -32,6 +32,8 @@ PATIENCE = 3
 """Steps of a search parameter without gain that end its search: the next lists may hold the neighbours."""
 MIN_GAIN = 0.002
 """Recall below which a step of a search parameter has gained nothing."""
+NEIGHBOURS = 10
+"""k of the measured recall and latency."""
 MAX_FACTORY_NUMBER = 2**24
 OTHER_FACTORIES = "try auto, Flat, HNSW32 or IVF256,Flat"
 FACTORY_LIMITS = {
@@ -184,9 +186,9 @@ class Probe(NamedTuple):
         return Probe(self.queries[queries], self.rows[queries], self.threshold[queries], self.k)
 
 
-def exact_probe(database: Database, queries: np.ndarray, rows: np.ndarray, k: int = 10) -> Probe | None:
+def exact_probe(database: Database, queries: np.ndarray, rows: np.ndarray) -> Probe | None:
     """Exact search of a streamed database for every query; None without queries or neighbours."""
-    k = min(k, len(database) - int((rows >= 0).any()))
+    k = min(NEIGHBOURS, len(database) - int((rows >= 0).any()))
     if k < 1 or not len(queries):
         return None
     # One more than k, in case the query itself is found.
@@ -269,13 +271,13 @@ def tune(index: Any, database: Database, probe: Probe, target: float) -> dict[st
     return best
 
 
-def latency(index: Any, queries: np.ndarray, k: int = 10) -> dict[str, float]:
+def latency(index: Any, queries: np.ndarray) -> dict[str, float]:
     """Latency of single queries in milliseconds: percentiles 50, 95 and 99."""
-    index.search(queries[:1], k)  # warm-up
+    index.search(queries[:1], NEIGHBOURS)  # warm-up
     times = []
     for query in queries:
         started = time.perf_counter()
-        index.search(query[None], k)
+        index.search(query[None], NEIGHBOURS)
         times.append(1000 * (time.perf_counter() - started))
     return {f"p{percent}": round(float(np.percentile(times, percent)), 3) for percent in (50, 95, 99)}
 

@@ -35,7 +35,7 @@ def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, sev
     from dualenc.evaluation.corruptions import ALL, CleanImages, GeneratedCorruptions
     from dualenc.types import Inputs
 
-    corpus = open_corpus(data, modality="image", split=default_split(data, "test"))
+    corpus = open_corpus(data, modality="image", split=default_split(data))
     source = GeneratedCorruptions(CleanImages(corpus.take(random_rows(len(corpus), images, seed=0)).items), ALL)
     prepare = SimCLRPrepare(ImageEncoder(image_size=size).left.prepare)
     versions = ImageVersions(source, [(name, severity) for name in ALL], prepare, views=2)
