@@ -38,7 +38,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         max_pixels = Image.MAX_IMAGE_PIXELS or MAX_PIXELS
         if image.width * image.height > max_pixels:
             raise ValueError(f"{image.width} x {image.height} pixels are more than {max_pixels:,}")
-        return _upright_rgb(image)
+        return _to_rgb(_upright(image))
     except UnidentifiedImageError:
         reason = f"it is no image of a known format: {', '.join(formats)}"
     except Exception as error:  # Pillow's plugins raise many kinds on broken files
@@ -47,11 +47,13 @@ def decode_image(data: bytes, where: str) -> Image.Image:
     raise BadSample(f"{where}: image cannot be decoded ({reason}); replace or remove it")
 
 
-def _upright_rgb(image: Image.Image) -> Image.Image:
+def _upright(image: Image.Image) -> Image.Image:
+    """The image as it is, or turned as its EXIF data says."""
+    return image if image.getexif().get(_ORIENTATION, 1) == 1 else ImageOps.exif_transpose(image)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
     """An image of any mode as RGB; a `ValueError` for pixels without a range that could be scaled to 8 bits."""
-    # Most images need no copy.
-    if image.getexif().get(_ORIENTATION, 1) != 1:
-        image = ImageOps.exif_transpose(image)
     # Pillow clips these modes to 0 ... 255. Of "I" only PNG and PPM are known to mean 16 bits.
     has_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
     if has_16_bits or image.mode.startswith("I;16"):
@@ -68,7 +70,8 @@ def rgb_item(item: Any, where: str) -> Any:
         return item
     try:
         item.load()  # of a file that was opened, the pixels may be read only now
-        return _upright_rgb(item)
+        upright = _upright(item)
+        return upright if upright.mode == "RGB" else _to_rgb(upright)
     except (ValueError, OSError) as error:
         raise BadSample(f"{where}: image cannot be used ({error})") from None
 
