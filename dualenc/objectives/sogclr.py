@@ -57,9 +57,9 @@ class SogCLR(Objective):
             log_num = log_count(~not_negative, like=scores)
             logits = scores * (block.temperature / tau)[..., None] - (log_u + log_num)[..., None]
             weights = logits.exp_().masked_fill_(not_negative, 0.0)
-        losses = Estimate.apply(value, scores, weights, block.positive_scores)
-        fixed_positive = block.positive_similarities.detach() / block.temperature
-        return losses + temperature_term(fixed_positive, weights.sum(dim=-1))
+        positive = block.positive_similarities  # (X, a)
+        losses = Estimate.apply(value, scores, weights, positive / block.temperature)
+        return losses + temperature_term(positive.detach() / block.temperature, weights.sum(dim=-1))
 
     def update_averages(self, anchors: Anchors, log_means: Tensor) -> Tensor:
         """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; -inf without a negative so far."""
