@@ -91,6 +91,7 @@ def test_full_class_paths_and_nested_classes(settings, folder):
         ("trainer.max_steps", "", None),
         ("trainer.max_steps", "3 # three", 3),
         ("trainer.mixed_precision", "no", "no"),
+        ("trainer.freeze", "left.*", "left.*"),
         ("trainer.learning_rate", "1e-3", 1e-3),
     ],
 )
@@ -100,6 +101,11 @@ def test_an_override_is_yaml_or_text_as_typed(recipe, tmp_path, key, text, value
     assert resolved[section].get("init_args", resolved[section])[name] == value
     (tmp_path / "again.yaml").write_text(dump_recipe(resolved), encoding="utf-8")
     assert read_recipe(tmp_path / "again.yaml").settings == resolved
+
+
+def test_folders_below_home(recipe, monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert read_recipe(recipe, ["trainer.output=~/runs"]).settings["trainer"]["output"] == "/somewhere/runs"
 
 
 def test_an_override_within_an_earlier_one(recipe):

@@ -41,6 +41,16 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page)) == {"a&lt;b": "20 steps", "other": "20 steps"}
 
 
+@pytest.mark.slow
+def test_a_run_without_a_known_loss_shows_its_estimate(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 10, "batch_estimate": 2.5}\n{"step": 20, "batch_estimate": 2.0}\n'
+    )
+    run("report", tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert re.findall(r"<figcaption>(.*?)</figcaption>", page) == ["batch_estimate"]
+
+
 def test_without_matplotlib_one_line_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
