@@ -131,10 +131,12 @@ def adapt_index(
                 "seconds": round(trained.seconds),
                 "seed": options.seed,
                 "original weights kept": keep,
-                "chosen by": "the held-out queries, so that their numbers are too high; --test measures by others",
                 "model": str(folder / "model"),
                 "checksum of the index": f"{checksum[:16]}, {same} after as before",
             }
+            if held_out:
+                choice = "the held-out queries, so that their numbers are too high; --test measures by others"
+                facts["chosen by"] = choice
             _report(folder, facts, points, keep)
             print(printable(f"next:  {_next_command(index, folder)}"))
             remove(work)

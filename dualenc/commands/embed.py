@@ -96,8 +96,7 @@ def describe(embeddings: Embeddings, folder: str | Path) -> None:
     from dualenc import distributed
     from dualenc.commands.output import report_skipped
 
-    if not distributed.is_main():
-        return
     report_skipped(embeddings)
-    made = f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({embeddings.meta['side']} side)"
-    print(printable(f"{made} → {folder}"))
+    if distributed.is_main():
+        made = f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({embeddings.meta['side']} side)"
+        print(printable(f"{made} → {folder}"))

@@ -78,15 +78,15 @@ def _class_names(
     file: str | None, own: Sequence[str] | None, labels: np.ndarray, data: str
 ) -> tuple[list[str], np.ndarray]:
     """Readable names of all classes, from a file or from the data, and the labels (N,) in their numbers."""
-    recorded = own or ()
-    lines = recorded if file is None else [line for _, line in read_lines(file)]
+    own = own or ()
+    lines = own if file is None else [line for _, line in read_lines(file)]
     names = [readable_class(line) for line in lines]
     if are_numbers(names):
         raise DualencError(f"{data}: the classes have no names; give them with --class_names FILE, one on each line")
-    if not are_numbers(recorded) and set(recorded) <= {*lines, *(line.split()[0] for line in lines)}:
+    if not are_numbers(own) and set(own) <= {*lines, *(line.split()[0] for line in lines)}:
         # A file may list the classes of the data in another order, and others among them.
-        return names, align_labels(labels, recorded, lines, data)
-    recorded = [readable_class(name) for name in recorded]
+        return names, align_labels(labels, own, lines, data)
+    recorded = [readable_class(name) for name in own]
     if labels.max(initial=-1) >= len(names):
         problem = f"{len(names)} class names, but there is a label {labels.max()}"
         raise DualencError(f"{file or data}: {problem}; name every class")

@@ -90,13 +90,12 @@ def _open(index: str, query: str, ranking: RankingOptions, options: SearchOption
 
 def _modality(query: str, takes: Sequence[Modality]) -> Modality:
     """The modality of a query: where the index takes images and texts, an image if it is or looks like a file."""
-    from dualenc.data.images import IMAGE_SUFFIXES
+    from dualenc.data.images import is_image
 
     if len(takes) == 1:
         return takes[0]
     # `Path.is_file` fails for a text that is longer than the name of a file may be.
-    is_image = Path(query).suffix.lower() in IMAGE_SUFFIXES or os.path.isfile(query)
-    return "image" if is_image else "text"
+    return "image" if is_image(Path(query)) or os.path.isfile(query) else "text"
 
 
 def _item(query: str, modality: Modality) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from dualenc.data.images import IMAGE_SUFFIXES, SPLITS
+from dualenc.data.images import IMAGE_SUFFIXES, SPLITS, is_image
 from dualenc.data.lines import LINE_FORMATS, file_format
 from dualenc.data.vector_shards import is_embeddings
 from dualenc.errors import DualencError
@@ -78,7 +78,7 @@ def _kind_of_folder(folder: Path) -> Kind:
     # Images may lie in a subfolder of their captions, or beside notes and lists; tables of splits are tables.
     are_beside = not any(re.split(r"[._-]", name)[0].lower() in SPLITS for name in tables)
     inner = folder.glob("*/**/*") if tables and are_beside else ()
-    return "images" if any(file.suffix.lower() in IMAGE_SUFFIXES for file in inner) else "folder"
+    return "images" if any(map(is_image, inner)) else "folder"
 
 
 def _configurations(folder: Path) -> set[str]:

@@ -96,6 +96,11 @@ def digest_of(*parts: str | bytes | np.ndarray | Iterable[str] | None) -> str:
     return digest.hexdigest()
 
 
+def plain_values(part: object) -> dict[str, str | int | float]:
+    """The attributes of an object that are texts and numbers: its settings, for a fingerprint."""
+    return {name: value for name, value in vars(part).items() if isinstance(value, str | int | float)}
+
+
 def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:
     """Lengths first, so that no two lists of values look alike when concatenated."""
     digest.update(np.array([len(values), *map(len, values)], dtype="<i8").tobytes())

@@ -51,8 +51,8 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
     subfolders = sorted(entry.name for entry in entries if entry.is_dir())
     if any(name.lower() in SPLITS for name in subfolders):
         # A folder of annotations is neither split nor class.
-        subfolders = [name for name in subfolders if any(map(_is_image, (root / name).rglob("*")))]
-    has_images = any(map(_is_image, entries))
+        subfolders = [name for name in subfolders if any(map(is_image, (root / name).rglob("*")))]
+    has_images = any(map(is_image, entries))
     only_splits = not has_images and all(name.lower() in SPLITS for name in subfolders)
     if split in subfolders and (only_splits or split not in SPLITS):
         return root / split
@@ -61,7 +61,8 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
     return root
 
 
-def _is_image(path: Path) -> bool:
+def is_image(path: Path) -> bool:
+    """Whether a file is an image by its suffix."""
     return path.suffix.lower() in IMAGE_SUFFIXES
 
 

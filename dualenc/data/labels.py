@@ -72,7 +72,7 @@ def align_labels(labels: np.ndarray, names: Sequence[str] | None, onto: Sequence
     source has no names, or its numbers for names, the numbers stay. A class that occurs and is not among the others is
     an error about `what`.
     """
-    if names is None or onto is None or _name_nothing(names) or _name_nothing(onto):
+    if names is None or onto is None or _is_numbering(names) or _is_numbering(onto):
         return labels
     numbers: dict[str, int] = {}
     # The first of several names with the same first word counts, and a whole name before any first word.
@@ -88,7 +88,7 @@ def align_labels(labels: np.ndarray, names: Sequence[str] | None, onto: Sequence
     return mapped
 
 
-def _name_nothing(names: Sequence[str]) -> bool:
+def _is_numbering(names: Sequence[str]) -> bool:
     """Whether classes are named by their numbers."""
     return list(names) == [str(number) for number in range(len(names))]
 

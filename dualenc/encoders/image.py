@@ -71,8 +71,10 @@ class ImageEncoder(DualEncoder):
     ) -> None:
         from timm.data import create_transform
 
+        folder = None if is_timm_name(backbone) else model_folder(backbone)
+        source = backbone if folder is None else f"local-dir:{folder}"
         model, all_args, has_small_stem = load_backbone(
-            backbone, pretrained, small_image_stem, image_size, backbone_args or {}
+            source, pretrained, small_image_stem, image_size, backbone_args or {}
         )
         if gradient_checkpointing:
             model.set_grad_checkpointing(True)
@@ -85,11 +87,9 @@ class ImageEncoder(DualEncoder):
             to_pixels = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
             views = v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels])
             augment = partial(seeded_transform, transform=views)
+        else:
+            _report_other_size(augment, config["input_size"][1:])
         evaluate = create_transform(**config, is_training=False)
-        size = tuple(augment(Image.new("RGB", (SMALL, SMALL)), 0).shape[-2:])
-        if size != tuple(config["input_size"][1:]):
-            evaluated = "x".join(map(str, config["input_size"][1:]))
-            logger.warning("views to train on have %dx%d pixels, images to encode %s; set both alike", *size, evaluated)
         augmented = partial(normalized, augment=augment, mean=list(config["mean"]), std=list(config["std"]))
         prepare = ImagePrepare(evaluate, augmented, config)
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
@@ -99,10 +99,10 @@ class ImageEncoder(DualEncoder):
         self.usage = "image, small" if has_small_stem else None
         self.data_config = config
         self.projector_dim = projector_dim
-        if not is_timm_name(backbone):
+        if folder is not None:
             self.base = base_metadata(backbone)
-        if projector_dim is not None and _saved_projector_dim(Path(backbone)) == projector_dim:
-            load_weights(head, Path(backbone) / PROJECTOR_FILE)
+            if projector_dim is not None and _saved_projector_dim(folder) == projector_dim:
+                load_weights(head, folder / PROJECTOR_FILE)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ImageEncoder:
@@ -290,6 +290,14 @@ def seeded_transform(image: Image.Image, seed: int, transform: Callable[[Image.I
 def normalized(image: Image.Image, seed: int, augment: Augment, mean: list[float], std: list[float]) -> Tensor:
     """An augmentation to pixels in [0, 1], followed by the model's own normalisation."""
     return v2.functional.normalize(augment(image, seed), mean, std)
+
+
+def _report_other_size(augment: Augment, size: Sequence[int]) -> None:
+    """Log where the views to train on have other pixels than images to encode, (height, width)."""
+    trained = augment(Image.new("RGB", (SMALL, SMALL)), 0).shape[-2:]
+    if tuple(trained) != tuple(size):
+        sizes = (*trained, *size)
+        logger.warning("views to train on have %dx%d pixels, images to encode %dx%d; set both alike", *sizes)
 
 
 def _saved_projector_dim(folder: Path) -> int | None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from dualenc.data.images import IMAGE_SUFFIXES
+from dualenc.data.images import is_image
 from dualenc.decoding import open_image
 from dualenc.errors import DualencError, nearest
 from dualenc.reading import open_regular
@@ -186,7 +186,7 @@ class TinyImageNetC(CorruptedImages):
         self.path = Path(path)
         self.corruptions = _choose(self.path, TINY_IMAGENET, corruptions)
         folder = self.path / self.corruptions[0] / str(SEVERITIES[0])
-        files = [file for file in folder.glob("*/*") if file.suffix.lower() in IMAGE_SUFFIXES]
+        files = [file for file in folder.glob("*/*") if is_image(file)]
         self.names = sorted(f"{file.parent.name}/{file.name}" for file in files)
         if not self.names:
             raise DualencError(f"{folder}: no <class>/<name>.JPEG files; download the folder again")

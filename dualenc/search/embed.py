@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.data.identity import MAX_IMAGES, digest_of, identities
+from dualenc.data.identity import MAX_IMAGES, digest_of, identities, plain_values
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import Prepare, Tower, check_item, chunk_rows, take, unit_norm, window_rows
 from dualenc.errors import BadSample, DualencError
@@ -157,8 +157,7 @@ def tower_checksum(tower: Tower) -> str:
     for name, value in sorted(tower.state_dict().items()):
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    plain = {k: v for k, v in vars(tower.prepare).items() if isinstance(v, (str, int, float))}
-    digest.update(repr(sorted(plain.items())).encode())
+    digest.update(repr(sorted(plain_values(tower.prepare).items())).encode())
     modes = [part.pooling_mode for part in getattr(tower, "parts", ()) if hasattr(part, "pooling_mode")]
     # The usual mean adds nothing: it is that of fingerprints which left pooling out.
     if modes not in ([], ["mean"]):

@@ -20,11 +20,11 @@ from dualenc.encoders.load import load_model
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import TowerKind, VectorEncoder
 from dualenc.errors import DualencError
-from dualenc.evaluation.metrics import Qrels, Scores, mean_scores, paired_bootstrap, score_queries
-from dualenc.evaluation.retrieval import HEADLINES, retrieve
+from dualenc.evaluation.metrics import Qrels, Scores, paired_bootstrap, score_queries
+from dualenc.evaluation.retrieval import retrieve
 from dualenc.search.embed import embed
 from dualenc.search.searcher import check_encoder, recorded_model
-from dualenc.training.evaluators import Evaluator
+from dualenc.training.evaluators import Evaluator, headline_scores
 
 Trained = Literal["perceptron", "linear", "lora", "all"]
 """What is trained: a map of query vectors, adapters of the text model, or all of it."""
@@ -169,8 +169,7 @@ class IndexEvaluator(Evaluator):
         return cls(queries, qrels, documents, **options)
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        means = mean_scores(self.per_query(model))
-        return {name: means[name] for name in (*HEADLINES, self.primary) if name in means}
+        return headline_scores(self.per_query(model), self.primary)
 
     def per_query(self, model: DualEncoder) -> dict[str, Scores]:
         """Every metric of each query."""

@@ -24,6 +24,7 @@ from torch import nn
 
 from dualenc import distributed
 from dualenc.checksums import recorded, verify_files
+from dualenc.data.identity import plain_values
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError, explain
@@ -69,9 +70,7 @@ def fingerprint(
         described[name] = type(module).__name__
         described[f"{name}.weights"] = digest
     for side in SIDES:
-        prepare = model.tower(side).prepare
-        for name in ("prompt", "max_length", "settings"):
-            described[f"model.{side}.{name}"] = getattr(prepare, name, None)
+        described |= flatten(plain_values(model.tower(side).prepare), f"model.{side}.")
     for path, module in objective.named_modules(prefix="objective"):
         if isinstance(module, Objective):
             described = flatten(module.settings, f"{path}.") | described
@@ -81,8 +80,7 @@ def fingerprint(
     described["data"] = f"{kind}: {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
     described |= flatten(contents, "data.")
     described["batching"] = type(batching).__name__
-    chosen = {name: value for name, value in vars(batching).items() if isinstance(value, str | int | float)}
-    return flatten(chosen, "batching.") | described
+    return flatten(plain_values(batching), "batching.") | described
 
 
 def _frozen_sum(weight: nn.Parameter) -> int | None:

@@ -27,7 +27,7 @@ from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.image_text import both_ways_recall, match_captions, ranks_of_pairs
-from dualenc.evaluation.metrics import mean_scores, score_queries
+from dualenc.evaluation.metrics import Scores, mean_scores, score_queries
 from dualenc.evaluation.retrieval import HEADLINES, report_self_matches, retrieve
 from dualenc.search.embed import embed
 from dualenc.types import Modality, Side
@@ -71,6 +71,12 @@ class Evaluator(ABC):
             bad_rows.add(f"{corpus.modality} that cannot be read", first, count=found.meta["skipped"])
             bad_rows.report()
         return found
+
+
+def headline_scores(per_query: Mapping[str, Scores], primary: str) -> Scores:
+    """The means of the metrics that an evaluation in training shows, the primary one among them."""
+    means = mean_scores(per_query)
+    return {name: means[name] for name in (*HEADLINES, primary) if name in means}
 
 
 def evaluated_data(evaluator: object) -> tuple[str, str | None]:
@@ -125,8 +131,7 @@ class RetrievalEvaluator(Evaluator):
         vectors = (queries.ids, queries.vectors, documents.ids, documents.vectors)
         # An unjudged document with the id of the query is a copy of it, and is left out.
         run = retrieve(*vectors, qrels=collection.qrels, device=device)
-        means = mean_scores(score_queries(collection.qrels, run))
-        return {name: means[name] for name in (*HEADLINES, self.primary) if name in means}
+        return headline_scores(score_queries(collection.qrels, run), self.primary)
 
 
 class ImageTextEvaluator(Evaluator):

@@ -129,8 +129,9 @@ def test_an_augmentation_of_ones_own_is_normalised(images: list[Image.Image], ca
 def test_a_saved_model_trains_on_with_its_projector(tmp_path: Path) -> None:
     model = ImageEncoder("test_resnet", image_size=32, projector_dim=16)
     model.save(tmp_path)
-    again = ImageEncoder(str(tmp_path), projector_dim=16)
-    assert all(map(torch.equal, model.left.projector.parameters(), again.left.projector.parameters()))
+    for name in (str(tmp_path), f"local-dir:{tmp_path}"):
+        again = ImageEncoder(name, projector_dim=16)
+        assert all(map(torch.equal, model.left.projector.parameters(), again.left.projector.parameters()))
     assert ImageEncoder(str(tmp_path), projector_dim=8).dim == 8
 
 
