@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -95,7 +96,7 @@ def push(
         if filters is not None:
             _measure(folder, engine, options, filters)
     engine.close()
-    print(printable(f'next: dualenc search {folder} "…"'))
+    print(printable(f'next: dualenc search {shlex.quote(folder)} "…"'))
 
 
 def evaluate_engine(folder: str, options: RecallOptions) -> None:

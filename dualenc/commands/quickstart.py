@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import shlex
 import statistics
 import sysconfig
 import tempfile
@@ -130,7 +131,7 @@ def quickstart(
         search(str(folder / "index"), query, k=3, ranking=RankingOptions(), options=SearchOptions())
     if steps < FEW_STEPS:
         print(f"{steps} steps are too few to learn much; for more: dualenc quickstart --steps 300")
-    print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=folder)}")
+    print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=shlex.quote(str(folder)))}")
 
 
 class Docstring(NamedTuple):

@@ -74,6 +74,12 @@ class Tower(nn.Module):
     feature_dim: int
     prepare: Prepare
 
+    def train(self, mode: bool = True) -> Tower:
+        """Switch between training and evaluation mode; frozen BatchNorm keeps its statistics."""
+        super().train(mode)
+        keep_frozen_statistics(self)
+        return self
+
     def pack(self, inputs: Inputs, one_by_one: bool = False) -> Inputs:
         """B prepared items, on the CPU, without padding where the tower takes them so; not one row per item.
 
@@ -150,11 +156,9 @@ class DualEncoder(nn.Module):
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def train(self, mode: bool = True) -> DualEncoder:
-        """Switch between training and evaluation mode, on both sides; frozen BatchNorm keeps its statistics."""
+        """Switch between training and evaluation mode, on both sides."""
         super().train(mode)
         self.right.train(mode)
-        for tower in (self.left, self.right):
-            keep_frozen_statistics(tower)
         return self
 
     def tower(self, side: Side) -> Tower:

@@ -175,8 +175,8 @@ def with_map(text: TextEncoder, tower: VectorTower) -> TextEncoder:
 def interpolate(original: nn.Module, adapted: nn.Module, keep: float) -> dict[str, Tensor]:
     """The state dict keep·original + (1 − keep)·adapted, in float32: fine-tuning with less forgetting.
 
-    WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903, equation 1). Adapters of LoRA are merged into the weights first;
-    integer buffers are those of `adapted`.
+    WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903, equation 1). Integer buffers are those of `adapted`. Adapters of
+    LoRA are merged into the weights, so that the result fits a model that was saved and loaded.
 
         model = load_model("runs/adapted/model")
         model.left.load_state_dict(interpolate(load_model("me/base").left, model.left, keep=0.5))

@@ -68,7 +68,7 @@ class ImageTextEncoder(DualEncoder):
         crop_scale: smallest and largest share of an image's area that training crops to.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
-        lora_targets: "all-linear", or endings of the names of the layers to adapt.
+        lora_targets: "all-linear", a list of endings of the names of layers, or a regular expression of whole names.
     """
 
     left: ClipImageTower
@@ -406,6 +406,9 @@ def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTok
             )
         if "hf_model_name" not in text:
             end = tokenizer("a").input_ids[-1]
+            if end not in tokenizer.all_special_ids and text.get("pool_type", "eos") == "eos":
+                problem = "the tokenizer puts no end token behind a text, where text_cfg.pool_type eos reads the vector"
+                raise DualencError(f"{problem}; give it a post-processor that does, or another pool_type")
             text.setdefault("pad_id", tokenizer.pad_token_id)
             text.setdefault("pool_type", "eos")
             text.setdefault("eos_id", end)

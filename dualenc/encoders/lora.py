@@ -25,7 +25,7 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
     Args:
         module: a transformer, or a tower of open_clip.
         rank: rows of A and columns of B.
-        targets: "all-linear", a regular expression of layers' names, or their endings.
+        targets: "all-linear", a list of endings of layers' names, or a regular expression of whole names.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -45,7 +45,9 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
             excluded.append(name)
         if f"{type(layer).__module__}.{type(layer).__name__}" == CLIP_POOLING:
             excluded += [f"{name}.{child}" for child, _ in layer.named_children()]
-    with explain(f"LoRA of rank {rank}, targets {targets}", "correct them"):
+    with explain(
+        f"LoRA of rank {rank}, targets {targets}", "give endings of layers' names as a list, such as [query, value]"
+    ):
         config = LoraConfig(
             r=rank,
             lora_alpha=2 * rank,

@@ -14,12 +14,15 @@ MODES = {
     **{"mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean": "weightedmean_tokens"},
 }
 """What keys of the older layout call the modes of pooling."""
+NEWER = ("processing_kwargs", "query_length", "document_length")
+"""Settings of a transformer that the older layout lacks."""
 
 
 def write_older_layout(folder: Path, max_length: int) -> None:
     """Rewrite the settings in a folder of `SentenceTransformer.save`, so that all its versions, and servers, read them.
 
-    A folder stays as it is where a module had no such form: Router, StaticEmbedding, several poolings, chat templates.
+    A folder stays as it is where a module had no such form: Router, StaticEmbedding, several poolings, chat templates,
+    a length of each side.
     """
     modules = read_json(folder / "modules.json")
     contents: dict[Path, Any] = {folder / "modules.json": modules}
@@ -40,8 +43,8 @@ def write_older_layout(folder: Path, max_length: int) -> None:
 def _older_settings(kind: str, settings: dict[str, Any], max_length: int) -> dict[str, Any] | None:
     """A module's settings in their older form; None where there is none."""
     if kind == "Transformer":
-        reads_text_alone = settings["modality_config"].keys() == {"text"}
-        return {"max_seq_length": max_length, "do_lower_case": False} if reads_text_alone else None
+        is_newer = settings["modality_config"].keys() != {"text"} or any(settings.get(name) for name in NEWER)
+        return None if is_newer else {"max_seq_length": max_length, "do_lower_case": False}
     if kind == "Pooling":
         mode = settings["pooling_mode"]
         if not isinstance(mode, str):

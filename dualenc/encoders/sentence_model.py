@@ -63,6 +63,9 @@ def open_sides(
         documents = new_model(config, own, dtype) if shared is False else queries
     else:
         raise DualencError("give the name of a base model, or config and tokenizer to start from scratch")
+    for module in (*side_modules(queries, "query"), *side_modules(queries, "document")):
+        if not isinstance(module, Transformer):
+            module.float()  # a Dense is trained in full, and gets vectors in float32
     has_router = any(isinstance(module, Router) for module in queries)
     if has_router and shared:
         raise DualencError(f"{name}: its sides are separate, so shared cannot be true; leave it out")

@@ -48,7 +48,7 @@ class TextEncoder(DualEncoder):
         max_length: longest input in tokens; None: the base model's, otherwise all its positions.
         shared: one transformer for both sides, or two; None: as the base model, otherwise one.
         lora_rank: train adapters of this rank instead of the transformer's own weights; 0 trains the weights.
-        lora_targets: "all-linear", or endings of the names of the layers to adapt.
+        lora_targets: "all-linear", a list of endings of the names of layers, or a regular expression of whole names.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         dtype: of the weights that adapters leave as they are; adapters are always in float32. "bfloat16" halves the
             memory of a large language model, and needs adapters: small updates would round to nothing.
@@ -112,15 +112,17 @@ class TextEncoder(DualEncoder):
 
     def write(self, folder: Path) -> None:
         """Write a sentence-transformers folder, with a Router where the sides have different weights."""
-        from dualenc.encoders.sentence_model import is_of_a_side, save_model
+        from dualenc.encoders.sentence_model import PROMPT_NAMES, is_of_a_side, save_model
 
         sides = {role: tower.parts for role, tower in zip(ROLES, (self.left, self.right))}
         if self.shares_weights:
             del sides["document"]
-        prompts = {"query": self.left.prepare.prompt, "document": self.right.prepare.prompt}
+        own = {"query": self.left.prepare.prompt, "document": self.right.prepare.prompt}
+        # Under its other names, too: a side without a prompt would get the base model's when the folder is loaded.
+        prompts = {name: own[role] for role in ROLES for name in PROMPT_NAMES[role] if name in {role, *self.prompts}}
         settings: dict[str, Any] = {"truncate_dim": self.left.truncate_dim}
-        # A side without a prompt would get the default one when the folder is loaded.
-        if all(prompts.values()) or is_of_a_side(self.default_prompt):
+        # Likewise the default one.
+        if all(own.values()) or is_of_a_side(self.default_prompt):
             settings["default_prompt_name"] = self.default_prompt
         save_model(sides, folder, prompts=self.prompts | prompts, **settings)
 

@@ -23,15 +23,16 @@ from dualenc.errors import DualencError
 def test_trains_indexes_searches_and_says_what_to_type_next(tmp_path: Path) -> None:
     offline = {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     words = [sys.executable, "-m", "dualenc", "quickstart", "--max-docs", "400", "--test-docs", "50", "--steps", "12"]
+    words += ["--out", "a run"]
     environment = {**os.environ, **offline}
     done = subprocess.run(
         words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    for shown in ("untrained", "BM25", "trained", "sort a list of numbers", "dualenc search quickstart-run/index"):
+    for shown in ("untrained", "BM25", "trained", "sort a list of numbers", "dualenc search 'a run'/index"):
         assert shown in done.stdout
-    assert (tmp_path / "quickstart-run" / "model" / "model.safetensors").exists()
-    assert json.loads((tmp_path / "quickstart-run" / "index" / "meta.json").read_text())["count"] == 400
+    assert (tmp_path / "a run" / "model" / "model.safetensors").exists()
+    assert json.loads((tmp_path / "a run" / "index" / "meta.json").read_text())["count"] == 400
 
 
 def test_documents_that_leave_no_batch_to_train_on_are_refused_before_any_work(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from dualenc.encoders import BatchStatistics, ImageEncoder
@@ -150,5 +151,7 @@ def test_training_mode_of_a_model_leaves_a_frozen_tower_as_it_was() -> None:
     model.left.backbone.requires_grad_(False)
     norms = {name: layer for name, layer in model.train().named_modules() if isinstance(layer, nn.BatchNorm2d)}
     assert norms
-    assert not any(layer.training for layer in norms.values())
+    model.encode([Image.new("RGB", (32, 32))])
+    assert model.left.training
+    assert not any(layer.training for layer in norms.values()), "encoding between two steps changes no mode"
     assert any(isinstance(layer, nn.BatchNorm1d) and layer.training for layer in model.left.projector)

@@ -47,6 +47,17 @@ def test_examples_run_beside_the_folder(
     assert not os.path.isabs(front_matter(card).get("base_model", ""))
 
 
+def test_the_example_of_a_cut_model_ranks_as_the_model_does(text_encoder: Any, tmp_path: Path, capsys: Any) -> None:
+    """sentence-transformers cuts behind the Normalize, so that lengths differ."""
+    model = text_encoder(truncate_dim=4)
+    model.save(tmp_path / "model")
+    example = re.findall(r"```python\n(.*?)```", (tmp_path / "model" / "README.md").read_text(), flags=re.DOTALL)[0]
+    example = example.replace('"model"', repr(str(tmp_path / "model")))
+    exec(example.replace("print(", "scores = ("), known := {})
+    expected = model.encode_query(["a question"]) @ model.encode_document(["a text"]).T
+    assert known["scores"].numpy() == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_callers_facts_are_shown(build: Any) -> None:
     card = {
         "data": "Papers.",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from open_clip.transformer import QuickGELU
 from PIL import Image
+from tokenizers.processors import ByteLevel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -179,6 +180,15 @@ def test_image_size_and_context_length_can_be_set(clip: dict[str, Any], tmp_path
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DualencError, match=message):
         ImageTextEncoder(**arguments)
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """The vector would be read at whatever token the word "a" has."""
+    tokenizer.backend_tokenizer.post_processor = ByteLevel()
+    with pytest.raises(DualencError, match=r"puts no end token behind a text.*; give it a post-processor"):
+        ImageTextEncoder(config=clip, tokenizer=tokenizer)
+    clip["text_cfg"] |= {"pool_type": "last", "eos_id": 0}
+    ImageTextEncoder(config=clip, tokenizer=tokenizer)
 
 
 def test_a_size_that_a_folder_cannot_say_is_refused(clip: dict[str, Any], tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import open_clip
 import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense
 
 from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, load_model
 from dualenc.encoders.lora import add_adapters, merge_adapters
@@ -35,6 +37,10 @@ def test_only_adapters_train(model: TextEncoder) -> None:
     ("arguments", "message"),
     [
         ({"lora_rank": 2, "lora_targets": ["no_such_layer"]}, "LoRA"),
+        (
+            {"lora_rank": 2, "lora_targets": "query"},
+            r"endings of layers' names as a list, such as \[query, value\]",
+        ),
         ({"lora_rank": -1}, "LoRA"),
         ({"dtype": "bfloat16"}, "bfloat16 with lora_rank"),
     ],
@@ -79,6 +85,20 @@ def test_what_adapters_leave_alone_may_be_in_bfloat16(text_encoder: Any, texts: 
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
     assert (load_model(tmp_path / "model")("left", inputs) - embedded).abs().max() < 0.02
+
+
+def test_a_dense_behind_a_transformer_in_bfloat16(text_encoder: Any, texts: list[str], tmp_path: Path) -> None:
+    text_encoder().save(tmp_path / "base")
+    modules = [*SentenceTransformer(str(tmp_path / "base"), device="cpu"), Dense(32, 8)]
+    SentenceTransformer(modules=modules, device="cpu").save(str(tmp_path / "theirs"))
+    whole = TextEncoder(str(tmp_path / "theirs")).encode_query(texts)
+    model = TextEncoder(str(tmp_path / "theirs"), lora_rank=2, dtype="bfloat16")
+    dense = model.left.head[-1].linear.weight
+    assert (dense.dtype, dense.requires_grad) == (torch.float32, True)
+    assert np.abs(model.encode_query(texts) - whole).max() < 0.02
+    model.save(tmp_path / "model")
+    assert np.abs(load_model(tmp_path / "model").encode_query(texts) - whole).max() < 0.02
+    assert np.abs(SentenceTransformer(str(tmp_path / "model")).encode_query(texts) - whole).max() < 0.02
 
 
 def trained_a_little(model: DualEncoder, left: list[Any], right: list[str]) -> list[torch.Tensor]:

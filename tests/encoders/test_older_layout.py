@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Dropout
@@ -53,6 +54,24 @@ def test_a_dense_map(text_encoder: Any, tmp_path: Path) -> None:
     activation = "torch.nn.modules.activation.Tanh"
     assert settings == {"in_features": 32, "out_features": 8, "bias": True, "activation_function": activation}
     assert "use_residual" in written(tmp_path / "residual" / "2_Dense" / "config.json")
+
+
+@pytest.mark.parametrize("setting", [{"query_length": 6}, {"processing_kwargs": {"text": {"max_length": 5}}}])
+def test_lengths_that_it_lacks_stay(
+    text_encoder: Any, setting: dict[str, Any], texts: list[str], tmp_path: Path
+) -> None:
+    text_encoder().save(tmp_path / "base")
+    modules = [*SentenceTransformer(str(tmp_path / "base"), device="cpu")]
+    for name, value in setting.items():
+        setattr(modules[0], name, value)
+    SentenceTransformer(modules=modules, device="cpu").save(str(tmp_path / "theirs"))
+    model = TextEncoder(str(tmp_path / "theirs"))
+    model.save(tmp_path / "model")
+    expected = SentenceTransformer(str(tmp_path / "theirs"), device="cpu").encode_query(texts)
+    whole = TextEncoder(str(tmp_path / "base")).encode_query(texts)
+    assert np.abs(whole - expected).max() > 0.01, "the setting matters"
+    for opened in (model, TextEncoder(str(tmp_path / "model")), SentenceTransformer(str(tmp_path / "model"))):
+        assert np.abs(opened.encode_query(texts) - expected).max() < 1e-6
 
 
 @pytest.mark.parametrize("pooling", [["cls", "mean"], "mean"])

@@ -276,6 +276,20 @@ def test_the_default_prompt_is_saved(
         assert np.abs(saved.encode(["a dog"]) - theirs.encode(["a dog"], normalize_embeddings=True)).max() < 1e-6
 
 
+def test_a_prompt_that_was_taken_away_stays_away(transformer: Any, tmp_path: Path) -> None:
+    """Where the base model has it under another name."""
+    prompts = {"query": "ask: ", "passage": "text: "}
+    modules = [transformer("bert", SIZES), Pooling(32)]
+    theirs = SentenceTransformer(modules=modules, prompts=prompts, device="cpu")
+    assert TextEncoder(theirs).right.prepare.prompt == "text: "
+    model = TextEncoder(theirs, document_prompt="")
+    model.save(tmp_path / "model")
+    again = TextEncoder(str(tmp_path / "model"))
+    assert [tower.prepare.prompt for tower in (again.left, again.right)] == ["ask: ", ""]
+    saved = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    assert np.abs(saved.encode_document(["a dog"]) - model.encode_document(["a dog"])).max() < 1e-6
+
+
 def test_a_language_model_as_it_is(transformer: Any, texts: list[str], tmp_path: Path) -> None:
     """Without modules.json the library pools the last token, of the text in its chat template where there is one."""
     module = transformer("qwen3", HEADS)
