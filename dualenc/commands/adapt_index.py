@@ -6,16 +6,15 @@ import copy
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.output import RESULT, start_processes, writing
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import read_judged_queries
+from dualenc.data.beir import check_judged, read_corpus, read_judged_queries
 from dualenc.data.clicks import DocumentSplit, IndexPairs, split_by_documents
-from dualenc.data.sources import open_corpus
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.frozen import interpolate
@@ -50,6 +49,8 @@ if TYPE_CHECKING:
     from dualenc.commands.adapt import AdaptOptions, ClickOptions
 
 TASK = "adapt"
+WORK = ".adapt"
+"""Folder for vectors of a run in its output; by it a run that was interrupted is known."""
 MAX_HELD_OUT = 1000  # queries of either kind
 NEW = "new documents"
 KNOWN = "documents in training"
@@ -76,7 +77,8 @@ def adapt_index(
         raise DualencError(f"{folder}: holds an adaptation, finished or not; {remedy}")
     place = start_processes(device)
     with writing(folder), removed_if_refused(folder, "training"):
-        work = folder / "work"
+        work = folder / WORK
+        work.mkdir(parents=True, exist_ok=True)
         checksum = fingerprint(index)
         documents = open_documents(index, work)
         clicked = IndexPairs(
@@ -98,10 +100,14 @@ def adapt_index(
         pairs = side.pairs(clicked)
         parts = split_by_documents(pairs, options.held_out, MAX_HELD_OUT, options.seed)
         trained_ids = [documents.ids[row] for row in sorted(set(parts.train.right_id.tolist()))]
-        tasks = {}
-        for name, part in ((NEW, parts.new), (KNOWN, parts.known)):
-            if part is not None:
-                tasks[name] = IndexEvaluator.of_pairs(part, documents)
+        choice = "the held-out queries, so that their numbers are too high; --test measures by others"
+        if options.held_out and parts.held_out is None:
+            problem = f"no query could be held out: the documents of each have over {options.held_out:.0%} of the pairs"
+            choice = f"nothing, for {problem}; raise --held-out, or set --keep"
+            if distributed.is_main():
+                print(f"the step and the share of the original weights are chosen by {choice}")
+        named = {NEW: parts.new, KNOWN: parts.known}
+        tasks = {name: IndexEvaluator.of_pairs(part, documents) for name, part in named.items() if part is not None}
         held_out = list(tasks)
         tasks |= _beir_tasks(columns, side, trained_ids)
 
@@ -134,11 +140,11 @@ def adapt_index(
                 "model": str(folder / "model"),
                 "checksum of the index": f"{checksum[:16]}, {same} after as before",
             }
-            if held_out:
-                choice = "the held-out queries, so that their numbers are too high; --test measures by others"
+            if options.held_out:
                 facts["chosen by"] = choice
             _report(folder, facts, points, keep)
-            print(printable(f"next:  {_next_command(index, folder)}"))
+            query = '"…"' if clicked.left_modality == "text" else "QUERY.npy"
+            print(printable(f"next:  {_next_command(index, folder, query)}"))
             remove(work)
         distributed.barrier()
 
@@ -146,7 +152,7 @@ def adapt_index(
 def _is_own_folder(folder: Path) -> bool:
     if (folder / RESULT).is_file():
         return read_json_object(folder / RESULT).get("task") == TASK
-    return (folder / "work").is_dir() or (folder / "training").is_dir()
+    return (folder / WORK).is_dir()
 
 
 def _beir_tasks(columns: ClickOptions, side: QuerySide, trained_ids: Sequence[str]) -> dict[str, IndexEvaluator]:
@@ -169,20 +175,19 @@ def _beir_task(folder: str, name: str, side: QuerySide, documents: Embeddings) -
     bad_rows = BadRows(folder)
     queries, qrels = read_judged_queries(Path(folder), "test", documents.ids, bad_rows)
     bad_rows.report()
+    check_judged(folder, qrels, documents.ids, side.source)
     return IndexEvaluator(side.inputs(queries, f"{name}-queries"), qrels, documents)
 
 
 def _second_documents(folder: str, side: QuerySide) -> Embeddings:
-    """The documents of the second task: those of the index, its own vectors, or its texts embedded by the model."""
-    path = Path(folder)
-    _, qrels = read_judged_queries(path, "test", side.documents.ids, BadRows(folder))
-    judged = {document for grades in qrels.values() for document in grades}
-    if not judged.isdisjoint(side.documents.ids):
+    """The documents of the second task: its own vectors, or texts embedded by the model; of the index, if it has none
+    or the same."""
+    corpus = read_corpus(folder, bad_rows=BadRows(folder)) if any(Path(folder).glob("corpus*")) else None
+    # Some ids in common say nothing: row numbers are ids, too.
+    if corpus is None or set(corpus.ids) == set(side.documents.ids):
         return side.documents
-    has_texts = any((path / f"corpus.jsonl{suffix}").is_file() for suffix in ("", ".gz"))
-    if side.text is None or not has_texts:
+    if corpus.modality != "text" or side.text is None:
         return open_documents(folder, side.work / "second")
-    corpus = open_corpus(folder, part="corpus")
     return embed(side.text.right, corpus, side.work / "second-documents", dtype="float16")
 
 
@@ -243,9 +248,8 @@ def _report(folder: Path, facts: Mapping[str, object], points: Sequence[Interpol
     for task, before in original.scores.items():
         after = result.scores[task]
         difference, low, high = paired_bootstrap(before, after)
-        row: dict[str, Any] = {"queries of": task, "queries": len(before)}
-        row |= {"original": float(before.mean()), "adapted": float(after.mean())}
-        rows.append(row | {"difference": difference, "from": low, "to": high})
+        row = {"queries of": task, "queries": len(before), "original": float(before.mean())}
+        rows.append(row | {"adapted": float(after.mean()), "difference": difference, "from": low, "to": high})
         curves[task] = (shares, [float(point.scores[task].mean()) for point in points])
     caption = f"nDCG@10 over all documents (kept of the original weights: {keep:g}), 95 % intervals"
     quality = Table(caption, rows)
@@ -271,10 +275,10 @@ def _report(folder: Path, facts: Mapping[str, object], points: Sequence[Interpol
     print(printable(f"model, metrics and report.html are in {folder}"))
 
 
-def _next_command(index: str, folder: Path) -> str:
+def _next_command(index: str, folder: Path, query: str) -> str:
     """How to use the model: search an index or an engine, or evaluate over embeddings."""
     if is_index(index) or is_pushed(index):
-        return f'{shlex.join(["dualenc", "search", index, "--model", f"{folder}/model"])} "…"'
+        return f"{shlex.join(['dualenc', 'search', index, '--model', f'{folder}/model'])} {query}"
     return shlex.join(["dualenc", "evaluate", "retrieval", f"{folder}/model", "BEIR-FOLDER", "--documents", index])
 
 

@@ -14,6 +14,7 @@ from dualenc.commands.labelled_images import (
     open_images,
     random_rows,
     require_labels,
+    require_other_images,
 )
 from dualenc.commands.output import Evaluation
 from dualenc.data.detect import default_split
@@ -59,6 +60,8 @@ def evaluate_corrupted(
 ) -> None:
     """Evaluate retrieval among versions and images, and with training images the robustness of a linear probe."""
     split = images.split or default_split(data)
+    if images.train is not None:
+        require_other_images(images.train, images.train_split, data, split)
     evaluation = Evaluation("corrupted", model, data, output)
     source, clean = _open_versions(data, split, images, options)
     if images.train is not None:

@@ -10,12 +10,11 @@ from dualenc.commands.labelled_images import (
     open_image_tower,
     open_images,
     require_labels,
+    require_other_images,
 )
 from dualenc.commands.output import Evaluation
-from dualenc.data.detect import default_split, detect
-from dualenc.data.images import split_folder
+from dualenc.data.detect import default_split
 from dualenc.data.labels import align_labels
-from dualenc.errors import DualencError
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.report import Table
 
@@ -30,11 +29,7 @@ def evaluate_probe(model: str, data: str, images: ImageOptions, batch_size: int,
     """Fit the probes on training images, and test them."""
     split = images.split or default_split(data)
     source = images.train or data
-    parts: set[object] = {(source, images.train_split), (data, split)}
-    if source == data and detect(data) == "images":
-        parts = {split_folder(data, images.train_split), split_folder(data, split)}
-    if len(parts) == 1:
-        raise DualencError(f"{data}: a probe would be tested on its own images; name others: --train")
+    require_other_images(source, images.train_split, data, split)
     evaluation = Evaluation("probe", model, data, output)
     column, seed = images.label_column, images.seed
     train = open_images(source, images.train_split, column, limit=images.train_limit, seed=seed)
@@ -62,7 +57,7 @@ def evaluate_probe(model: str, data: str, images: ImageOptions, batch_size: int,
         rows[-1]["note"] = f"l2={linear.l2:g}"
         accuracies = {str(row["probe"]): {"accuracy": row["accuracy"]} for row in rows}
         facts: dict[str, object] = {"model": model, "data": data, "split": split, "train": source}
-        facts["train_split"] = images.train_split
+        facts |= {"train_split": images.train_split}
         facts |= {"train_images": len(train_labels), "test_images": len(test_labels)}
         evaluation.conclude("Probes", data, facts, {"accuracy": accuracies}, [Table("Probes", rows)])
     distributed.barrier()

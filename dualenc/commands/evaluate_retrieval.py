@@ -11,7 +11,7 @@ import numpy as np
 from dualenc import distributed
 from dualenc.commands.output import RESULT, Evaluation, short_name
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import expand_name, is_collection, read_beir, read_corpus, read_judged_queries
+from dualenc.data.beir import check_judged, expand_name, is_collection, read_beir, read_corpus, read_judged_queries
 from dualenc.data.corpus import Corpus, RetrievalSet, held_out
 from dualenc.data.detect import default_split, detect
 from dualenc.data.item_lists import VectorItems
@@ -82,7 +82,8 @@ def evaluate_retrieval(
         dense = _rank_by_model(evaluation, folder, encoder, collection, indexed, split, options)
         if not distributed.is_main():
             continue
-        runs = {short_name(model): dense} | _other_runs(dense, collection, options, ranking)
+        own = short_name(model)
+        runs = {f"{own} (model)" if own in FOLDERS else own: dense} | _other_runs(dense, collection, options, ranking)
         for system, run in runs.items():
             result = Result(system, name, run, collection.qrels, len(collection.corpus))
             result.write(evaluation.folder / folder / FOLDERS.get(system, ""))
@@ -206,10 +207,7 @@ def _over_index(indexed: Embeddings, source: str, split: str, index: str, needs_
     """
     bad_rows = BadRows(source)
     queries, qrels = read_judged_queries(Path(source), split, indexed.ids, bad_rows)
-    judged = {name for grades in qrels.values() for name in grades}
-    if (rows_of(indexed.ids, judged) < 0).all():
-        problem = f"{index} holds none of its {len(judged):,} judged documents"
-        raise DualencError(f"{source}: {problem}; name an index of these documents with their ids")
+    check_judged(source, qrels, indexed.ids, index)
     if needs_texts:
         texts = read_corpus(source, bad_rows=bad_rows)
         rows = rows_of(texts.ids, indexed.ids)

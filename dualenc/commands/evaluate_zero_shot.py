@@ -86,13 +86,20 @@ def _class_names(
     if not are_numbers(own) and set(own) <= {*lines, *(line.split()[0] for line in lines)}:
         # A file may list the classes of the data in another order, and others among them.
         return names, align_labels(labels, own, lines, data)
-    recorded = [readable_class(name) for name in own]
+    if file is not None and are_numbers(own) and labels.min(initial=2) == 1 and labels.max() == len(names):
+        if distributed.is_main():
+            print("class numbers begin at 1: the first name is that of class 1")
+        labels = labels - 1
     if labels.max(initial=-1) >= len(names):
         problem = f"{len(names)} class names, but there is a label {labels.max()}"
-        raise DualencError(f"{file or data}: {problem}; name every class")
-    if len(set(names)) == len(names) and set(recorded) <= set(names):
-        return names, align_labels(labels, recorded, names, data)
-    if len(recorded) != len(names) and not are_numbers(recorded):
+        raise DualencError(f"{file or data}: {problem}; name every class, that of label 0 first")
+    listed, recorded = ([readable_class(name).casefold() for name in each] for each in (lines, own))
+    if len(set(listed)) == len(listed) and set(recorded) <= set(listed):
+        return names, align_labels(labels, recorded, listed, data)
+    moved = [name for name, line in zip(recorded, listed) if name != line and name in listed]
+    if (moved or len(recorded) != len(names)) and not are_numbers(recorded):
         problem = f"{len(names)} class names for {len(recorded)} classes, which it does not list by name"
+        if moved:
+            problem = f"lists {moved[0]} at the place of another class of the data, and not all of them by name"
         raise DualencError(f"{file}: {problem}; name each class of the data, or use its names")
     return names, labels

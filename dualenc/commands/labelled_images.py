@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from dualenc.commands.output import Evaluation, embed_into
+from dualenc.commands.output import Evaluation, embed_into, recorded_name
 from dualenc.data import Corpus, open_corpus
+from dualenc.data.detect import detect
+from dualenc.data.images import split_folder
 from dualenc.data.items import rows_of
 from dualenc.data.labels import rows_with_label
 from dualenc.encoders import Tower, load_model
@@ -35,6 +37,16 @@ def open_images(
     if limit is None or limit >= len(images):
         return images
     return images.take(random_rows(len(images), limit, seed))
+
+
+def require_other_images(train: str, train_split: str, data: str, split: str) -> None:
+    """Refuse to test a probe on the images that it was trained on."""
+    parts: set[Any] = {train_split, split}
+    is_same = recorded_name(train) == recorded_name(data)
+    if is_same and detect(data) == "images":
+        parts = {split_folder(data, part) for part in parts}
+    if is_same and len(parts) == 1:
+        raise DualencError(f"{data}: a probe would be tested on its own images; name others: --train")
 
 
 def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> np.ndarray:

@@ -25,8 +25,8 @@ def migrate(
 
     A sample is embedded with the new model, and maps between the two spaces are learned from it. The report compares
     the old model, mapped vectors and the new model. Then the index answers with the new model over mapped vectors,
-    which give way to new ones as documents are embedded; where the report shows that mapped vectors find significantly
-    less, it stays the old one until enough are. The same command resumes an interrupted migration. The work folder is
+    which give way to new ones as documents are embedded; where mapped vectors find significantly less, or no judgements
+    tell, it stays the old one until enough are. The same command resumes an interrupted migration. The work folder is
     INDEX.migration, the report INDEX.migration.html.
 
     Args:
@@ -36,7 +36,8 @@ def migrate(
             With a BEIR folder that has test judgements the report measures nDCG@10.
         queries: table of past queries, which decide the order; by default those of the BEIR folder, else the sample.
         report_only: stop after the report; the same command without it goes on.
-        anyway: go on although the report shows that the new model finds significantly less than the old one.
+        anyway: go on although the report shows that the new model finds significantly less than the old one; without
+            judgements, serve mapped vectors.
         rollback: put the old index back and end the migration.
         batch_size: texts per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.

@@ -25,7 +25,7 @@ from dualenc.search.build import new_index
 from dualenc.search.documents import open_documents
 from dualenc.search.embed import embed, tower_checksum
 from dualenc.search.index import rows_in
-from dualenc.search.migrate import Migration, is_started, order_by_hits, remove_work, sample_rows
+from dualenc.search.migrate import SHARES, Migration, is_started, order_by_hits, remove_work, sample_rows
 from dualenc.search.pushed import is_pushed
 from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.search.texts import TextStore, has_texts
@@ -92,6 +92,8 @@ def migrate_index(
     migration = Migration(folder, notes, {"texts": texts.corpus.identity(), "queries": past})
     steps = _Steps(migration, texts, encoder, batch_size)
     report = migration.report or steps.measure()
+    if anyway and not measures.is_judged(report["systems"]):
+        report["served"] = list(SHARES)
     _show(report, Path(f"{migration.work}.html"))
     if report_only:
         return
@@ -263,6 +265,9 @@ def _show(report: Mapping[str, Any], page: Path) -> None:
     share = min(report["served"])
     if share > 0:
         problem = "mapped vectors find significantly less than the old model"
+        if not measures.is_judged(report["systems"]):
+            remedy = "name a BEIR folder by --data, or serve them by --anyway"
+            problem = f"without judgements nothing tells what mapped vectors find beside the old model ({remedy})"
         print(f"{problem}: the index stays the old one until {share:.0%} of it are embedded anew")
     if measures.is_below(report["systems"], measures.NEW):
         print("the new model finds significantly less than the old one")

@@ -96,7 +96,7 @@ def push(
         if filters is not None:
             _measure(folder, engine, options, filters)
     engine.close()
-    print(printable(f'next: dualenc search {shlex.quote(folder)} "…"'))
+    print(printable(f'next: dualenc search {shlex.quote(str(folder))} "…"'))
 
 
 def evaluate_engine(folder: str, options: RecallOptions) -> None:

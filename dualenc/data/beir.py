@@ -169,6 +169,14 @@ def read_judged_queries(
     return queries.take(rows), qrels
 
 
+def check_judged(folder: str, qrels: Mapping[str, Mapping[str, int]], document_ids: Sequence[str], index: str) -> None:
+    """Refuse judgements none of whose documents is in an index."""
+    judged = {name for grades in qrels.values() for name in grades}
+    if (rows_of(document_ids, judged) < 0).all():
+        problem = f"{index} holds none of its {len(judged):,} judged documents"
+        raise DualencError(f"{folder}: {problem}; name an index of these documents with their ids")
+
+
 def read_corpus(
     folder: str | Path,
     part: str = "corpus",
@@ -213,21 +221,33 @@ def read_corpus(
 def _fields_of_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, list[str]]]:
     """The position and [query, document, grade] of the lines of a file.
 
-    A BEIR file has `query-id, corpus-id, score` by tabs, with or without that header, which pandas begins with the
-    nameless column of its index; a TREC one has `query 0 document grade`.
+    A BEIR file has `query-id, corpus-id, score` by tabs, or in any order below a header; a TREC one has `query 0
+    document grade`.
     """
-    num_indices = 0
+    places: list[int] = []
+    num_columns = 0
     for number, line in read_texts(file, bad_rows):
         fields = line.split("\t")
-        if number == 1 and fields[-1].strip() in _HEADERS:
-            num_indices = int(fields[0].strip() in ("", "Unnamed: 0"))
+        if number == 1 and (places := _header_places([field.strip() for field in fields])):
+            num_columns = len(fields)
             continue
-        fields = fields[num_indices:]
+        if places and len(fields) == num_columns:
+            fields = [fields[place] for place in places]
         # TREC separates by any space, and has a column of iterations that nobody uses.
         words = line.split()
         if len(fields) != 3 and len(words) == 4:
             fields = [words[0], *words[2:]]
         yield f"{file}:{number}", fields
+
+
+def _header_places(names: list[str]) -> list[int]:
+    """The places of query, document and grade in a header, which pandas begins with the nameless column of its index;
+    none if it is no header."""
+    known = [name for name in ("query-id", "corpus-id") if name in names]
+    if len(known) < 2 and names[-1] not in _HEADERS:
+        return []
+    others = [name for name in names if name not in ("", "Unnamed: 0", *known)]
+    return [names.index(name) for name in (*known, *others)]
 
 
 def _judgements(entries: Iterable[tuple[str, list[str]]], bad_rows: BadRows) -> Iterator[Judgement]:

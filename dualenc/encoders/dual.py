@@ -198,10 +198,7 @@ class DualEncoder(nn.Module):
         was_training = tower.training
         tower.eval()
         try:
-            with (
-                torch.inference_mode(),
-                tqdm(total=len(items), desc="encode", disable=not shows_bar) as bar,
-            ):
+            with torch.inference_mode(), tqdm(total=len(items), desc="encode", disable=not shows_bar) as bar:
                 parts = list(_encode_windows(tower, items, batch_size, bar))
         finally:
             tower.train(was_training)

@@ -42,13 +42,7 @@ CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
 WEIGHTS_FILES = (WEIGHTS_FILE, "open_clip_pytorch_model.safetensors", "model.safetensors")
 SECTIONS = ("embed_dim", "vision_cfg", "text_cfg")
-TOKENIZER_ARGUMENTS = (
-    "clean",
-    "strip_sep_token",
-    "language",
-    "additional_special_tokens",
-    "reduction_mask",
-)
+TOKENIZER_ARGUMENTS = ("clean", "strip_sep_token", "language", "additional_special_tokens", "reduction_mask")
 """Arguments that cannot lead a tokenizer to other files or to code."""
 
 

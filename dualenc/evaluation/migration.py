@@ -89,15 +89,19 @@ def summarize(scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
 
 
 def is_below(rows: Sequence[Mapping[str, Any]], system: str) -> bool:
-    """Whether a system is significantly below the old model, by nDCG@10 or, without judgements, by recall@10."""
+    """Whether a system is significantly below the old model by judgements; without them nothing says so."""
     row = next(row for row in rows if row["system"] == system)
-    difference = row.get("ndcg@10 - old", row["recall@10 - old"])
-    return bool(difference[2] < 0)
+    return is_judged(rows) and bool(row["ndcg@10 - old"][2] < 0)
+
+
+def is_judged(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether systems were measured by judgements."""
+    return "ndcg@10" in rows[0]
 
 
 def served_shares(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Shares of new vectors at which the mixed index is not significantly below the old model, and 1 in any case."""
-    return [share for share in SHARES if share == 1 or not is_below(rows, mixed_name(share))]
+    """Shares of new vectors at which judgements do not show the mixed index below the old model, and 1 in any case."""
+    return [s for s in SHARES if s == 1 or (is_judged(rows) and not is_below(rows, mixed_name(s)))]
 
 
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualenc import distributed
-from dualenc.evaluation.metrics import (
-    CUTOFFS,
-    Qrels,
-    Run,
-    Scores,
-    mean_scores,
-    remove_self_matches,
-    score_queries,
-)
+from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores, remove_self_matches, score_queries
 from dualenc.evaluation.runs import ranked, write_per_query, write_trec
 from dualenc.search.exact import exact_search
 from dualenc.search.lexical import Lexical

@@ -131,8 +131,9 @@ class GlobalLossTrainer(ObjectiveStateMixin, SentenceTransformerTrainer):  # typ
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        texts = getattr(self.loss, "texts", None)
-        if texts is not None and self.args.prompts and set(self.loss.prompts.values()) == {None}:
+        loss: Any = self.loss
+        texts = getattr(loss, "texts", None)
+        if texts is not None and self.args.prompts and not any(loss.prompts.values()):
             problem = "args.prompts are put before the texts of a batch alone"
             raise DualencError(f"{problem}; give those of anchors and of other texts as GlobalLoss(prompts=…), too")
         datasets = self.train_dataset if isinstance(self.train_dataset, dict) else {"": self.train_dataset}

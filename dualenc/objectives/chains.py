@@ -76,13 +76,7 @@ class ChainObjective(Objective):
     needs_encode = True
     takes_mined = False  # they are no uniform proposals
 
-    def __init__(
-        self,
-        *,
-        proposals: Literal["batch"] | int = "batch",
-        recent: int = 4096,
-        **common: Any,
-    ) -> None:
+    def __init__(self, *, proposals: Literal["batch"] | int = "batch", recent: int = 4096, **common: Any) -> None:
         super().__init__(**common)
         if proposals != "batch":
             check_range("proposals", proposals, "[1, inf)")  # type: ignore[arg-type]

@@ -10,13 +10,7 @@ from torch import Tensor
 from dualenc.objectives.anchors import Anchors, log_count, log_mean
 from dualenc.objectives.base import Estimate, Objective, temperature_term
 from dualenc.objectives.checks import check_range, fail
-from dualenc.objectives.tables import (
-    first_occurrence,
-    log_average,
-    mean_over_duplicates,
-    write_log_means,
-    write_rows,
-)
+from dualenc.objectives.tables import first_occurrence, log_average, mean_over_duplicates, write_log_means, write_rows
 
 
 class SogCLR(Objective):

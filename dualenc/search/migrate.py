@@ -86,7 +86,10 @@ class Migration:
         """Whether the work folder is of this plan; one of another, which has only measured, gives way to it."""
         present = read_json_object(self.work / "plan.json") if is_started(self.folder) else {}
         different = [name for name, value in plan.items() if present.get(name) != value]
-        if present and different and (is_replaced(self.folder) or any(self.work.glob("embeddings-*"))):
+        # What was measured by judged queries is not measured again without them.
+        loses_queries = "model" not in different and present.get("queries") and not plan["queries"]
+        has_begun = is_replaced(self.folder) or any(self.work.glob("embeddings-*"))
+        if present and different and (has_begun or loses_queries):
             what = "another model" if "model" in different else f"other {different[0]}"
             remedy = f"resume it with them, or end it: dualenc migrate {self.folder} --rollback"
             raise DualencError(f"{self.work}: a migration with {what} is under way; {remedy}")

@@ -66,6 +66,7 @@ class QuerySide:
         device: torch.device,
     ) -> None:
         self.documents = documents
+        self.modality = modality
         self.trained = trained
         self.source = source
         self.work = work
@@ -87,6 +88,9 @@ class QuerySide:
 
     def inputs(self, queries: Corpus, name: str) -> Corpus:
         """Queries as the trained model takes them: texts, or for a map the text model's vectors, embedded once."""
+        if queries.modality != self.modality:
+            problem = f"{name} are of kind {queries.modality}, and the queries to train on {self.modality}"
+            raise DualencError(f"{problem}; give both as one of them")
         if self.text is None or self.trained not in TOWERS:
             return queries
         dim = self.documents.dim if self.documents.dim < self.text.dim else None

@@ -17,11 +17,12 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
+from dualenc.data import read_beir
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders import IndexEncoder, load_model
 from dualenc.search import Index
 from tests.commands import toy
-from tests.commands.in_process import failure, found, run
+from tests.commands.in_process import evaluated, failure, found, run
 from tests.commands.processes import run_on_two
 from tests.commands.test_vectors import write_vectors
 
@@ -237,18 +238,54 @@ def test_refusals(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_second_task_with_the_ids_of_the_index_has_its_own_documents(
+    shop: Path, tmp_path: Path, toy_text: Path
+) -> None:
+    """Rows are ids of many tables."""
+    other = toy.write_beir(tmp_path / "other", documents=60)
+    assert set(read_beir(other).corpus.ids) < set(Index.open(shop / "index").ids)
+    words = ["adapt", shop / "index", shop / "clicks.csv", "--out", tmp_path / "run", "--epochs", 1, "--keep", 1]
+    run(*words, "--second", other)
+    (row,) = [row for row in metrics(tmp_path / "run")["quality"] if row["queries of"] == "second task: other"]
+    expected = evaluated("retrieval", tmp_path / "out", toy_text, other)["systems"][toy_text.name]["mean"]["ndcg@10"]
+    assert row["original"] == pytest.approx(expected, abs=1e-3)
+
+
 def test_an_adaptation_is_not_begun_again(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A finished run is refused without --resume, and kept; few pairs are not held out."""
     (tmp_path / "two.csv").write_text("query,doc_id\nant bee,d0\ncat dog,d1\n")
     words = ["adapt", shop / "index", tmp_path / "two.csv", "--out", tmp_path / "run", "--epochs", 1]
     run(*words)
-    assert "nothing was measured" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "nothing was measured" in printed
+    assert "chosen by nothing, for no query could be held out" in printed
+    assert "no query could be held out" in metrics(tmp_path / "run")["chosen by"]
     assert "--resume" in failure(capsys, *words)
     run(*words, "--resume")
     assert (tmp_path / "run" / "model" / "modules.json").is_file()
 
 
 def test_another_folder_is_not_overwritten(turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    assert "mine" not in failure(capsys, "adapt", turned / "index", turned / "clicks.parquet", "--out", tmp_path)
-    assert (tmp_path / "mine.txt").read_text() == "mine"
+    words = ["adapt", turned / "index", turned / "clicks.parquet", "--out", tmp_path]
+    for name in ("mine.txt", "work/mine.txt", "training/mine.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+        assert "holds no adaptation" in failure(capsys, *words)
+        assert (tmp_path / name).read_text() == "mine"
+
+
+def test_other_tasks_fit_the_clicks_and_the_index(
+    turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is trained; a map of vectors is searched with a vector."""
+    words = ["adapt", turned / "index", turned / "clicks.parquet", "--out", tmp_path / "run", "--train", "linear"]
+    texts = toy.write_beir(tmp_path / "beir")
+    (texts / "qrels" / "test.tsv").write_text("d0\td0\t1\n")
+    line = failure(capsys, *words, "--test", texts)
+    assert "test-queries are of kind text, and the queries to train on vector; give both as one of them" in line
+    strange = Path(shutil.copytree(turned / "test", tmp_path / "strange"))
+    (strange / "qrels" / "test.tsv").write_text("q0\tnowhere\t1\n")
+    assert "holds none of its 1 judged documents" in failure(capsys, *words, "--test", strange)
+    assert not (tmp_path / "run").exists()
+    run(*words, "--epochs", 1)
+    assert f"--model {tmp_path / 'run'}/model QUERY.npy" in capsys.readouterr().out

@@ -62,6 +62,8 @@ REFUSALS = [
     ("probe {image} {flat} --train {splits}", "there are no labels"),
     ("probe {image} {colours}", "a probe would be tested on its own images; name others: --train"),
     ("probe {image} {splits} --split train", "name others: --train"),
+    ("probe {image} {colours} --train {colours}/../colours/", "name others: --train"),
+    ("corrupted {image} {colours} --train {colours}/", "a probe would be tested on its own images"),
     ("probe {image} {few.txt}", "name others: --train"),
     ("probe {image} {pink}", "class pink is not among the 3 classes"),
     ("corrupted {image} {splits} --corruptions fogg,fog", "unknown corruption fogg (did you mean fog?)"),

@@ -140,6 +140,14 @@ def test_hybrid_is_the_fusion_of_the_runs_beside_it(toy_text: Path, data: Path, 
     assert (measured["hybrid"], measured["weight"]) == (method, 0.3)
 
 
+def test_a_model_with_the_name_of_another_system_keeps_its_results(toy_text: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "hybrid").symlink_to(toy_text)
+    measured = evaluated("retrieval", tmp_path / "out", tmp_path / "hybrid", data, "--hybrid", "rrf")["systems"]
+    expected = evaluated("retrieval", tmp_path / "alone", toy_text, data)["systems"]["toy-text"]["mean"]
+    assert set(measured) == {"hybrid (model)", "BM25", "hybrid"}
+    assert measured["hybrid (model)"]["mean"] == expected
+
+
 def numbered(folder: Path, offset: int) -> Path:
     """Ten queries and ten documents, both with the ids 0 to 9; number n is answered by number n + offset."""
     (folder / "qrels").mkdir(parents=True)

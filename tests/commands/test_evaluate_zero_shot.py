@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dualenc.commands.evaluate_zero_shot import _class_names
 from dualenc.data.vector_shards import Embeddings
 from tests.commands.image_models import HUES, save_classes
 from tests.commands.in_process import evaluated, failure
@@ -46,9 +47,24 @@ def test_class_names_from_a_file(toy_clip: Path, tmp_path: Path, capsys: pytest.
         assert [row["class"] for row in measured["per_class"]] == [name for name in order if name in HUES]
         found.append({row["class"]: row["top@1"] for row in measured["per_class"]})
     assert found[0] == found[1], "in any order each image is of its own class"
+    names.write_text("RED\nGreen\nBlue\n")
+    measured = evaluated("zero-shot", tmp_path / "case", toy_clip, data, "--class_names", names)
+    assert [row["class"] for row in measured["per_class"]] == ["RED", "Green", "Blue"]
+    names.write_text("red\nlight green\nblue\n")
+    message = "lists blue at the place of another class of the data, and not all of them by name"
+    assert message in failure(capsys, "evaluate", "zero-shot", toy_clip, data, "--class-names", names)
     names.write_text("one\ntwo\nthree\nfour\n")
     message = "4 class names for 3 classes, which it does not list by name"
     assert message in failure(capsys, "evaluate", "zero-shot", toy_clip, data, "--class-names", names)
+
+
+@pytest.mark.parametrize("labels", [[1, 2, 3], [2, 1, 3, 3]])
+def test_class_numbers_may_begin_at_one(labels: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in the labels of flowers, cars and birds."""
+    (tmp_path / "names.txt").write_text("rose\nlily\ntulip\n")
+    names, numbers = _class_names(str(tmp_path / "names.txt"), None, np.array(labels), "data")
+    assert [names[number] for number in numbers] == [["rose", "lily", "tulip"][label - 1] for label in labels]
+    assert "the first name is that of class 1" in capsys.readouterr().out
 
 
 def test_class_names_behind_the_ids_of_the_folders(toy_clip: Path, tmp_path: Path) -> None:

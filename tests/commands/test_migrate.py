@@ -149,6 +149,26 @@ def test_without_judgements_neighbours_are_the_truth(
     assert 0.1 < systems["new model, mapped vectors"]["recall@10"][0] < 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("--anyway",)])
+def test_without_judgements_mapped_vectors_are_not_served_unasked(
+    made: Path, index: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the new model's neighbours the new model is best, whatever it finds."""
+    run("migrate", index, made / "new", "--data", made / "beir", "--report-only")
+    change_meta(index, data="gone")
+    line = failure(capsys, "migrate", index, made / "new", *words)
+    assert "a migration with other queries is under way; resume it with them, or end it" in line
+    run("migrate", index, "--rollback")
+    capsys.readouterr()
+    run("migrate", index, made / "new", *words)
+    printed = capsys.readouterr().out
+    served = [line for line in printed.splitlines() if "vectors are of the new model" in line]
+    assert len(served) == (len(SHARES) if words else 1)
+    assert ("without judgements nothing tells what mapped vectors find" in printed) == (not words)
+    assert Index.open(index).meta["mapped"] == 0
+
+
 REFUSALS = {
     "engine": "an engine does not migrate; migrate the embeddings and push again",
     "vectors": "holds vector, vector, right, embedding; only documents of a query-document model migrate",

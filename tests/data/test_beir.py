@@ -117,6 +117,8 @@ def test_judgements_of_missing_documents_and_below_zero_are_those_of_trec_eval(f
         "q1 0 d 2\nq1\t0\te\t0\n",
         "q1\td\t2\n\nq1\te\t0\n",
         "\tquery-id\tcorpus-id\tscore\n0\tq1\td\t2\n1\tq1\te\t0\n",
+        "corpus-id\tquery-id\tscore\nd\tq1\t2\ne\tq1\t0\n",
+        "\tquery-id\tlabel\tcorpus-id\n0\tq1\t2\td\n1\tq1\t0\te\n",
     ],
 )
 def test_qrels_of_beir_trec_and_pandas(text: str, folder: Path) -> None:
