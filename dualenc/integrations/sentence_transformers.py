@@ -133,7 +133,7 @@ class GlobalLossTrainer(ObjectiveStateMixin, SentenceTransformerTrainer):  # typ
         super().__init__(*args, **kwargs)
         loss: Any = self.loss
         texts = getattr(loss, "texts", None)
-        if texts is not None and self.args.prompts and not any(loss.prompts.values()):
+        if texts is not None and loss.objective.needs_encode and self.args.prompts and not any(loss.prompts.values()):
             problem = "args.prompts are put before the texts of a batch alone"
             raise DualencError(f"{problem}; give those of anchors and of other texts as GlobalLoss(prompts=…), too")
         datasets = self.train_dataset if isinstance(self.train_dataset, dict) else {"": self.train_dataset}

@@ -149,14 +149,15 @@ def test_ids_of_another_call_are_refused(model_folder: Path, tmp_path: Path) -> 
 def test_prompts_that_only_the_trainer_knows_are_refused(model_folder: Path, tmp_path: Path) -> None:
     dataset, texts = with_ids(pairs())
     model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu")
+    objective = GlobalCache(num_left=texts.num_left, num_right=texts.num_right)
     prompts = {"anchor": "query: "}
     arguments = sentence_transformers.SentenceTransformerTrainingArguments(
         str(tmp_path), use_cpu=True, report_to=[], prompts=prompts
     )
     with pytest.raises(DualencError, match=r"texts of a batch alone; .* as GlobalLoss\(prompts=…\)"):
-        GlobalLossTrainer(model, arguments, train_dataset=dataset, loss=GlobalLoss(model, InfoNCE(), texts))
-    loss = GlobalLoss(model, InfoNCE(), texts, prompts=("query: ", None))
-    GlobalLossTrainer(model, arguments, train_dataset=dataset, loss=loss)
+        GlobalLossTrainer(model, arguments, train_dataset=dataset, loss=GlobalLoss(model, objective, texts))
+    for loss in (GlobalLoss(model, objective, texts, prompts=("query: ", None)), GlobalLoss(model, InfoNCE(), texts)):
+        GlobalLossTrainer(model, arguments, train_dataset=dataset, loss=loss)
 
 
 def test_the_loss_and_its_gradient_are_those_of_the_objective(model_folder: Path) -> None:
