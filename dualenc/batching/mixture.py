@@ -17,9 +17,9 @@ class MixtureBatches(BatchSelector):
     """Random batches of pairs that are ordered by source, each source drawn in proportion to its weight.
 
     Of a source of M pairs and weight w an epoch draws n = round(w·M): each pair ⌊n/M⌋ times, and r = n mod M of them
-    once more. From epoch to epoch these r walk through a random order of the source, and a new order begins where fewer
-    than r are left: so with a weight below 1 nearly all pairs come before one comes again. A batch holds a pair at most
-    once; random pairs that do not fill a batch are left out of the epoch.
+    once more. From epoch to epoch these r walk round a random order of the source: with a weight below 1 all pairs come
+    before one comes again. A batch holds a pair at most once; random pairs that do not fill a batch are left out of the
+    epoch.
 
     Args:
         sizes: (K,) pairs in each source; their indices follow one another.
@@ -98,12 +98,9 @@ class MixtureBatches(BatchSelector):
         whole, rest = divmod(self.draws[number], size)
         counts = np.full(size, whole, dtype=np.int64)
         if rest:
-            # A seed of its own for each order, not the epoch's generator: the order spans several epochs.
-            turn, place = divmod(epoch, size // rest)
-            seed = [self.seed, turn, number, 1]
-            order = np.random.default_rng(seed).permutation(size)
-            start = place * rest
-            once_more = order[start : start + rest]
+            # Not by the epoch's generator: all epochs walk through one order.
+            order = np.random.default_rng([self.seed, 0, number, 1]).permutation(size)
+            once_more = order[(epoch * rest + np.arange(rest)) % size]
             counts[once_more] += 1
         return counts
 

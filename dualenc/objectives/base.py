@@ -26,7 +26,7 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.batch import EncodedBatch, gather_batch, two_towers, two_views, with_mined
-from dualenc.objectives.checks import check_range, fail, names_class
+from dualenc.objectives.checks import check_count, check_range, fail, names_class
 from dualenc.objectives.corpus import SampledCorpus
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.items import Encode, OutsideEncoder
@@ -109,7 +109,7 @@ class Objective(nn.Module):
             fail("num_left", "is missing; pass the number of left items, e.g. len(pairs)")
         for argument, value in (("num_left", num_left), ("num_right", num_right)):
             if value is not None:
-                check_range(argument, value, "[1, inf)")
+                check_count(argument, value)
         check_range("temperature", temperature, f"[{MIN_TEMPERATURE}, inf)")
         if positive_in_softmax and not self.estimates_partition:
             able = "SogCLR, ISogCLR, GlobalCache, NegativeCache, ExactGlobal or FrozenCorpus"
@@ -208,6 +208,8 @@ class Objective(nn.Module):
         encoder = None if encode is None else OutsideEncoder(encode, self.views, batch.embeddings)
         self._recorded = {}
         self.updates_state = self.training and torch.is_grad_enabled()
+        if self.updates_state:
+            self.log_temperature.data.clamp_(min=math.log(MIN_TEMPERATURE))
         draws = [module for module in self.modules() if isinstance(module, SharedRandom)]
         positions = [random.position for random in draws]
         with torch.autocast(left.device.type, enabled=False):
@@ -245,8 +247,10 @@ class Objective(nn.Module):
 
     @property
     def temperature(self) -> Tensor:
-        """Scalar τ, never below MIN_TEMPERATURE however far a learned one drifts."""
-        return self.log_temperature.exp().clamp(min=MIN_TEMPERATURE)
+        """Scalar τ, never below MIN_TEMPERATURE."""
+        tau = self.log_temperature.exp()
+        # Straight through, so that a learned one can leave the bound.
+        return tau + (tau.clamp(min=MIN_TEMPERATURE) - tau).detach()
 
     @property
     def reports_loss(self) -> bool:
@@ -279,8 +283,8 @@ class Objective(nn.Module):
         for direction, memory in zip(self.directions, getattr(self, "memories", ()), strict=False):
             # An epoch shows pairs, so that items in many pairs come many times.
             counts = self.corpus.item_counts(direction)
-            # Items in no pair are remembered only as mined negatives, and count once.
-            counts = None if counts is None else counts.clamp(min=1)
+            # Items in no pair are remembered only as mined negatives, and count once; others may in part.
+            counts = None if counts is None else counts.where(counts > 0, 1)
             memory.expect(self.corpus.num_pairs * self.num_views, counts)
 
     def log_odds(self, log_partition: Tensor, positive: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors, find, is_listed, log_mean
 from dualenc.objectives.base import Estimate, Objective
-from dualenc.objectives.checks import check_range
+from dualenc.objectives.checks import check_count
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.memory import EmbeddingMemory, draw_per_anchor
 from dualenc.objectives.tables import first_occurrence, write_rows
@@ -79,8 +79,8 @@ class ChainObjective(Objective):
     def __init__(self, *, proposals: Literal["batch"] | int = "batch", recent: int = 4096, **common: Any) -> None:
         super().__init__(**common)
         if proposals != "batch":
-            check_range("proposals", proposals, "[1, inf)")  # type: ignore[arg-type]
-        check_range("recent", recent, "[0, inf)")
+            check_count("proposals", proposals)  # type: ignore[arg-type]
+        check_count("recent", recent, 0)
         self.proposals = proposals
         self.recent = recent
         # In-batch proposals are uniform in random batches only; draws from the corpus weigh every item once.

@@ -58,6 +58,12 @@ def check_range(argument: str, value: float, interval: str) -> None:
         fail(argument, f"is {value!r}; it must be a number in {interval}")
 
 
+def check_count(argument: str, value: int, least: int = 1) -> None:
+    """Refuse what is no whole number, or too small a one."""
+    if not isinstance(value, numbers.Integral) or value < least:
+        fail(argument, f"is {value!r}; it must be a whole number of at least {least}")
+
+
 def check_choice(argument: str, value: object, choices: Collection[object]) -> None:
     """Refuse a value that is none of the choices."""
     if value not in choices:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dualenc.objectives.anchors import PADDING, Anchors, is_listed
 from dualenc.objectives.base import Estimate, Objective
-from dualenc.objectives.checks import check_range
+from dualenc.objectives.checks import check_count
 from dualenc.objectives.items import OutsideEncoder
 
 
@@ -36,7 +36,7 @@ class ExactGlobal(Objective):
 
     def __init__(self, *, corpus_chunk_size: int = 1024, **common: Any) -> None:
         super().__init__(**common)
-        check_range("corpus_chunk_size", corpus_chunk_size, "[1, inf)")
+        check_count("corpus_chunk_size", corpus_chunk_size)
         self.corpus_chunk_size = corpus_chunk_size
 
     def anchor_losses(self, anchors: Anchors, encoder: OutsideEncoder | None) -> Tensor:

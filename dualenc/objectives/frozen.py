@@ -20,7 +20,7 @@ from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.base import Estimate, Objective
 from dualenc.objectives.batch import EncodedBatch, two_towers
-from dualenc.objectives.checks import check_range, fail, read_extremes
+from dualenc.objectives.checks import check_count, fail, read_extremes
 from dualenc.objectives.draws import SharedRandom
 
 Search = Callable[[np.ndarray, int], Any]
@@ -75,7 +75,7 @@ class FrozenCorpus(Objective):
             fail("num_right", f"is {common['num_right']}, but documents hold {shape[0]} rows")
         super().__init__(**common | {"num_right": shape[0]})
         for argument, value in (("max_exact", max_exact), ("nearest", nearest), ("sampled", sampled)):
-            check_range(argument, value, "[1, inf)")
+            check_count(argument, value)
         if search is None and shape[0] > max_exact:
             advice = "pass search, such as a FAISS index's, or a higher max_exact: a step takes time with all of them"
             fail("documents", f"hold {shape[0]} rows, more than max_exact ({max_exact}); {advice}")

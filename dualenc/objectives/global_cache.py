@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 from dualenc import distributed
 from dualenc.objectives.anchors import BLOCK_ENTRIES, PADDING, Anchors, find, is_listed
 from dualenc.objectives.base import Estimate
-from dualenc.objectives.checks import check_range
+from dualenc.objectives.checks import check_count, check_range
 from dualenc.objectives.memory import MemoryObjective, sample
 
 
@@ -53,7 +53,7 @@ class GlobalCache(MemoryObjective):
     def __init__(self, *, extra_encodes: float = 1.0, pool: int = 2048, **memory: Any) -> None:
         super().__init__(**memory)
         check_range("extra_encodes", extra_encodes, "[0, inf)")
-        check_range("pool", pool, "[1, inf)")
+        check_count("pool", pool)
         # How often an item was to be expected in the batch is known for random batches only.
         self.remedy_for_other_batches = "extra_encodes=0 (the batch alone)" if extra_encodes else None
         self.extra_encodes = extra_encodes

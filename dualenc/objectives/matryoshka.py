@@ -41,7 +41,8 @@ class Matryoshka(Objective):
     def __init__(self, objective: Objective, dims: Sequence[int]) -> None:
         nn.Module.__init__(self)
         lengths = sorted(dims)
-        if not lengths or lengths[0] < 1 or len(set(lengths)) < len(lengths):
+        is_whole = all(isinstance(length, int) and length > 0 for length in lengths)
+        if not lengths or not is_whole or len(set(lengths)) < len(lengths):
             fail("dims", f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]")
         self.dims = lengths
         objectives = [*(copy.deepcopy(objective) for _ in lengths[1:]), objective]

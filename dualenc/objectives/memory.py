@@ -339,7 +339,7 @@ class EmbeddingMemory(nn.Module):
 
 class MemoryObjective(Objective):
     """Base of the objectives that remember the latest embedding of every item, from which the value of the loss is
-    taken; `reports_loss` is False until every pair was seen once.
+    taken; `reports_loss` is False until as many pairs were seen as there are.
 
     Args:
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.

@@ -42,4 +42,5 @@ def _log_mean_and_hardest(block: Anchors) -> tuple[Tensor, Tensor]:
     logits = block.logits  # (X, a, C)
     # A rank with no candidates at all has no maximum.
     hardest = logits.amax(dim=-1) if logits.shape[-1] else block.positive_scores
-    return log_mean(logits), hardest
+    # Mined negatives, harder than most, stand for no others.
+    return log_mean(logits[..., : block.num_batch]), hardest

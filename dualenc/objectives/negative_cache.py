@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dualenc import distributed
-from dualenc.objectives.anchors import PADDING, Anchors, find
+from dualenc.objectives.anchors import PADDING, Anchors, find, log_mean
 from dualenc.objectives.base import Estimate
 from dualenc.objectives.checks import check_range
 from dualenc.objectives.items import OutsideEncoder
@@ -57,9 +57,12 @@ class NegativeCache(MemoryObjective):
 
     def plan(self, anchors: Anchors) -> DrawPlan:
         uniform = self.draws.uniform(2, len(self.directions), anchors.num_batch, like=anchors.embeddings)
-        # The batch is remembered already, so that there is always something to go by.
-        drawn, _, log_mean = draw_per_anchor(self.memories, anchors, uniform)
-        log_partition = log_mean + self.corpus.log_num_negatives(anchors)
+        drawn, _, log_mean_exp = draw_per_anchor(self.memories, anchors, uniform)
+        if not self.updates_state:
+            # In training the batch is remembered already; in evaluation there may be nothing to go by.
+            in_batch = anchors.in_blocks(lambda block: log_mean(block.logits))
+            log_mean_exp = log_mean_exp.where(log_mean_exp > -torch.inf, in_batch)
+        log_partition = log_mean_exp + self.corpus.log_num_negatives(anchors)
         is_found, column = find(anchors.candidate_items, drawn)
         return DrawPlan(drawn.masked_fill(is_found, PADDING), drawn, is_found, column, log_partition)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.base import Objective
-from dualenc.objectives.checks import check_range
+from dualenc.objectives.checks import check_count, check_range
 
 
 class MomentumQueue(Objective):
@@ -35,7 +35,7 @@ class MomentumQueue(Objective):
 
     def __init__(self, *, queue_size: int = 4096, momentum: float = 0.99, **common: Any) -> None:
         super().__init__(**common)
-        check_range("queue_size", queue_size, "[1, inf)")
+        check_count("queue_size", queue_size)
         check_range("momentum", momentum, "[0, 1)")
         self.momentum = momentum
         queues = nn.ModuleList(EmbeddingQueue(queue_size) for _ in self.directions)

@@ -108,6 +108,8 @@ class ISogCLR(SogCLR):
         check_range("temperature_momentum", temperature_momentum, "[0, 1)")
         check_range("max_temperature", max_temperature, "(0, inf)")
         check_range("min_temperature", min_temperature, f"(0, {max_temperature}]")
+        start = round(self.temperature.item(), 6)
+        check_range("temperature", start, f"[{min_temperature}, {max_temperature}]")
         if self.log_temperature.requires_grad:
             fail("learnable_temperature", "does not apply; every anchor learns its own temperature")
         self.radius = radius

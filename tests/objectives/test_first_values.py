@@ -81,3 +81,28 @@ def test_an_anchor_without_negatives_has_no_loss_and_no_gradient(setting: Settin
         value, gradient = outcome(frozen, criterion, torch.tensor([0]))
         assert value == 0
         assert not gradient.any()
+
+
+def test_an_evaluation_before_the_first_step_goes_by_the_batch() -> None:
+    """As the first step does, after which the memory has the batch."""
+    frozen = Frozen.make(N)
+    ids = torch.arange(B)
+    criterion = frozen.build(NegativeCache, refresh=0.0)
+    with torch.no_grad():
+        before = frozen.loss(criterion.eval(), ids).item()
+    assert before == pytest.approx(frozen.loss(criterion.train(), ids).item(), abs=1e-4)
+
+
+def test_pairs_that_an_epoch_draws_in_part_count_in_part() -> None:
+    """Counts below 1 are of mixtures with weights below 1; where the memory holds the corpus, its sum is exact."""
+    frozen = Frozen.make(N)
+    counts = torch.ones(N, dtype=torch.float64)
+    counts[:100] = 0.1
+    cache, oracle = frozen.build(GlobalCache, extra_encodes=0), frozen.build(ExactGlobal)
+    for criterion in (cache, oracle):
+        criterion.set_counts(counts, counts)
+    for (*batches_of_epoch,) in batches(N, B, 2):
+        for ids in batches_of_epoch:
+            frozen.loss(cache, ids)
+    ids = torch.arange(0, N, 5)
+    assert frozen.loss(cache, ids).item() == pytest.approx(frozen.loss(oracle, ids).item(), abs=0.02)

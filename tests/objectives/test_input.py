@@ -88,27 +88,28 @@ def test_forward_names_the_class_and_the_argument(criterion: Objective, message:
 
 
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
-    "num_left": (0, "20"),
-    "num_right": (0, "20"),
+    "num_left": (0, "20", 1e6),
+    "num_right": (0, "20", 20.5),
     "temperature": (0.0, -1.0, 5e-4, torch.tensor(0.07)),
     "class_prior": (-0.1, 1.0),
     "gamma": (0.0, 1.1),
     "temperature_momentum": (-0.1, 1.0),
     "min_temperature": (0.0, 2.0),
     "max_temperature": (0.0,),
-    "proposals": (0, "all"),
+    "proposals": (0, "all", 6.5),
     "burn_in": (-0.1, 1.0),
-    "pool": (0,),
+    "pool": (0, 1e3),
     "refresh": (-0.5, 1.5),
-    "queue_size": (0,),
+    "queue_size": (0, 1e4),
     "momentum": (-0.1, 1.0),
     "form": ("column",),
     "negatives": (2,),
     "alpha": (-0.1, 2.0),
     "rho": (-0.1, 1.0),
-    "corpus_chunk_size": (0,),
+    "corpus_chunk_size": (0, 7.5),
+    "recent": (-1, 1e4),
 }
-NOT_NEGATIVE = ("hardness", "radius", "temperature_rate", "recent", "extra_encodes")
+NOT_NEGATIVE = ("hardness", "radius", "temperature_rate", "extra_encodes")
 BAD_VALUES |= dict.fromkeys(NOT_NEGATIVE, (-1,))
 
 
@@ -131,9 +132,12 @@ def test_what_an_objective_lacks_is_named() -> None:
         SogCLR()
     with pytest.raises(DualencError, match="ISogCLR: learnable_temperature does not apply"):
         ISogCLR(num_left=5, learnable_temperature=True)
+    for start in (0.002, 2.0):
+        with pytest.raises(DualencError, match=r"ISogCLR: temperature is .*; it must be a number in \[0.005, 1.0\]"):
+            ISogCLR(num_left=5, temperature=start)
 
 
-@pytest.mark.parametrize("dims", [[], [2, 2], [0, 3]], ids=str)
+@pytest.mark.parametrize("dims", [[], [2, 2], [0, 3], [2.5, 4]], ids=str)
 def test_lengths_are_checked(dims: Any) -> None:
     with pytest.raises(DualencError, match=r"^Matryoshka: dims "):
         Matryoshka(InfoNCE(), dims)

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from dualenc.objectives import DCL, EMC2, ISIR, ExactGlobal, GlobalCache, ISogCLR, NegativeCache, Objective, SogCLR
+from dualenc.objectives import (
+    DCL,
+    EMC2,
+    ISIR,
+    ExactGlobal,
+    GlobalCache,
+    InfoNCE,
+    ISogCLR,
+    NegativeCache,
+    Objective,
+    SogCLR,
+)
 from tests.objectives.frozen import Frozen, batches
 
 N, B = 200, 40
@@ -23,6 +34,22 @@ def slope(frozen: Frozen, criterion: Objective, num_epochs: int) -> float:
             if epoch >= num_epochs:
                 total += float(gradient) * B / N / num_epochs
     return total
+
+
+@pytest.mark.parametrize("start", [0.001, 0.0011])
+def test_a_temperature_at_its_bound_can_rise_again(start: float) -> None:
+    frozen = Frozen.make(N)
+    frozen.tau = start
+    criterion = frozen.build(InfoNCE, learnable_temperature=True)
+    optimizer = torch.optim.SGD([criterion.log_temperature], lr=1.0)
+    ids = torch.arange(B)
+    criterion.log_temperature.data -= 5.0  # a step of some optimizer too far
+    (gradient,) = torch.autograd.grad(frozen.loss(criterion, ids), criterion.log_temperature)
+    assert criterion.temperature.item() == pytest.approx(0.001)
+    assert gradient < 0
+    criterion.log_temperature.grad = 0.1 * gradient / gradient.abs()
+    optimizer.step()
+    assert criterion.temperature.item() > 0.00105
 
 
 @pytest.mark.parametrize(
