@@ -118,13 +118,13 @@ class TextEncoder(DualEncoder):
         if self.shares_weights:
             del sides["document"]
         own = {"query": self.left.prepare.prompt, "document": self.right.prepare.prompt}
-        # Under its other names, too: a side without a prompt would get the base model's when the folder is loaded.
-        prompts = {name: own[role] for role in ROLES for name in PROMPT_NAMES[role] if name in {role, *self.prompts}}
+        # A side without a prompt would get one of another name when the folder is loaded.
+        empty = {name: "" for role in ROLES for name in PROMPT_NAMES[role] if name in self.prompts and not own[role]}
         settings: dict[str, Any] = {"truncate_dim": self.left.truncate_dim}
         # Likewise the default one.
         if all(own.values()) or is_of_a_side(self.default_prompt):
             settings["default_prompt_name"] = self.default_prompt
-        save_model(sides, folder, prompts=self.prompts | prompts, **settings)
+        save_model(sides, folder, prompts=self.prompts | empty | own, **settings)
 
 
 class TextPrepare(Prepare):

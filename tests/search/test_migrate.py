@@ -229,7 +229,10 @@ def test_systems_are_scored_by_hand() -> None:
 def test_shares_that_are_significantly_below_are_not_served() -> None:
     highs = {0.0: -0.01, 0.05: 0.0, 0.2: -0.001, 0.5: 0.2, 1.0: -0.3}
     rows = [
-        {"system": measured.mixed_name(share), "recall@10 - old": [0, 0, 1], "ndcg@10 - old": [-1, -1, high]}
+        {"system": measured.mixed_name(share), "ndcg@10": [0, 0, 0], "ndcg@10 - old": [-1, -1, high]}
         for share, high in highs.items()
     ]
     assert measured.served_shares(rows) == [0.05, 0.5, 1.0]
+    for row in rows:
+        del row["ndcg@10"]
+    assert measured.served_shares(rows) == [1.0], "nothing was judged"
