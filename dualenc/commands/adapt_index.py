@@ -182,7 +182,9 @@ def _beir_task(folder: str, name: str, side: QuerySide, documents: Embeddings) -
 def _second_documents(folder: str, side: QuerySide) -> Embeddings:
     """The documents of the second task: its own vectors, or texts embedded by the model; of the index, if it has none
     or the same."""
-    corpus = read_corpus(folder, bad_rows=BadRows(folder)) if any(Path(folder).glob("corpus*")) else None
+    bad_rows = BadRows(folder)
+    corpus = read_corpus(folder, bad_rows=bad_rows) if any(Path(folder).glob("corpus*")) else None
+    bad_rows.report()
     # Some ids in common say nothing: row numbers are ids, too.
     if corpus is None or set(corpus.ids) == set(side.documents.ids):
         return side.documents

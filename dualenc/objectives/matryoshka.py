@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.objectives.checks import fail, names_class
+from dualenc.objectives.checks import check_count, fail, names_class
 from dualenc.objectives.items import Encode
 from dualenc.types import Side
 
@@ -40,9 +40,10 @@ class Matryoshka(Objective):
 
     def __init__(self, objective: Objective, dims: Sequence[int]) -> None:
         nn.Module.__init__(self)
+        for length in dims:
+            check_count("dims", length)
         lengths = sorted(dims)
-        is_whole = all(isinstance(length, int) and length > 0 for length in lengths)
-        if not lengths or not is_whole or len(set(lengths)) < len(lengths):
+        if not lengths or len(set(lengths)) < len(lengths):
             fail("dims", f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]")
         self.dims = lengths
         objectives = [*(copy.deepcopy(objective) for _ in lengths[1:]), objective]

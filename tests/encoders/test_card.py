@@ -47,7 +47,7 @@ def test_examples_run_beside_the_folder(
     assert not os.path.isabs(front_matter(card).get("base_model", ""))
 
 
-def test_the_example_of_a_cut_model_ranks_as_the_model_does(text_encoder: Any, tmp_path: Path, capsys: Any) -> None:
+def test_the_example_of_a_cut_model_ranks_as_the_model_does(text_encoder: Any, tmp_path: Path) -> None:
     """sentence-transformers cuts behind the Normalize, so that lengths differ."""
     model = text_encoder(truncate_dim=4)
     model.save(tmp_path / "model")
