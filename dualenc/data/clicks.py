@@ -134,7 +134,14 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
         share: of the pairs, in [0, 1).
         most: maximum number of queries in each part.
         seed: of the draw.
+
+    Raises:
+        DualencError: the share is outside [0, 1), or `most` is negative.
     """
+    if not 0 <= share < 1:
+        raise DualencError(f"share must be in [0, 1), got {share}; give the share of the pairs to hold out")
+    if most < 0:
+        raise DualencError(f"most must be 0 or more, got {most}; give the maximum number of queries")
     order = np.random.default_rng(seed).permutation(distinct(pairs.left_id)).tolist()
     documents = Ragged.from_pairs(pairs.left_id, pairs.right_id, pairs.num_left)
     num_pairs = np.bincount(pairs.right_id, minlength=pairs.num_right)

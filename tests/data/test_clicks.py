@@ -152,3 +152,10 @@ def test_a_document_that_all_click_is_not_held_out() -> None:
     assert parts.new is not None
     assert parts.new.right_id.tolist() == [1]
     assert len(parts.train) == 48  # and one query of the popular document is held out as known
+
+
+@pytest.mark.parametrize(("share", "most"), [(2, 10), (float("nan"), 10), (-0.1, 10), (0.1, -1)])
+def test_a_split_needs_a_share_and_a_count(share: float, most: int) -> None:
+    pairs = PairDataset(["a", "b"], ["c", "d"], [0, 1], [0, 1])
+    with pytest.raises(DualencError, match=r"share must be in|most must be 0 or more"):
+        split_by_documents(pairs, share, most)
