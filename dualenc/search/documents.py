@@ -78,6 +78,7 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
     source = Path(source)
     with ExitStack() as stack:
         documents, is_ready = _open(source, stack)
+        documents.meta["dim"] = documents.dim
         if documents.meta["metric"] == "ip" and not is_ready:
             _check_lengths(documents, source)
         if isinstance(documents.vectors, ShardedVectors) and (is_ready or _are_unit(documents)):
