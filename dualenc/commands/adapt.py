@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter, validators
-from cyclopts.types import NormFloat, PositiveInt, UInt32
+from cyclopts.types import NormFloat, PositiveFloat, PositiveInt, UInt32
 
 from dualenc.commands.options import BatchSize
 
@@ -24,16 +24,18 @@ class AdaptOptions:
         batch_size: queries in a step.
         learning_rate: by default 1e-3 of a map, 2e-4 (lora) or 2e-5 (all).
         temperature: τ of the softmax over all documents.
-        held_out: share of the pairs to hold out, by their documents; 0 trains on all, without a measure of the result.
+        held_out: share of the pairs to hold out, by their documents; 0 trains on all pairs, measures nothing and needs
+            --keep.
         keep: share of the original weights in the result, from 0 to 1; by default the best one for held-out queries
-            among those that cost queries of new documents nothing.
+            among those that cost queries of new documents nothing. Where held-out queries name too few documents to
+            measure that, the default is 1, the original.
         seed: of everything random.
     """
 
     train: Literal["perceptron", "linear", "lora", "all"] = "perceptron"
     epochs: PositiveInt | None = None
     batch_size: BatchSize = 32
-    learning_rate: float | None = None
+    learning_rate: PositiveFloat | None = None
     temperature: Annotated[float, Parameter(validator=validators.Number(gte=1e-3, lte=10))] = 0.03
     held_out: Annotated[float, Parameter(validator=validators.Number(gte=0, lte=0.9))] = 0.1
     keep: NormFloat | None = None

@@ -56,6 +56,8 @@ NEW = "new documents"
 KNOWN = "documents in training"
 SECOND = "second task"
 PATIENCE = 3
+MIN_DOCUMENTS = 30
+"""Fewer documents of held-out queries cannot show whether adapting harms documents without a click."""
 EPOCHS = {"perceptron": 12, "linear": 12, "lora": 3, "all": 3}
 LEARNING_RATES = {"perceptron": 1e-3, "linear": 1e-3, "lora": 2e-4, "all": 2e-5}
 
@@ -70,6 +72,9 @@ def adapt_index(
     device: str | None,
 ) -> None:
     """Adapt queries to an index, and write the model and the report to a folder."""
+    if options.held_out == 0 and options.keep is None:
+        problem = "--held-out 0 leaves no query to choose the share of the original weights by"
+        raise DualencError(f"{problem}; set --keep, for instance --keep 0.5, or hold some pairs out")
     check_writable(folder)
     check_folder_target(folder, _is_own_folder, "adaptation")
     if (folder / "training").exists() and not resume:
@@ -100,12 +105,7 @@ def adapt_index(
         pairs = side.pairs(clicked)
         parts = split_by_documents(pairs, options.held_out, MAX_HELD_OUT, options.seed)
         trained_ids = [documents.ids[row] for row in sorted(set(parts.train.right_id.tolist()))]
-        choice = "the held-out queries, so that their numbers are too high; --test measures by others"
-        if options.held_out and parts.held_out is None:
-            problem = f"no query could be held out: the documents of each have over {options.held_out:.0%} of the pairs"
-            choice = f"nothing, for {problem}; raise --held-out, or set --keep"
-            if distributed.is_main():
-                print(f"the step and the share of the original weights are chosen by {choice}")
+        unmeasured = _why_unmeasured(parts, options.held_out)
         named = {NEW: parts.new, KNOWN: parts.known}
         tasks = {name: IndexEvaluator.of_pairs(part, documents) for name, part in named.items() if part is not None}
         held_out = list(tasks)
@@ -113,13 +113,21 @@ def adapt_index(
 
         seed_everything(options.seed)
         original = side.new_model(pairs.left_dim)
+        # A model that cannot be saved fails here, and not after the training.
+        side.finished(original, trained_ids)
         objective = _objective(index, documents, pairs.num_left, options)
         output = folder / "training"
         trained = _train(copy.deepcopy(original), parts, documents, objective, output, options, resume)
         adapted = load_model(trained.model_folder, place)
         shares = {*SHARES} if options.keep is None else {*SHARES, options.keep}
         points = score_interpolations(original, adapted, tasks, sorted(shares))
-        keep = best_share(points, NEW, held_out) if options.keep is None else options.keep
+        if options.keep is not None:
+            keep, choice = options.keep, "--keep"
+        elif unmeasured is not None:
+            keep, choice = 1.0, f"default: the original, since {unmeasured}"
+        else:
+            keep = best_share(points, NEW, held_out)
+            choice = "the held-out queries, whose numbers are therefore too high; measure others with --test"
         adapted.load_state_dict(interpolate(original, adapted, keep))
         if distributed.is_main():
             side.finished(adapted, trained_ids).save(folder / "model")
@@ -140,13 +148,35 @@ def adapt_index(
                 "model": str(folder / "model"),
                 "checksum of the index": f"{checksum[:16]}, {same} after as before",
             }
-            if options.held_out:
-                facts["chosen by"] = choice
+            facts["chosen by"] = choice
             _report(folder, facts, points, keep)
+            if unmeasured is not None:
+                _warn_unmeasured(unmeasured, options.keep)
             query = '"…"' if clicked.left_modality == "text" else "QUERY.npy"
             print(printable(f"next:  {_next_command(index, folder, query)}"))
             remove(work)
         distributed.barrier()
+
+
+def _why_unmeasured(parts: DocumentSplit, share: float) -> str | None:
+    """Say why held-out queries cannot show what adapting does to new documents; None if they can."""
+    if share == 0:
+        return "no query was held out"
+    if parts.new is None:
+        return f"no query could be held out: the documents of each are in over {share:.0%} of the pairs"
+    count = len(np.unique(parts.new.right_id))
+    if count < MIN_DOCUMENTS:
+        return f"held-out queries name {count} documents, and fewer than {MIN_DOCUMENTS} cannot tell"
+    return None
+
+
+def _warn_unmeasured(reason: str, keep: float | None) -> None:
+    """Print that nothing shows whether adapting helps, and what to do about it."""
+    if keep is None:
+        problem = f"cannot tell whether adapting helps, so the model is the original: {reason}"
+        print(f"{problem}; raise --held-out, or set --keep 0.5 with --resume")
+    elif keep < 1:
+        print(f"cannot tell whether adapting helps, and --keep {keep:g} was used: {reason}")
 
 
 def _is_own_folder(folder: Path) -> bool:
@@ -231,7 +261,7 @@ def _train(
         output=output,
         batch_size=batch_size,
         epochs=options.epochs or EPOCHS[options.train],
-        learning_rate=options.learning_rate or LEARNING_RATES[options.train],
+        learning_rate=LEARNING_RATES[options.train] if options.learning_rate is None else options.learning_rate,
         mixed_precision="no" if is_map else "auto",
         evaluate_every=None if evaluator is None else max(1, len(pairs) // batch_size),
         patience=None if evaluator is None else PATIENCE,

@@ -231,10 +231,19 @@ def score_interpolations(
 
 
 def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[str]) -> float:
-    """The share of the original weights with the best mean score over the queries of tasks, among those whose mean on
-    the task `unharmed`, one of them, is at least that of the original; the largest of several, 0 without a task."""
-    if not tasks:
-        return 0.0
+    """Choose the share of the original weights with the best mean score over the queries of tasks.
+
+    Only shares whose mean on the task `unharmed` is at least that of the original qualify; the
+    largest of equals wins. Without that task nothing shows that the adapted weights do no harm,
+    so the original stays: the share is 1.
+
+    Args:
+        points: the scores at each share.
+        unharmed: a name in `tasks`.
+        tasks: names of the tasks that decide.
+    """
+    if unharmed not in tasks:
+        return 1.0
     original = max(points, key=lambda point: point.keep)
     least = original.scores[unharmed].mean()
     allowed = [point for point in points if point.scores[unharmed].mean() >= least]

@@ -227,6 +227,8 @@ def test_two_processes_give_the_model_of_one(shop: Path, tmp_path: Path) -> None
         (["--train", "lora"], "vectors"),
         (["--keep", 2], "keep"),
         (["--held-out", 1], "held-out"),
+        (["--held-out", 0], "--held-out 0 leaves no query to choose the share"),
+        (["--learning-rate", 0], "learning-rate"),
         (["--document-column", "missing"], "missing"),
     ],
 )
@@ -258,7 +260,7 @@ def test_an_adaptation_is_not_begun_again(shop: Path, tmp_path: Path, capsys: py
     run(*words)
     printed = capsys.readouterr().out
     assert "nothing was measured" in printed
-    assert "chosen by nothing, for no query could be held out" in printed
+    assert "cannot tell whether adapting helps, so the model is the original: no query could be" in printed
     assert "no query could be held out" in metrics(tmp_path / "run")["chosen by"]
     assert "--resume" in failure(capsys, *words)
     run(*words, "--resume")
@@ -289,3 +291,37 @@ def test_other_tasks_fit_the_clicks_and_the_index(
     assert not (tmp_path / "run").exists()
     run(*words, "--epochs", 1)
     assert f"--model {tmp_path / 'run'}/model QUERY.npy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("clicks", [5, 120])
+def test_the_original_stays_where_too_little_is_held_out(
+    shop: Path, tmp_path: Path, toy_text: Path, capsys: pytest.CaptureFixture[str], clicks: int
+) -> None:
+    """Neither no held-out query nor a few documents show what adapting costs; --keep decides."""
+    lines = (shop / "clicks.csv").read_text().splitlines()
+    (tmp_path / "few.csv").write_text("\n".join(lines[: clicks + 1]) + "\n")
+    words = ["adapt", shop / "index", tmp_path / "few.csv", "--out", tmp_path / "run", "--epochs", 3]
+    words += ["--learning-rate", 0.01]
+    run(*words)
+    assert "cannot tell whether adapting helps, so the model is the original" in capsys.readouterr().out
+    assert metrics(tmp_path / "run")["original weights kept"] == 1
+    queries = ["ant bee cat", "fox gnu", "hen"]
+    original = load_model(toy_text).encode_query(queries)
+    np.testing.assert_allclose(load_model(tmp_path / "run" / "model").encode_query(queries), original, atol=1e-6)
+    run(*words, "--keep", 0, "--resume")
+    assert "cannot tell whether adapting helps, and --keep 0 was used" in capsys.readouterr().out
+    assert np.abs(load_model(tmp_path / "run" / "model").encode_query(queries) - original).max() > 1e-3
+
+
+def test_documents_are_a_beir_folder_of_vectors(turned: Path, tmp_path: Path) -> None:
+    """The whole command, down to the saved model, over a corpus of vectors."""
+    index = Index.open(turned / "index")
+    vectors = index.reconstruct(np.arange(N))
+    shutil.copytree(turned / "test", tmp_path / "beir")
+    table = {"_id": [f"d{row}" for row in range(N)], "vector": list(vectors)}
+    pq.write_table(pa.table(table), tmp_path / "beir" / "corpus.parquet")
+    words = ["adapt", tmp_path / "beir", turned / "clicks.parquet", "--out", tmp_path / "run"]
+    run(*words, "--train", "linear", "--epochs", 1, "--keep", 0)
+    model = load_model(tmp_path / "run" / "model")
+    assert isinstance(model, IndexEncoder)
+    assert model.documents["dim"] == D

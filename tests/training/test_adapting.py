@@ -35,8 +35,9 @@ def test_best_share_costs_new_documents_nothing(
     assert best_share(points(new, known), "new", ["new", "known"]) == expected
 
 
-def test_nothing_held_out_keeps_nothing_of_the_original() -> None:
-    assert best_share(points({0: 0.1, 1: 0.9}, {0: 0.1, 1: 0.9}), "new", []) == 0
+@pytest.mark.parametrize("tasks", [[], ["known"]])
+def test_without_held_out_new_documents_the_original_stays(tasks: list[str]) -> None:
+    assert best_share(points({0: 0.9, 1: 0.1}, {0: 0.9, 1: 0.1}), "new", tasks) == 1
 
 
 def test_harmless_share_is_where_the_interval_reaches_zero() -> None:
