@@ -215,7 +215,8 @@ def _average_rows(parameter: torch.nn.Parameter) -> None:
     sizes = _sizes(rows)
     all_rows = gather(rows, sizes)
     all_values = gather(values / world_size(), sizes)
-    parameter.grad = torch.sparse_coo_tensor(all_rows[None], all_values, parameter.shape)
+    # torch warns of a choice that is not made; rows of gradients lie inside their parameter.
+    parameter.grad = torch.sparse_coo_tensor(all_rows[None], all_values, parameter.shape, check_invariants=False)
 
 
 def _sizes(tensor: Tensor) -> list[int]:
