@@ -6,7 +6,8 @@ import re
 
 # C0, delete and C1 command a terminal; halves of characters and undecodable bytes of file names make print() raise.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-_USER = re.compile(r"(?<=:/)(/?)[^/?#\s]*@")
+# A password may hold a slash that its writer did not encode.
+_USER = re.compile(r"(?<=:/)(/?)(?:[^/?#\s:]*:\S{0,500}@|[^/?#\s]*@)")
 _QUERY = re.compile(r"(\b[A-Za-z][\w+.-]+:/[^\s?#]*)[?#]\S*?(?=[:;,.)\]'\"]*(?:\s|$))")
 
 

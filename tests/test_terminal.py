@@ -29,6 +29,8 @@ def test_control_characters_are_escaped_and_others_are_not(text: object, shown: 
     [
         ("http://me:secret@[::1/x.jsonl?key=secret: no", "http://[::1/x.jsonl: no"),
         ("https://h/x.tar?key=secret#part", "https://h/x.tar"),
+        ("postgresql://me:sec/ret@h/db: no", "postgresql://h/db: no"),
+        ("postgresql:/me:se@cr/e?t@h/db", "postgresql:/h/db"),
         ("mail me@example.org about a/b?c", "mail me@example.org about a/b?c"),
     ],
 )

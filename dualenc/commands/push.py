@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from cyclopts.types import NormFloat
 
 from dualenc.errors import BelowTarget, DualencError
-from dualenc.files import check_writable, locked, remove
+from dualenc.files import check_writable, locked
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def push(
 ) -> None:
     """Send embeddings to a table of PostgreSQL with pgvector, or to a collection of Qdrant.
 
-    The same command resumes an interrupted push, and sends only what is missing. OUT remembers where the
+    The same command resumes an interrupted push, and sends what is missing. OUT remembers where the
     vectors are, for `dualenc search OUT …`, but no key: PostgreSQL's password comes from the URL, PGPASSWORD or
     ~/.pgpass, and the key of a Qdrant server from the environment variable QDRANT_API_KEY.
 
@@ -57,18 +57,20 @@ def push(
         embeddings: folder that `dualenc embed` wrote.
         target: postgresql://user@host/database, or the URL of a Qdrant server.
         out: folder to write, with where the vectors are; by default EMBEDDINGS-engine.
-        table: of PostgreSQL, or the collection of Qdrant; by default named as the folder of embeddings.
+        table: of PostgreSQL, as table or schema.table, with double quotes around a name with a dot ('"a.b"'); or the
+            collection of Qdrant. By default named as the folder of embeddings.
         index: of PostgreSQL: hnsw, ivfflat, or none for exact search.
         metric: cosine, or ip for the inner product; by default cosine for embeddings of length one, ip for others.
-        replace: first remove a table or collection that holds other embeddings.
+        replace: put the embeddings in the place of others, which are found until all new ones are stored; and remove
+            rows that are not of the embeddings.
     """
     from dualenc.data.vector_shards import Embeddings
     from dualenc.search.engines import is_postgres, push_embeddings
-    from dualenc.search.filter_recall import RESULT
     from dualenc.search.pushed import check_push_target, is_pushed, read_pushed
 
     source = Path(embeddings).resolve()
-    name = table or source.name
+    # A dot in the name of a folder is no schema.
+    name = table or '"{}"'.format(source.name.replace('"', '""'))
     if not is_postgres(target):
         if index != "hnsw":
             raise DualencError("--index is of PostgreSQL; leave it out")
@@ -84,12 +86,9 @@ def push(
         engine, sent = push_embeddings(opened, target, name, metric=metric, index=index, replace=replace, progress=True)
         engine.meta["embeddings"] = str(source)
         earlier = read_pushed(folder) if is_pushed(folder) else {}
-        identity = ("fingerprint", "index", "target", "collection")
-        if all(earlier.get(entry) == engine.meta.get(entry) for entry in identity):
+        if earlier and engine.is_remembered(earlier):
             # A second push keeps the settings that were measured.
             engine.meta["settings"] = earlier.get("settings", {})
-        else:
-            remove(folder / RESULT)
         engine.save(folder)
         vectors = f"{len(engine):,} vectors of dimension {engine.dim} ({engine.meta['metric']})"
         print(printable(f"{vectors} → {engine.location}; {sent:,} sent"))

@@ -30,7 +30,7 @@ from dualenc.reading import read_json_object
 from dualenc.search.build import STORED_TOLERANCE, Database
 from dualenc.search.engines import open_engine
 from dualenc.search.index import EMBEDDINGS_META, Index, is_index
-from dualenc.search.pushed import Engine, is_pushed, read_pushed
+from dualenc.search.pushed import Engine, is_pushed, read_pushed, refuse_url
 
 VECTORS = "documents.npy"
 NOTE = "documents.json"
@@ -75,6 +75,7 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
         DualencError: the source is corrupt or of another kind, its index gives no vectors back, or its inner products
             are of vectors of different lengths.
     """
+    refuse_url(source)
     source = Path(source)
     with ExitStack() as stack:
         documents, is_ready = _open(source, stack)
@@ -95,6 +96,7 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
 
 def fingerprint(source: str | Path) -> str:
     """SHA-256 of the names and contents of a source's files; of a collection by the fingerprint that it stores."""
+    refuse_url(source)
     source = Path(source)
     if is_pushed(source):
         # Compares the fingerprint in meta.json with the one in the collection.
@@ -159,9 +161,13 @@ def _engine_documents(engine: Engine) -> Embeddings:
     """The items of an engine in the order of their ids."""
     texts = dict(sorted(engine.texts_by_id().items()))
     ids = list(texts)
-    if len(ids) != len(engine):
+    if len(ids) < len(engine):
         problem = f"holds {len(ids)} of {len(engine)} vectors"
         raise DualencError(f"{engine.location}: {problem}; run the same `dualenc push` again")
+    if len(ids) > len(engine):
+        problem = f"holds {len(ids)} vectors, and {len(engine)} were pushed"
+        remedy = "run the same `dualenc push` with --replace to remove the others"
+        raise DualencError(f"{engine.location}: {problem}; {remedy}")
     snippets = list(texts.values()) if engine.has_snippets else None
 
     def read(rows: np.ndarray) -> np.ndarray:

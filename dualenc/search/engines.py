@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import re
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from tqdm.auto import tqdm
 
 from dualenc.data.identity import digest_of
@@ -16,9 +19,13 @@ from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search.build import Database
 from dualenc.search.index import EMBEDDINGS_META
-from dualenc.search.pushed import Engine, IndexKind, read_pushed
+from dualenc.search.pushed import REPLACED, Engine, IndexKind, read_pushed
 from dualenc.search.where import column_kinds
 from dualenc.types import Metric
+
+logger = logging.getLogger("dualenc.search")
+
+_POSTGRES = re.compile(r"postgres(?:ql)?(?:\+\w+)?://")
 
 
 def push_embeddings(
@@ -31,9 +38,10 @@ def push_embeddings(
     replace: bool = False,
     progress: bool = False,
 ) -> tuple[Engine, int]:
-    """Send the rows that a table or collection does not hold yet, and have them indexed.
+    """Send the rows that a table or collection does not hold, and have them indexed.
 
-    Stored rows are always a prefix of the embeddings, so that a broken push resumes behind the last one.
+    Each batch asks which of its ids are stored, so that a broken push resumes, and rows that others have deleted are
+    sent again. Other embeddings are replaced at once, when all new ones are stored beside them.
 
         engine, sent = push_embeddings(Embeddings.open("emb"), "postgresql://me@localhost/db", "docs")
 
@@ -41,47 +49,51 @@ def push_embeddings(
         embeddings: N vectors; columns stay columns, float16 stays half precision.
         target: URL of a PostgreSQL database, whose password may come from PGPASSWORD or ~/.pgpass, or of a Qdrant
             server, whose key is in the environment variable QDRANT_API_KEY.
-        name: of the table, in the first schema of the search path, or of the collection.
+        name: of the collection, or of the table: `papers`, in the first schema of the search path, `schema.papers`, or
+            `"a.b"` for a name with a dot.
         metric: by default cosine for embeddings that are normalized, and ip for others.
         index: the kind of pgvector's index; "none" for exact search of all rows.
-        replace: first remove a table or collection that holds other embeddings.
+        replace: put the embeddings in place of others in the table or collection, and remove rows of others.
 
     Returns:
         The engine, and the number of rows sent.
     """
     meta = _describe(embeddings, metric) | {"target": target, "collection": name}
     engine = _engine_class(target).new(embeddings, meta, index)
+    engine.replaces = replace
     database = Database(embeddings, meta["metric"])
     with engine.transaction() as state:
-        is_same = state is not None and state["fingerprint"] == engine.items_checksum
-        if state is not None and not is_same and not replace:
-            remedy = "push with --replace to remove them first, or name another --table"
-            problem = "holds other embeddings, or with another metric"
-            raise DualencError(f"{engine.location}: {problem}; {remedy}")
-        if not is_same:
+        if state is None:
             engine.create(embeddings)
-    replaced = "another process has removed or replaced it"
     sent = 0
     start = 0
-    stored = 0
     with tqdm(total=len(embeddings), desc="push", unit=" vectors", disable=not progress) as bar:
         for batch in embeddings.record_batches(engine.batch_rows):
-            stop = start + len(batch)
-            if stop > stored:
-                with engine.transaction() as state:
-                    # Another push may have stored some meanwhile.
-                    stored = engine.check_state(state, replaced)["rows"]
-                    first = max(stored - start, 0)
-                    if first < len(batch):
-                        vectors = database.rows(np.arange(start + first, stop))
-                        engine.add(batch.slice(first), vectors, stop)
-                        stored = stop
-                        sent += len(batch) - first
-            start = stop
+            with engine.transaction() as state:
+                engine.check_state(state, REPLACED)
+                missing = _missing_rows(engine, batch)
+                if len(missing):
+                    engine.add(batch.take(missing), database.rows(start + missing))
+            sent += len(missing)
+            start += len(batch)
             bar.update(len(batch))
     with engine.transaction() as state:
-        engine.finish(engine.check_state(state, replaced))
+        state = engine.check_state(state, REPLACED)
+        others = engine.count_rows() - len(embeddings)
+        if others > 0 and replace:
+            engine.remove_others(embeddings.ids)
+        elif others > 0:
+            problem = f"{others:,} rows are not of these embeddings"
+            logger.warning("%s: %s; --replace removes them", engine.location, problem)
+        engine.finish(state)
     return engine, sent
+
+
+def _missing_rows(engine: Engine, batch: pa.RecordBatch) -> np.ndarray:
+    """The rows (n,) of a batch whose ids are not stored."""
+    ids = batch.column("id").to_pylist()
+    stored = engine.stored_ids(ids)
+    return np.array([row for row, name in enumerate(ids) if name not in stored], dtype=np.int64)
 
 
 def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:
@@ -90,12 +102,8 @@ def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:
     if embeddings.columns is not None:
         check_column_names(embeddings.columns.column_names)
     metric = metric or ("cosine" if embeddings.meta.get("normalized") else "ip")
-    contents = [f"{name} {value}" for name, value in embeddings.meta.get("files", {}).items()]
-    fingerprint = digest_of(metric, sorted(contents))
-    if not contents:
-        fingerprint = digest_of(metric, *(bytes(batch.serialize()) for batch in embeddings.record_batches()))
     return {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta} | {
-        "fingerprint": fingerprint,
+        "fingerprint": embeddings_fingerprint(embeddings, metric),
         "count": len(embeddings),
         "dim": embeddings.dim,
         "metric": metric,
@@ -104,14 +112,22 @@ def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:
     }
 
 
+def embeddings_fingerprint(embeddings: Embeddings, metric: str) -> str:
+    """The checksum by which a pushed table or collection is known: of the contents, and the metric."""
+    contents = [f"{name} {value}" for name, value in embeddings.meta.get("files", {}).items()]
+    if contents:
+        return digest_of(metric, sorted(contents))
+    return digest_of(metric, *(bytes(batch.serialize()) for batch in embeddings.record_batches()))
+
+
 def open_engine(folder: str | os.PathLike[str]) -> Engine:
     """Open the database that a folder remembers, which `dualenc push` wrote."""
     return _engine_class(read_pushed(folder)["target"]).open(folder)
 
 
 def is_postgres(target: str) -> bool:
-    """Whether a target is the URL of a PostgreSQL database."""
-    return target.startswith(("postgresql://", "postgres://"))
+    """True for the URL of a PostgreSQL database, also with the driver that SQLAlchemy wants."""
+    return isinstance(target, str) and bool(_POSTGRES.match(target))
 
 
 def _engine_class(target: str) -> Any:

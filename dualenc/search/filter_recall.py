@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,15 +19,15 @@ import numpy as np
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.lines import read_records
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.vector_shards import Embeddings, is_embeddings
 from dualenc.data.vectors import load_npy
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, save_array, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.engines import open_engine
+from dualenc.search.engines import embeddings_fingerprint, open_engine
 from dualenc.search.filtered import default_exact_rows
 from dualenc.search.index import Hit, Index
-from dualenc.search.pushed import Engine, is_pushed
+from dualenc.search.pushed import RESULT, Engine, is_pushed, refuse_url
 from dualenc.search.where import meets, parse_conditions
 
 DEPTH = 10
@@ -35,9 +36,10 @@ QUERIES = 1000
 """Half of them choose the settings, the other half measure these."""
 MIN_QUERIES = 20
 """For each filter."""
+ENGINE_ROWS = 1024
+"""Vectors asked of an engine at once."""
 TIE = 1e-6
 """A score that is less than this below the k-th exact one is a tie with it."""
-RESULT = "recall.json"
 VECTORS = "queries.npy"
 Z = 1.959964
 """Quantile of the normal distribution for an interval of 95 %."""
@@ -77,6 +79,7 @@ Searched = Engine | ConditionSearch
 
 def open_searched(folder: Path) -> Searched:
     """Open an index, or the engine that a folder remembers."""
+    refuse_url(folder)
     return open_engine(folder) if is_pushed(folder) else ConditionSearch(Index.open(folder))
 
 
@@ -118,8 +121,8 @@ class Workload:
             result = {
                 "filter": filter,
                 "recall": float(np.mean(filter_recalls)),
-                "rows": float(np.mean([len(each) for each in hits])),
-                "exact_rows": float(np.mean([len(each) for each in exact])),
+                "rows": _mean_rows(hits),
+                "exact_rows": _mean_rows(exact),
                 "milliseconds": milliseconds,
                 "exact_milliseconds": exact_milliseconds,
             }
@@ -127,6 +130,12 @@ class Workload:
         mean = float(np.mean(recalls))
         low, high = wilson_interval(mean, len(recalls))
         return Measurement(mean, low, high, len(recalls), results)
+
+
+def _mean_rows(results: Sequence[Sequence[Hit]]) -> float:
+    """The mean number of rows that a search returns, as a whole number where it is one."""
+    mean = float(np.mean([len(hits) for hits in results]))
+    return int(mean) if mean.is_integer() else mean
 
 
 def _recall(hits: Sequence[Hit], exact: Sequence[Hit]) -> float:
@@ -190,9 +199,31 @@ def sample_queries(searched: Searched, folder: str | None, num_filters: int) -> 
     if folder is None and isinstance(searched, ConditionSearch):
         rows = np.random.default_rng(0).permutation(len(searched.index))
         return searched.index.reconstruct(np.resize(rows, count))
-    embeddings = Embeddings.open(folder or searched.meta["embeddings"])
+    embeddings = None if folder is None else Embeddings.open(folder)
+    if isinstance(searched, Engine) and embeddings is None:
+        embeddings = _pushed_embeddings(searched)
+        if embeddings is None:
+            ids = sorted(searched.texts_by_id())
+            rows = np.random.default_rng(0).permutation(len(ids))[:count]
+            starts = range(0, len(rows), ENGINE_ROWS)
+            parts = [[ids[row] for row in rows[start : start + ENGINE_ROWS]] for start in starts]
+            vectors = np.concatenate([searched.vectors(part) for part in parts])
+            return vectors[np.resize(np.arange(len(vectors)), count)]
+    assert embeddings is not None
     rows = np.random.default_rng(0).permutation(len(embeddings))
     return np.asarray(embeddings.vectors[np.resize(rows, count)], dtype=np.float32)
+
+
+def _pushed_embeddings(engine: Engine) -> Embeddings | None:
+    """The embeddings that were pushed, if their folder is recorded and still has them."""
+    recorded = engine.meta.get("embeddings")
+    if not isinstance(recorded, str) or not is_embeddings(recorded):
+        return None
+    with suppress(DualencError):
+        embeddings = Embeddings.open(recorded)
+        fingerprint = embeddings_fingerprint(embeddings, engine.meta["metric"])
+        return embeddings if fingerprint == engine.items_checksum else None
+    return None
 
 
 def tune_folder(

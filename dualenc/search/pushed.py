@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,10 +16,11 @@ import pyarrow as pa
 
 from dualenc.data.vector_shards import Embeddings, read_head
 from dualenc.errors import DualencError
-from dualenc.files import check_folder_target, is_folder_of, write_json
+from dualenc.files import check_folder_target, is_folder_of, remove, write_json
 from dualenc.search.build import as_queries
 from dualenc.search.index import Hit, as_hit, check_recorded
 from dualenc.search.where import Condition, Kind
+from dualenc.terminal import printable, without_credentials
 
 IndexKind = Literal["hnsw", "ivfflat", "none"]
 """The kind of pgvector's index."""
@@ -25,9 +28,16 @@ Rows = Iterator[list[tuple[float, dict[str, Any]]]]
 """For each query scores, and columns with id and text."""
 Settings = dict[str, Any]
 """Search settings by the engine's own names."""
+State = dict[str, Any]
+"""The `fingerprint` of stored embeddings, and what else an engine notes with them."""
 FORMAT = "dualenc engine"
 FORMAT_VERSION = 3
 AGAIN = "run `dualenc push` again"
+REPLACED = "another process has removed or replaced it"
+RESULT = "recall.json"
+"""The recall that was measured, in the folder of an engine or an index."""
+SWAP_SECONDS = 1.0
+"""How long opening waits for a push that has replaced the vectors and is about to write the folder."""
 ENTRIES = {"target": str, "collection": str, "fingerprint": str, "count": int, "dim": int, "metric": str}
 ENTRIES |= {"columns": dict, "has_snippets": bool}
 """Entries of meta.json that a push adds to those of the embeddings, with their types."""
@@ -45,6 +55,8 @@ class Engine(ABC):
     """
 
     batch_rows: int
+    replaces = False
+    """True while a push may replace other embeddings."""
 
     def __init__(self, meta: dict[str, Any]) -> None:
         self.meta = {"settings": {}, **meta}
@@ -63,20 +75,50 @@ class Engine(ABC):
         return cls(meta)
 
     @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read and check the meta.json of a folder; the engine is not asked."""
+        return read_pushed(folder)
+
+    @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Self:
         """Open the collection that a folder remembers; keys and passwords come from the environment."""
-        engine = cls(read_pushed(folder))
+        deadline = time.monotonic() + SWAP_SECONDS
+        while True:
+            engine = cls(cls.read(folder))
+            try:
+                engine._check_opened(folder)
+            except DualencError:
+                engine.close()
+                # A push replaces the vectors first and then writes the folder.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+            else:
+                return engine
+
+    def _check_opened(self, folder: str | os.PathLike[str]) -> None:
         problem = f"is gone, or holds other embeddings than {folder} says"
-        state = engine.check_state(engine.stored_state(), problem)
-        if state.get("index") != engine.meta.get("index"):
-            problem = f"its push was not finished, or its index is not {engine.meta['index']}"
-            raise DualencError(f"{engine.location}: {problem}; {AGAIN}")
-        return engine
+        state = self.check_state(self.stored_state(), problem)
+        if state.get("index") != self.meta.get("index"):
+            problem = f"its push was not finished, or its index is not {self.meta['index']}"
+            raise DualencError(f"{self.location}: {problem}; {AGAIN}")
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a meta.json with the place and the description of the vectors, without keys and passwords."""
+        """Write a meta.json with the place and the description of the vectors, without keys and passwords.
+
+        A recall that was measured of other vectors, or by another index, is removed.
+        """
         check_push_target(folder)
+        if is_pushed(folder) and not self.is_remembered(read_pushed(folder)):
+            remove(Path(folder) / RESULT)
         write_json(Path(folder) / "meta.json", {**self.meta, "format": FORMAT, "version": FORMAT_VERSION})
+
+    def is_remembered(self, meta: dict[str, Any]) -> bool:
+        """True if the meta.json of a folder remembers the same vectors and index at the same place."""
+        return self._identity(self.meta) == self._identity(meta)
+
+    def _identity(self, meta: dict[str, Any]) -> list[Any]:
+        return [meta.get(name) for name in ("fingerprint", "index", "target", "collection")]
 
     def search(
         self,
@@ -136,34 +178,86 @@ class Engine(ABC):
         """The snippet of each stored item, or ""."""
 
     @abstractmethod
-    def stored_state(self) -> dict[str, Any] | None:
-        """The `fingerprint` of the stored embeddings and their number of `rows`; None without a collection."""
+    def stored_state(self) -> State | None:
+        """The state of the collection; None without one."""
 
-    def check_state(self, state: dict[str, Any] | None, problem: str) -> dict[str, Any]:
+    def check_state(self, state: State | None, problem: str) -> State:
         """The state of the collection, which must be that of these embeddings."""
         if state is None or state["fingerprint"] != self.items_checksum:
             raise DualencError(f"{self.location}: {problem}; {AGAIN}")
         return state
 
+    def check_current(self, state: State | None) -> None:
+        """Refuse a collection whose vectors another push has replaced: by another model they mislead."""
+        if state is None or state["fingerprint"] != self.items_checksum:
+            problem = "its embeddings were replaced or removed since it was opened"
+            raise DualencError(f"{self.location}: {problem}; open it again")
+
+    def check_all_stored(self, ids: Sequence[str], vector_of: Mapping[str, Any]) -> None:
+        """Refuse ids whose vectors are not stored any more."""
+        for name in ids:
+            if name not in vector_of:
+                problem = f"no vector of {printable(name)[:80]!r} is stored any more"
+                raise DualencError(f"{self.location}: {problem}; {AGAIN}")
+
+    @contextmanager
+    def transaction(self) -> Iterator[State | None]:
+        """A change by a push; yields the state of what it fills, None where that must be created.
+
+        It fills the collection itself if that holds these embeddings. Otherwise it fills one beside it, which `finish`
+        puts in its place, so that readers find the old or the new embeddings, whole.
+        """
+        with self.exclusive():
+            state = self.stored_state()
+            is_same = state is not None and state["fingerprint"] == self.items_checksum
+            if state is not None and not is_same and not self.replaces:
+                remedy = "push with --replace to remove them first, or name another --table"
+                problem = "holds other embeddings, or with another metric"
+                raise DualencError(f"{self.location}: {problem}; {remedy}")
+            yield self.fill(beside=not is_same)
+
     @abstractmethod
-    def transaction(self) -> AbstractContextManager[dict[str, Any] | None]:
-        """A change of the collection, whole or not at all; yields `stored_state`."""
+    def exclusive(self) -> AbstractContextManager[None]:
+        """A change that is whole or not at all and the only one at a time, where the engine has such."""
+
+    @abstractmethod
+    def fill(self, *, beside: bool) -> State | None:
+        """Choose what a push fills, the collection itself or the one beside it; returns its state."""
 
     @abstractmethod
     def create(self, embeddings: Embeddings) -> None:
-        """Create the empty collection, in place of one that was pushed."""
+        """Create the empty collection that is filled, and remove those that abandoned pushes have left."""
 
     @abstractmethod
-    def add(self, batch: pa.RecordBatch, vectors: np.ndarray, stop: int) -> None:
-        """Store the rows up to a number, and their vectors (n, D) ready for the metric; on return they are durable."""
+    def stored_ids(self, ids: Sequence[str]) -> set[str]:
+        """Those of some ids that are stored in what is filled."""
 
     @abstractmethod
-    def finish(self, state: dict[str, Any]) -> None:
-        """Build the index of the stored rows."""
+    def add(self, batch: pa.RecordBatch, vectors: np.ndarray) -> None:
+        """Store rows, and their vectors (n, D) ready for the metric; on return they are durable."""
+
+    @abstractmethod
+    def count_rows(self) -> int:
+        """The number of rows in what is filled."""
+
+    @abstractmethod
+    def remove_others(self, ids: Sequence[str]) -> None:
+        """Remove all rows with other ids than these from what is filled."""
+
+    @abstractmethod
+    def finish(self, state: State) -> None:
+        """Build the index of the stored rows, and put what was filled beside the collection in its place."""
 
     @abstractmethod
     def close(self) -> None:
         """Close the connection."""
+
+
+def refuse_url(source: str | os.PathLike[str]) -> None:
+    """Raise a `DualencError` for a URL in place of a folder; a `Path` writes it with one slash."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(source)) and not Path(source).exists():
+        remedy = "name the folder that `dualenc push` wrote, by default EMBEDDINGS-engine"
+        raise DualencError(f"{without_credentials(str(source))}: is a URL; {remedy}")
 
 
 def is_pushed(folder: str | os.PathLike[str]) -> bool:

@@ -23,7 +23,7 @@ from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.index import Hit, Index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
-from dualenc.search.pushed import Engine, is_pushed
+from dualenc.search.pushed import Engine, is_pushed, refuse_url
 from dualenc.search.where import meets, parse_conditions
 from dualenc.types import Modality, Side
 
@@ -33,6 +33,8 @@ logger = logging.getLogger("dualenc.search")
 @dataclass(eq=False)
 class Searcher:
     """An open index with its model, for one thread at a time; create one with `Searcher.open`.
+
+    One of a pushed collection whose embeddings are replaced raises a `DualencError`; open it again.
 
     Searcher.open("index").search("how do I resume?", k=5)
     """
@@ -67,6 +69,7 @@ class Searcher:
             hybrid: open the BM25 index, too; None opens it if it exists.
             settings: `nprobe` and `ef_search`, as the index's `search` takes them.
         """
+        refuse_url(folder)
         folder = Path(folder)
         index, lexical = consistent_read(folder, lambda: _open_files(folder, hybrid))
         # A parameter that does not apply is refused now, not at every query.

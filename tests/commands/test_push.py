@@ -79,7 +79,7 @@ def test_recall_of_a_collection_is_measured(
 def test_mistakes_end_in_one_line(tmp_path: Path, emb: Path, engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("index", emb, "--out", tmp_path / "index")
     cases: list[tuple[tuple[Any, ...], str]] = [
-        (("push", emb, tmp_path / "data"), "no URL of a Qdrant server"),
+        (("push", emb, tmp_path / "data"), "is not the URL of PostgreSQL or a Qdrant server"),
         (("push", emb, "http://local", "--out", tmp_path / "index"), "holds no collection"),
         (("search", engine, "wing", "--where", "month>1"), "no column 'month'; there are year, lang"),
         (("search", tmp_path / "index", "wing", "--filter", "year>1"), "only an engine takes a filter"),

@@ -46,11 +46,10 @@ class LateIndexes(EdgeClient):
     def create_payload_index(self, *field: str) -> None:
         self.fields = (*self.fields, field)  # type: ignore[assignment]
 
-    def build(self) -> None:
-        if self.count("items", exact=True).count == NUM:
-            super().build()
-            for field in self.fields:
-                super().create_payload_index(*field)
+    def build(self, name: str) -> None:
+        super().build(name)
+        for _, *field in self.fields:
+            super().create_payload_index(name, *field)
 
 
 def test_qdrants_graph_is_built_for_the_filters_that_a_push_makes_ready(
@@ -61,6 +60,8 @@ def test_qdrants_graph_is_built_for_the_filters_that_a_push_makes_ready(
     source = Embeddings([str(row) for row in range(NUM)], stored, None, None, pa.table({"share": SHARES}))
     queries = random.normal(size=(240, 32)).astype(np.float32)
     filters = ["", below(0.2), below(0.05)]
+    for name in ("ours", "late"):
+        (tmp_path / name).mkdir()
     servers = {"ours": EdgeClient(tmp_path / "ours"), "late": LateIndexes(tmp_path / "late")}
     for server in servers.values():
         monkeypatch.setattr(qdrant_client, "QdrantClient", lambda server=server, **_: server)

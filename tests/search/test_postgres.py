@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from psycopg import sql
 from scipy.stats import binomtest
 
 from dualenc.cli import main
@@ -113,7 +114,7 @@ def test_a_filter_is_one_expression_that_only_reads(filled: PostgresIndex, filte
 
 
 def test_names_and_ids_are_quoted(postgres: str) -> None:
-    for table in ("it's", '"; DROP TABLE docs; --', "日本 {} 😀"):
+    for table in ("it's", '"""; DROP TABLE docs; --"', "日本 {} 😀"):
         columns = pa.table({"select": list(range(len(ODD_NAMES))), "Order": list(ODD_NAMES)})
         snippets = [f"{name}\0" for name in ODD_NAMES]
         source = Embeddings(ODD_NAMES, vectors(len(ODD_NAMES)), None, snippets, columns)
@@ -186,7 +187,7 @@ def test_pushes_at_the_same_time_share_the_rows(postgres: str) -> None:
 FULL_DISK = """
 CREATE OR REPLACE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql
 AS $$ BEGIN IF NEW.id LIKE 'id 30 %' THEN RAISE disk_full; END IF; RETURN NEW; END $$;
-CREATE TRIGGER full_disk BEFORE INSERT ON full_disk FOR EACH ROW EXECUTE FUNCTION full_disk();
+CREATE TRIGGER full_disk BEFORE INSERT ON {table} FOR EACH ROW EXECUTE FUNCTION full_disk();
 """
 """Fails within the third batch, as the server does whose disk is full; rolled back with it."""
 
@@ -201,7 +202,7 @@ def test_a_failing_server_is_one_line_and_loses_nothing(
     def failing(index: PostgresIndex, *batch: Any) -> None:
         calls.append(1)
         if len(calls) == 3 and failure == "full_disk":
-            index.connection.execute(FULL_DISK)
+            index.connection.execute(sql.SQL(FULL_DISK).format(table=index.filled_table))
         elif len(calls) == 3:
             execute(postgres, "SELECT pg_terminate_backend(%s)", index.connection.info.backend_pid)
         add(index, *batch)
@@ -236,7 +237,7 @@ def test_tables_of_others_are_refused_and_own_ones_replaced_on_request(postgres:
     assert len(kinds) == 1
     execute(postgres, "CREATE TABLE theirs (id text)")
     execute(postgres, "COMMENT ON TABLE theirs IS 'dualenc {}'")
-    with pytest.raises(DualencError, match="holds no embeddings that dualenc pushed"):
+    with pytest.raises(DualencError, match="was not made by `dualenc push`"):
         push_embeddings(embeddings(), postgres, "theirs", replace=True)
     assert execute(postgres, "SELECT count(*) FROM theirs") == [(0,)]
 

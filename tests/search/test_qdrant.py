@@ -110,7 +110,8 @@ def test_wrong_queries(filled: QdrantIndex, options: dict[str, Any], message: st
 
 def test_a_collection_without_points_ends(tmp_path: Path) -> None:
     index = pushed(tmp_path)[0]
-    index.create(embeddings())
+    index.remove_others([])
+    assert index.count_rows() == 0
     assert index.texts_by_id() == {}
     index.close()
 
@@ -171,31 +172,34 @@ def test_a_push_notices_that_another_one_has_replaced_its_collection(
 
     def replaced(index: QdrantIndex, *batch: Any) -> None:
         add(index, *batch)
-        server.metadata = {"dualenc": "of other embeddings"}
+        server.metadata[index.beside] = {"dualenc": "of other embeddings"}
 
     monkeypatch.setattr(QdrantIndex, "add", replaced)
     with pytest.raises(DualencError, match="another process has removed or replaced it"):
         push_embeddings(embeddings(), "http://edge", "items")
-    assert server.count("items", exact=True).count == 50
+    assert [server.count(name, exact=True).count for name in server.shards] == [50]
+    assert not server.collection_exists("items")
 
 
 def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:
     client = CLIENT(path=str(tmp_path / "store"))
     client.create_collection("items", vectors_config=models.VectorParams(size=DIM, distance=models.Distance.DOT))
     client.close()
-    with pytest.raises(DualencError, match="holds no embeddings that dualenc pushed"):
+    with pytest.raises(DualencError, match="was not made by `dualenc push`"):
         push_embeddings(embeddings(), url_of(tmp_path / "store"), "items", replace=True)
 
 
 @pytest.mark.parametrize(
     ("target", "collection", "message"),
     [
-        ("{}/store", "items", "no URL of a Qdrant server"),
+        ("{}/store", "items", "is not the URL of PostgreSQL or a Qdrant server"),
         ("http://127.0.0.1:9", "a/../b", "collection is 'a/../b'"),
-        ("localhost:6333", "items", "no URL of a Qdrant server"),
+        ("localhost:6333", "items", "is not the URL of PostgreSQL or a Qdrant server"),
         ("http://127.0.0.1:9", "items", "refused"),
         ("http://127.0.0.1:port", "items", "port"),
         ("http://user:word@127.0.0.1:9", "items", "carries a key or query; set QDRANT_API_KEY"),
+        ("http://user:se/word@127.0.0.1:9", "items", "carries a key or query; set QDRANT_API_KEY"),
+        ("mysql://user:word@127.0.0.1:9", "items", "is not the URL of PostgreSQL or a Qdrant server"),
     ],
 )
 def test_unusable_targets(
