@@ -38,7 +38,7 @@ PAYLOAD_INDEXES = {"text": "keyword", "integer": "integer", "number": "float", "
 RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
 MAX_EXACT = 1 << 53
 """Qdrant orders numbers as doubles, which are exact up to here."""
-MAX_INTEGER = (1 << 63) - 1
+INTEGERS = range(-(1 << 63), 1 << 63)
 FILTER_EXAMPLE = '{"must": [{"key": "year", "range": {"gte": 2020}}]}'
 
 
@@ -299,9 +299,12 @@ def _large_range(key: str, operator: str, value: int) -> dict[str, Any]:
     step = int(math.ulp(float(value)))
     far = int(float(value)) + sign * 2 * step
     first = value if operator in (">=", "<=") else value + sign
-    near = [each for each in range(first, far, sign) if abs(each) <= MAX_INTEGER]
-    bound = {RANGES[">=" if sign > 0 else "<="]: float(far)}
-    return {"should": [{"key": key, "match": {"any": near}}, {"key": key, "range": bound}]}
+    near = [each for each in range(first, far, sign) if each in INTEGERS]
+    tests = [{"key": key, "match": {"any": near}}]
+    # A bound outside would be taken for the last integer.
+    if far in INTEGERS:
+        tests.append({"key": key, "range": {RANGES[">=" if sign > 0 else "<="]: float(far)}})
+    return {"should": tests}
 
 
 def _check_ranges(part: Any) -> None:
