@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 
 from dualenc.cli import main
+from dualenc.search import Embeddings
+from dualenc.search.engines import push_embeddings
 from tests.commands.in_process import evaluated, failure, found, run
 from tests.commands.test_push import beir, emb
 
@@ -90,3 +94,62 @@ def test_mistakes_end_in_one_line(
     for settings in ({"search_path": "x"}, {"ef_search": "1; DROP TABLE x"}, {"iterative_scan": "on; DROP TABLE x"}):
         (engine / "meta.json").write_text(json.dumps(meta | {"settings": meta["settings"] | settings}))
         assert len(failure(capsys, "search", engine, "wing")) < 400
+
+
+def test_the_url_is_shown_as_typed_without_its_password(
+    tmp_path: Path, emb: Path, postgres: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = postgres.replace("postgresql:", "postgresql+psycopg:")
+    run("push", emb, typed.replace("me@", "me:s3c@ret@"), "--table", "typed", "--out", tmp_path / "engine")
+    shown = capsys.readouterr()
+    assert f"(cosine) → {typed} 'typed'; 40 sent" in shown.out
+    written = "".join(path.read_text() for path in (tmp_path / "engine").iterdir())
+    assert typed in written
+    assert "s3c" not in shown.out + shown.err + written
+    found(capsys, tmp_path / "engine", "wing flow")
+
+
+def test_a_dot_in_the_name_of_a_folder_is_no_schema(tmp_path: Path, emb: Path, postgres: str) -> None:
+    shutil.copytree(emb, tmp_path / "copy.v2")
+    run("push", tmp_path / "copy.v2", postgres, "--out", tmp_path / "engine")
+    meta = json.loads((tmp_path / "engine" / "meta.json").read_text())
+    assert meta["collection"] == "copy.v2"
+
+
+def test_an_engine_that_python_saved_is_evaluated(
+    tmp_path: Path, emb: Path, postgres: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "workload.jsonl").write_text('{"filter": "year >= 2005"}\n{"filter": ""}\n')
+    engine = push_embeddings(Embeddings.open(emb), postgres, "saved by python")[0]
+    engine.save(tmp_path / "engine")
+    run("evaluate", "engine", tmp_path / "engine", "--filters", tmp_path / "workload.jsonl")
+    shown = capsys.readouterr().out
+    assert "recall@10 1.000" in shown
+    assert "10.0000" not in shown
+    assert re.search(r"year >= 2005\s+1\.0000\s+10\s+10\s", shown)
+    # Embeddings of others in the recorded folder are no queries.
+    folder = tmp_path / "other"
+    shutil.copytree(emb, folder)
+    engine.meta["embeddings"] = str(folder)
+    engine.save(tmp_path / "engine")
+    (folder / "meta.json").unlink()
+    run("evaluate", "engine", tmp_path / "engine", "--filters", tmp_path / "workload.jsonl")
+
+
+def test_where_a_folder_is_expected_a_url_is_answered_with_the_one_of_push(
+    tmp_path: Path, toy_text: Path, beir: Path, postgres: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = postgres.replace("me@", "me:s3c/ret@")
+    cases: list[tuple[Any, ...]] = [
+        ("adapt", url, beir, "--out", tmp_path / "adapted"),
+        ("search", url, "wing"),
+        ("evaluate", "engine", url),
+        ("evaluate", "retrieval", toy_text, beir, "--documents", url, "--out", tmp_path / "evaluated"),
+        ("adapt", "http://localhost:6333", beir, "--out", tmp_path / "adapted"),
+    ]
+    for words in cases:
+        message = failure(capsys, *words)
+        assert "is a URL; name the folder that `dualenc push` wrote, by default EMBEDDINGS-engine" in message
+        assert "s3c" not in message
+    for folder in tmp_path.iterdir():
+        assert not any(folder.iterdir())
