@@ -57,12 +57,12 @@ def push(
         embeddings: folder that `dualenc embed` wrote.
         target: postgresql://user@host/database, or the URL of a Qdrant server.
         out: folder to write, with where the vectors are; by default EMBEDDINGS-engine.
-        table: of PostgreSQL, as table or schema.table, with double quotes around a name with a dot ('"a.b"'); or the
-            collection of Qdrant. By default named as the folder of embeddings.
+        table: of PostgreSQL, as table or schema.table, with double quotes around a name with a dot
+            ('"a.b"'); or the collection of Qdrant. By default named as the folder of embeddings.
         index: of PostgreSQL: hnsw, ivfflat, or none for exact search.
         metric: cosine, or ip for the inner product; by default cosine for embeddings of length one, ip for others.
-        replace: put the embeddings in the place of others, which are found until all new ones are stored; and remove
-            rows that are not of the embeddings.
+        replace: put the embeddings in the place of others, which are found until all new ones are
+            stored; and remove rows that are not of the embeddings.
     """
     from dualenc.data.vector_shards import Embeddings
     from dualenc.search.engines import is_postgres, push_embeddings

@@ -22,6 +22,7 @@ from dualenc.checksums import checksums
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import read_corpus
 from dualenc.data.detect import detect
+from dualenc.data.identity import digest_of
 from dualenc.data.vector_shards import Embeddings, ShardedVectors, is_embeddings
 from dualenc.data.vectors import load_npy
 from dualenc.errors import DualencError
@@ -88,7 +89,7 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
             raise DualencError(f"{source}: its vectors must be copied to be mapped; name a folder for them")
         path = Path(work) / VECTORS
         if distributed.is_main():
-            _write_once(documents, path, _checksum_of_files(source), scale=not is_ready)
+            _write_once(documents, path, _checksum_of_rows(source, documents), scale=not is_ready)
     distributed.barrier()
     meta = documents.meta | {"dtype": "float16"} | ({} if is_ready else {"normalized": True})
     return Embeddings(documents.ids, load_npy(path), meta, documents.snippets, documents.columns)
@@ -102,6 +103,12 @@ def fingerprint(source: str | Path) -> str:
         # Compares the fingerprint in meta.json with the one in the collection.
         open_engine(source).close()
     return _checksum_of_files(source)
+
+
+def _checksum_of_rows(source: Path, documents: Embeddings) -> str:
+    """What identifies copied vectors: of a collection also its ids, which others may have changed."""
+    checksum = _checksum_of_files(source)
+    return digest_of(checksum, documents.ids) if is_pushed(source) else checksum
 
 
 def _checksum_of_files(source: Path) -> str:

@@ -40,8 +40,9 @@ def push_embeddings(
 ) -> tuple[Engine, int]:
     """Send the rows that a table or collection does not hold, and have them indexed.
 
-    Each batch asks which of its ids are stored, so that a broken push resumes, and rows that others have deleted are
-    sent again. Other embeddings are replaced at once, when all new ones are stored beside them.
+    Each batch asks which of its ids are stored, so that a broken push resumes, and rows that
+    others have deleted are sent again. Other embeddings are replaced at once, when all new ones
+    are stored beside them.
 
         engine, sent = push_embeddings(Embeddings.open("emb"), "postgresql://me@localhost/db", "docs")
 
@@ -49,11 +50,12 @@ def push_embeddings(
         embeddings: N vectors; columns stay columns, float16 stays half precision.
         target: URL of a PostgreSQL database, whose password may come from PGPASSWORD or ~/.pgpass, or of a Qdrant
             server, whose key is in the environment variable QDRANT_API_KEY.
-        name: of the collection, or of the table: `papers`, in the first schema of the search path, `schema.papers`, or
-            `"a.b"` for a name with a dot.
+        name: of the collection, or of the table: `papers`, in the first schema of the search path,
+            `schema.papers`, or `"a.b"` for a name with a dot.
         metric: by default cosine for embeddings that are normalized, and ip for others.
         index: the kind of pgvector's index; "none" for exact search of all rows.
-        replace: put the embeddings in place of others in the table or collection, and remove rows of others.
+        replace: put the embeddings in place of others in the table or collection, and remove rows
+            of others.
 
     Returns:
         The engine, and the number of rows sent.
@@ -83,8 +85,8 @@ def push_embeddings(
         if others > 0 and replace:
             engine.remove_others(embeddings.ids)
         elif others > 0:
-            problem = f"{others:,} rows are not of these embeddings"
-            logger.warning("%s: %s; --replace removes them", engine.location, problem)
+            problem = f"rows that are not of these embeddings: {others:,}"
+            logger.warning("%s: has %s; --replace removes them", engine.location, problem)
         engine.finish(state)
     return engine, sent
 
@@ -113,7 +115,7 @@ def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:
 
 
 def embeddings_fingerprint(embeddings: Embeddings, metric: str) -> str:
-    """The checksum by which a pushed table or collection is known: of the contents, and the metric."""
+    """The checksum of contents and metric by which a pushed table or collection is known."""
     contents = [f"{name} {value}" for name, value in embeddings.meta.get("files", {}).items()]
     if contents:
         return digest_of(metric, sorted(contents))

@@ -2,8 +2,8 @@
 
     id text PRIMARY KEY | embedding vector(D) or halfvec(D) | text | the user's columns
 
-The comment of the table holds the fingerprint of the embeddings. A push of other ones fills a table beside it, whose
-comment names the table that it is for, and renames it when it is whole.
+The comment of the table holds the fingerprint of the embeddings. A push of other ones fills a table
+beside it, whose comment names the table that it is for, and renames it when it is whole.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ OPERATORS = {"cosine": "<=>", "ip": "<#>"}
 COMMENT = "dualenc "
 """Beginning of the comment of a pushed table."""
 REBUILT_SHARE = 0.1
-"""Of rows that were added to an index, from which on a push builds it again: IVF's lists are those of the old rows."""
+"""Of rows added to an index, from which on it is built again: IVF's lists are those of old rows."""
 PASSING = ("08", "40", "53", "55", "57", "58")
-"""Classes of errors that pass: a lost connection, a deadlock, a full disk, a lock, a server that stops."""
+"""Classes of errors that pass: lost connections, deadlocks, full disks, locks, a server that stops."""
 _PART = r'(?:"(?:[^"]|"")+"|[^".][^.]*)'
 _NAME = re.compile(rf"(?:(?P<schema>{_PART})\.)?(?P<table>{_PART})")
 COLUMN_TYPES: dict[str, tuple[Any, str, pa.DataType]] = {
@@ -150,7 +150,7 @@ class PostgresIndex(Engine):
         return version
 
     def _schema_in_path(self) -> str:
-        """The schema in the search path that has the table, or the one in which it would be created."""
+        """The schema of the search path that has the table, or in which it would be created."""
         query = """
             SELECT coalesce((
                 SELECT nspname FROM unnest(current_schemas(false)) WITH ORDINALITY path(schema, place)
@@ -189,7 +189,7 @@ class PostgresIndex(Engine):
             return self._as_state(cursor.fetchone())
 
     def _state_query(self, name: str) -> sql.Composed:
-        """The comment of a table by the snapshot of the statement: `to_regclass` may find a table just dropped."""
+        """The comment of a table by the statement's snapshot; `to_regclass` may find a dropped one."""
         return sql.SQL(
             "SELECT description FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
             "LEFT JOIN pg_description d ON objoid = c.oid AND objsubid = 0 AND classoid = 'pg_class'::regclass "
@@ -397,7 +397,7 @@ class PostgresIndex(Engine):
             raise DualencError(f"{self.location}: schema {self.schema!r} does not exist; {remedy}")
 
     def _try_to_drop(self) -> None:
-        """Raise now, before all rows are sent, what will keep the old table from being dropped, such as a view."""
+        """Raise before all rows are sent what keeps the old table from being dropped, as a view."""
         with self.connection.transaction() as attempt:
             self.connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(self.table))
             raise psycopg.Rollback(attempt)
@@ -463,7 +463,7 @@ class PostgresIndex(Engine):
         self._write_state({**state, **counts})
 
     def finish(self, state: State) -> None:
-        """Build the index, in place of one of another kind, give the planner its statistics, and swap the tables."""
+        """Build the index, give the planner its statistics, and swap the tables."""
         kind = self.meta["index"]
         others = self._vector_indexes()
         is_built = state["index"] == kind and (kind == "none" or kind in others.values())
@@ -539,7 +539,7 @@ class PostgresIndex(Engine):
 
 
 def _parse_name(name: str) -> dict[str, str]:
-    """The schema, if any, and the table of a name as SQL writes it, except that capitals stay without quotes."""
+    """The schema, if any, and the table of a name as in SQL, but capitals need no quotes."""
     match = _NAME.fullmatch(name)
     if match is None:
         remedy = "write TABLE or SCHEMA.TABLE, with double quotes around a part that has a dot"

@@ -1,7 +1,8 @@
 """URLs of PostgreSQL databases: as libpq reads them, and without secrets for messages and files.
 
-A URL may be one of SQLAlchemy or Django (`postgresql+psycopg://`, `postgres://`). The last @ before the path ends the
-credentials, as in other URLs; libpq takes the first one, and the rest of the password for the host.
+A URL may be one of SQLAlchemy or Django (`postgresql+psycopg://`, `postgres://`). The last @ before
+the path ends the credentials, as in other URLs; libpq takes the first one, and the rest of the
+password for the host.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ REPLACED = "another process has removed or replaced it"
 RESULT = "recall.json"
 """The recall that was measured, in the folder of an engine or an index."""
 SWAP_SECONDS = 1.0
-"""How long opening waits for a push that has replaced the vectors and is about to write the folder."""
+"""How long opening waits for a push that has replaced the vectors and will write the folder."""
 ENTRIES = {"target": str, "collection": str, "fingerprint": str, "count": int, "dim": int, "metric": str}
 ENTRIES |= {"columns": dict, "has_snippets": bool}
 """Entries of meta.json that a push adds to those of the embeddings, with their types."""
@@ -114,7 +114,7 @@ class Engine(ABC):
         write_json(Path(folder) / "meta.json", {**self.meta, "format": FORMAT, "version": FORMAT_VERSION})
 
     def is_remembered(self, meta: dict[str, Any]) -> bool:
-        """True if the meta.json of a folder remembers the same vectors and index at the same place."""
+        """True if a folder's meta.json remembers the same vectors and index at the same place."""
         return self._identity(self.meta) == self._identity(meta)
 
     def _identity(self, meta: dict[str, Any]) -> list[Any]:
@@ -188,7 +188,7 @@ class Engine(ABC):
         return state
 
     def check_current(self, state: State | None) -> None:
-        """Refuse a collection whose vectors another push has replaced: by another model they mislead."""
+        """Refuse a collection whose vectors were replaced: those of another model mislead."""
         if state is None or state["fingerprint"] != self.items_checksum:
             problem = "its embeddings were replaced or removed since it was opened"
             raise DualencError(f"{self.location}: {problem}; open it again")
@@ -204,8 +204,8 @@ class Engine(ABC):
     def transaction(self) -> Iterator[State | None]:
         """A change by a push; yields the state of what it fills, None where that must be created.
 
-        It fills the collection itself if that holds these embeddings. Otherwise it fills one beside it, which `finish`
-        puts in its place, so that readers find the old or the new embeddings, whole.
+        It fills the collection itself if that holds these embeddings. Otherwise it fills one beside
+        it, which `finish` puts in its place: readers find the old or the new embeddings, whole.
         """
         with self.exclusive():
             state = self.stored_state()
@@ -218,15 +218,15 @@ class Engine(ABC):
 
     @abstractmethod
     def exclusive(self) -> AbstractContextManager[None]:
-        """A change that is whole or not at all and the only one at a time, where the engine has such."""
+        """A change that is whole and the only one at a time, where the engine has such."""
 
     @abstractmethod
     def fill(self, *, beside: bool) -> State | None:
-        """Choose what a push fills, the collection itself or the one beside it; returns its state."""
+        """Choose what a push fills, the collection or the one beside it; returns its state."""
 
     @abstractmethod
     def create(self, embeddings: Embeddings) -> None:
-        """Create the empty collection that is filled, and remove those that abandoned pushes have left."""
+        """Create the empty collection that is filled, and remove what abandoned pushes left."""
 
     @abstractmethod
     def stored_ids(self, ids: Sequence[str]) -> set[str]:
@@ -246,7 +246,7 @@ class Engine(ABC):
 
     @abstractmethod
     def finish(self, state: State) -> None:
-        """Build the index of the stored rows, and put what was filled beside the collection in its place."""
+        """Build the index, and put what was filled beside the collection in its place."""
 
     @abstractmethod
     def close(self) -> None:

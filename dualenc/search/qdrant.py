@@ -1,7 +1,7 @@
 """Qdrant: push embeddings to a collection of a server, and search it with conditions and Qdrant's own filters.
 
-The name of a pushed collection is an alias. Other embeddings fill a collection beside the one that it stands for, until
-the alias is given to it.
+The name of a pushed collection is an alias. Other embeddings fill a collection beside the one that it
+stands for, until the alias is given to it.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class QdrantIndex(Engine):
                 self.client.create_payload_index(self.filled, name, PAYLOAD_INDEXES[kind])
 
     def _delete_abandoned(self) -> None:
-        """Delete what pushes of other embeddings have left beside the collection; a living one notices."""
+        """Delete what pushes of other embeddings left beside the collection; a living one notices."""
         with self.one_line_errors():
             names = [each.name for each in self.client.get_collections().collections]
         for name in names:
@@ -291,9 +291,9 @@ class QdrantIndex(Engine):
 
 
 def _large_range(key: str, operator: str, value: int) -> dict[str, Any]:
-    """A filter for integers beyond 2^53: those near the value one by one, the others by a double two steps away.
+    """A filter for integers beyond 2^53: those near the value one by one, others by a double.
 
-    A step is the distance of doubles. Whatever is beyond two of them is so after rounding, too.
+    It is two steps of doubles away: what is beyond it is so after rounding, too.
     """
     sign = 1 if operator in (">", ">=") else -1
     step = int(math.ulp(float(value)))

@@ -75,7 +75,7 @@ def test_rows_of_others_are_said_and_removed_on_request(
     with pytest.raises(DualencError, match="no vector of 'theirs' is stored any more"):
         index.vectors(["theirs"])
     assert push_embeddings(embeddings(), postgres, "more")[1] == 1
-    assert "1 rows are not of these embeddings; --replace removes them" in caplog.text
+    assert "has rows that are not of these embeddings: 1; --replace removes them" in caplog.text
     with pytest.raises(DualencError, match=r"holds 121 vectors, and 120 were pushed; run .* with --replace"):
         open_documents(tmp_path, tmp_path / "work")
     assert push_embeddings(embeddings(), postgres, "more", replace=True)[1] == 0

@@ -83,7 +83,7 @@ def test_points_of_others_are_said_and_removed_on_request(
     server.upsert("items", [models.PointStruct(id=7, vector=[1.0] * DIM)])
     assert "7" in {hit.id for hit in index.search(np.ones((1, DIM)), 5)[0]}
     assert push()[1] == 0
-    assert "1 rows are not of these embeddings; --replace removes them" in caplog.text
+    assert "has rows that are not of these embeddings: 1; --replace removes them" in caplog.text
     with pytest.raises(DualencError, match=r"holds 121 vectors, and 120 were pushed; run .* with --replace"):
         open_documents(tmp_path / "engine", tmp_path / "work")
     assert push(replace=True)[1] == 0
