@@ -13,8 +13,10 @@ import jinja2
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from dualenc.errors import DualencError
+from dualenc.evaluation.layout import lay_out
 from dualenc.evaluation.plots import as_svg
 from dualenc.files import atomic_path, check_file_target
 from dualenc.reading import open_regular
@@ -23,6 +25,7 @@ from dualenc.types import StrPath
 
 if TYPE_CHECKING:
     import matplotlib.figure
+    from rich.console import JustifyMethod
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 STYLE = b"body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24;"
@@ -45,9 +48,9 @@ class Table(NamedTuple):
         return [[as_text(row.get(name, "")) for name in self.columns] for row in self.rows]
 
     def is_numeric(self, name: str) -> bool:
-        """Whether a column holds a number, and is set flush right."""
-        values = [row.get(name) for row in self.rows]
-        return any(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        """True if a column has numbers alone, which are set flush right."""
+        values = [value for row in self.rows if (value := row.get(name)) is not None]
+        return bool(values) and all(map(_is_number, values))
 
 
 class Figure(NamedTuple):
@@ -68,22 +71,26 @@ def as_text(value: object) -> str:
     return str(value)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def print_table(table: Table) -> None:
-    """Print a table to the terminal, control characters escaped; a narrow one folds names, never numbers."""
-    drawn = RichTable(title=printable(table.caption), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    drawn.pad_edge = False
-    drawn.collapse_padding = True
-    cells = [[printable(cell) for cell in row] for row in table.cells()]
-    for name, values in zip(table.columns, zip(*cells)):
-        drawn.add_column(printable(name), overflow="fold")
-        if table.is_numeric(name):
-            drawn.columns[-1].justify = "right"
-            drawn.columns[-1].min_width = max(map(len, values))
-    for row in cells:
-        drawn.add_row(*row)
-    # A pipe or a log file has no width of its own; rich would assume 80 columns.
-    width = None if sys.stdout.isatty() else 1000
-    Console(width=width, markup=False, emoji=False, highlight=False).print(drawn)
+    """Print a table that fits the terminal; control characters are escaped."""
+    # A pipe or a log file has no width; rich would assume 80 columns.
+    width = Console().width if sys.stdout.isatty() else None
+    rows = [[printable(cell) for cell in row] for row in table.cells()]
+    blocks = lay_out([printable(name) for name in table.columns], rows, width)
+    console = Console(width=width or 1 << 16, markup=False, emoji=False, highlight=False)
+    console.print(Text(printable(table.caption), style="bold", overflow="fold"))
+    for block in blocks:
+        drawn = RichTable(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for number, cells, header in zip(block.columns, block.widths, block.headers):
+            side: JustifyMethod = "right" if table.is_numeric(table.columns[number]) else "left"
+            drawn.add_column(header, justify=side, min_width=cells, overflow="fold")
+        for row in block.rows:
+            drawn.add_row(*row)
+        console.print(drawn)
 
 
 def write_report(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.cells import cell_len
 
 from dualenc.evaluation import plots
+from dualenc.evaluation.layout import shorten
 from dualenc.evaluation.report import Figure, Table, as_text, print_table, write_report
 
 NASTY = "<script>document.title='owned'</script> & \"quotes\" \x1b[2J"
@@ -72,6 +75,99 @@ def test_numbers_stay_whole_in_a_narrow_terminal(
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert sum(line.count("0.1234") for line in lines) == 8
     assert max(map(len, lines)) <= 72
+
+
+PATH = "/home/someone/projects/retrieval/runs/2026-11-29/" + "long-name-" * 6 + "/model"
+SCORES = dict.fromkeys(("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100"), 0.1234)
+INTERVAL = "+0.123 [+0.012, +0.234]"
+TABLES = {
+    "a long path among values": Table(
+        "Change of model",
+        [
+            {"what": "old model", "value": PATH},
+            {"what": "documents", "value": 3000},
+            {"what": "s", "value": 1.5},
+        ],
+    ),
+    "results": Table(
+        "Retrieval",
+        [{"data": "questions-and-answers", "system": "a model", "documents": 16000, **SCORES}] * 2,
+    ),
+    "intervals": Table(
+        "Sample",
+        [{"": "mapped vectors", **{f"{name} - old": INTERVAL for name in SCORES}}] * 2,
+    ),
+    "CJK": Table(
+        "東京" * 60,
+        [{"id": 1, "score": 0.5, "snippet": "東京タワー" * 20 + " and more words" * 5}] * 2,
+    ),
+    "many columns": Table(
+        "Many",
+        [{"name": PATH} | {f"some-long-metric@{k}": 0.1234 for k in range(30)}] * 2,
+    ),
+    "one long word": Table("Word", [{"number": 1.5, "word": "x" * 300}]),
+}
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 120])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_fit_the_terminal_and_lose_no_value(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = TABLES[name]
+    lines = printed_lines(table, width, monkeypatch, capsys)
+    assert max(map(cell_len, lines)) <= width
+    printed = " ".join(lines)
+    for value, count in Counter(value for row in table.rows for value in row.values()).items():
+        if isinstance(value, int | float) or (value == INTERVAL and width > 30):
+            assert printed.count(as_text(value)) >= count
+        elif value != PATH and name != "results":
+            # Wrapped, and nothing of it is gone.
+            left = iter(printed)
+            assert all(character in left for character in str(value) if not character.isspace())
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_path_is_shortened_in_the_middle(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = printed_lines(TABLES["a long path among values"], width, monkeypatch, capsys)
+    [line] = [line for line in lines if "old model" in line]
+    assert re.search(r"/home/\S*…\S*/model", line)
+    numbers = [line for line in lines if line.startswith((" documents", " s "))]
+    assert [line.split()[-1] for line in numbers] == ["3,000", "1.5000"]
+
+
+def test_a_row_keeps_its_lines_together_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Further columns follow below, with the names of the rows, instead of cells of three lines."""
+    lines = printed_lines(TABLES["intervals"], 80, monkeypatch, capsys)
+    assert sum(line.count(INTERVAL) for line in lines) == 2 * len(SCORES)
+    assert all("mapped vectors" in line for line in lines if INTERVAL in line)
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "short"),
+    [
+        ("/a/b/c", 6, "/a/b/c"),
+        ("/home/someone/model", 13, "/hom…ne/model"),
+        ("/東京/東京/東京/模型", 12, "/東…京/模型"),
+    ],
+)
+def test_shortened_texts(text: str, width: int, short: str) -> None:
+    assert shorten(text, width) == short
+    assert cell_len(short) <= width
+
+
+def printed_lines(
+    table: Table, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """The lines of a table in a terminal of this width, without its styles."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_table(table)
+    return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
 
 
 def test_control_characters_of_names_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
