@@ -11,15 +11,17 @@ import dataclasses
 import itertools
 import os
 import pkgutil
+import re
+import shlex
 import sys
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError
 
 from dualenc import __version__
-from dualenc.errors import BelowTarget, DualencError
+from dualenc.errors import BelowTarget, DualencError, nearest
 from dualenc.terminal import printable, without_credentials
 
 COMMANDS = (
@@ -31,6 +33,12 @@ COMMANDS = (
 
 EXPECTED = (DualencError, CycloptsError, OSError, ModuleNotFoundError)
 """Errors that a user can fix."""
+
+
+_VALUE = re.compile(r"-(?![\d.]+([eE][-+]?\d+)?$)[^-a-zA-Z]")
+"""How values begin that look like options: "-20 degrees". Options have letters; -20 is a number."""
+_MARK = "\x00"
+"""Precedes such a value while options are parsed; no argument of a process holds it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--out=" in words or ("--out", "") in itertools.pairwise(words):
             # Path("") is the current folder.
             raise DualencError("--out is empty; name a file or folder")
-        function, bound, _ = build_app(words[:1]).parse_args(words)
-        function(*bound.args, **bound.kwargs)
+        marked = [_MARK + word if _VALUE.match(word) else word for word in words]
+        function, bound, _ = build_app(words[:1]).parse_args(marked)
+        function(*_unmarked(bound.args), **_unmarked(bound.kwargs))
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, has closed its end; without this Python would complain when it closes stdout.
@@ -60,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_failure = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if len(words) < len(arguments) or not is_failure:
             raise
-        print(f"dualenc: {_explain(error)}", file=sys.stderr)
+        print(f"dualenc: {_explain(error, words)}", file=sys.stderr)
         return 2 if isinstance(error, EXPECTED) and not isinstance(error, BelowTarget) else 1
     return 0
 
@@ -97,12 +106,29 @@ def _flatten_options(function: Callable[..., Any]) -> None:
     function.__kwdefaults__ = defaults | (function.__kwdefaults__ or {})
 
 
-def _explain(error: BaseException) -> str:
+def _unmarked(value: Any) -> Any:
+    """Return an argument, or several, without the marks of values that look like options."""
+    if isinstance(value, str):
+        return value.removeprefix(_MARK)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_unmarked, value))
+    if isinstance(value, dict):
+        return {name: _unmarked(each) for name, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **_unmarked(vars(value)))
+    return value
+
+
+def _explain(error: BaseException, words: Sequence[str] = ()) -> str:
     """One line about an error: a user's mistake as it is, out of memory with a remedy, anything else as a bug."""
     # File names and values in a message are untrusted.
     message = printable(without_credentials(" ".join(str(error).split())))
     if isinstance(error, CycloptsError):
-        return f"error: {message} See {' '.join(['dualenc', *(error.command_chain or ())])} --help"
+        command = " ".join(["dualenc", *(error.command_chain or ())])
+        text = _about_hyphen(error, words, command) or str(error)
+        text = text.replace(_MARK, "").replace(repr(_MARK)[1:-1], "")
+        message = printable(without_credentials(" ".join(text.split())))
+        return f"error: {message} See {command} --help"
     if isinstance(error, ModuleNotFoundError):
         return f"error: {message}; install the package that brings it (pip install {error.name})"
     if isinstance(error, EXPECTED):
@@ -111,3 +137,23 @@ def _explain(error: BaseException) -> str:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"error: not enough memory ({message or 'none left'}); make batch_size or chunk_size smaller"
     return f"unexpected error: {type(error).__name__}: {message}; run again with --debug to see where"
+
+
+def _about_hyphen(error: CycloptsError, words: Sequence[str], command: str) -> str:
+    """Return what is wrong with a value that begins with a hyphen, and how to write it; else ""."""
+    if isinstance(error, UnknownOptionError):
+        word = error.token.value or error.token.keyword or ""
+        if "--" in words and word in words[words.index("--") :]:
+            return f"{word} comes after --, where no options are; write options before it."
+        if option := re.match(r"--\w[\w-]*(?==|$)", word):
+            names = [name for each in error.argument_collection for name in each.names]
+            return f"Unknown option: {option[0]}{nearest(option[0], names)}."
+        if word in words:
+            remedy = f"write it last, after --: {command} … -- {shlex.quote(word)}"
+            return f"Unknown option: {word}. If it is a value, {remedy}."
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        for name, word in itertools.pairwise(words):
+            if name in error.argument.names and re.match(r"-[^-]", word):
+                remedy = f"if {word} is its value, write {shlex.quote(f'{name}={word}')}"
+                return f"{name} requires an argument; {remedy}."
+    return ""

@@ -24,11 +24,24 @@ class BelowTarget(DualencError):
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """` (did you mean …?)`: the valid word that a wrong one abbreviates or resembles most; empty without one."""
-    words = list(valid)
-    abbreviated = [name for name in words if word.lower() == "".join(part[0] for part in re.findall("[a-z]+", name))]
-    close = abbreviated or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """Return ` (did you mean …?)` with the valid word that is like a wrong one; "" if none is."""
+    lowered = word.casefold()
+    names = {name.casefold(): name for name in reversed(list(valid))}
+    alike = difflib.get_close_matches(lowered, names, n=1, cutoff=0.74)
+    abbreviated = [name for name in reversed(names) if _abbreviates(lowered, name)]
+    candidates = alike + abbreviated
+    return f" (did you mean {names[candidates[0]]}?)" if candidates else ""
+
+
+def _abbreviates(word: str, name: str) -> bool:
+    """True if one begins with the other, has all its parts, or has their initials."""
+    parts, own = (re.findall(r"[^\W_]+", text) for text in (name, word))
+    if len(parts) > 1 and word == "".join(part[0] for part in parts):
+        return True
+    shorter, longer = sorted((own, parts), key=len)
+    is_part = bool(shorter) and set(shorter) <= set(longer)
+    is_beginning = word.startswith(name) or name.startswith(word)
+    return min(len(word), len(name)) >= 3 and (is_part or is_beginning)
 
 
 def first_line(error: BaseException) -> str:

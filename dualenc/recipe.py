@@ -61,9 +61,9 @@ class Recipe:
         from dualenc.seeds import seed_everything
 
         # The trainer's mistakes are reported before data and models are read, which takes longer.
-        trainer = build(self.sections["trainer"], self.source, {})
+        trainer = build(self.sections["trainer"], f"{self.source}: trainer", {})
         seed_everything(trainer.seed)
-        data = build(self.sections["data"], self.source, {})
+        data = build(self.sections["data"], f"{self.source}: data", {})
         filled = {
             "seed": trainer.seed,
             "batch_size": trainer.batch_size,
@@ -76,7 +76,7 @@ class Recipe:
         }
         parts = {"trainer": trainer, "data": data}
         for section in ("model", "objective", "batching", "evaluator"):
-            parts[section] = build(self.sections[section], self.source, filled)
+            parts[section] = build(self.sections[section], f"{self.source}: {section}", filled)
         return parts
 
     def train(self, resume: bool = False) -> TrainingResult:

@@ -45,20 +45,40 @@ class CheckedClass(dict[str, Any]):
     """class_path and init_args of a class that was checked; `build` makes no other dictionary into a class."""
 
 
-def build(value: Any, source: str, filled: Mapping[str, Any]) -> Any:
-    """Make the classes in a checked value, from the inside out; each takes of `filled` what it was not given."""
+def build(value: Any, place: str, filled: Mapping[str, Any]) -> Any:
+    """Make the classes in a checked value, from the inside out.
+
+    Args:
+        value: of `check_value`.
+        place: what errors call it, such as "recipe.yaml: data".
+        filled: arguments by name, for each class that was not given them.
+    """
     if not isinstance(value, dict):
         return value
     if not isinstance(value, CheckedClass):
-        return {key: build(item, source, filled) for key, item in value.items()}
+        return {key: build(item, f"{place}.{key}", filled) for key, item in value.items()}
     kind = pkgutil.resolve_name(value["class_path"])
     arguments = {name: filled[name] for name in parameters(kind).keys() & filled.keys()}
-    arguments |= build(value["init_args"], source, filled)
+    given = value["init_args"]
+    arguments |= {name: build(item, f"{place}.{name}", filled) for name, item in given.items()}
     try:
         return kind(**arguments)
     except (DualencError, OSError) as error:
-        message = str(error).removeprefix(f"{kind.__name__}: ")
-        raise DualencError(f"{source}: {kind.__name__}: {message}") from error
+        raise DualencError(_with_key(str(error), place, kind.__name__, given)) from error
+
+
+def _with_key(message: str, place: str, name: str, given: Mapping[str, Any]) -> str:
+    """Return a class's error with the key of the argument that it is about, else with the class."""
+    message = message.removeprefix(f"{name}: ")
+    first_word = message.split(maxsplit=1)[0] if message else ""
+    if first_word in given:
+        return f"{place}.{message}"
+    # A path or a name: short values are in any message.
+    texts = {key: value for key, value in given.items() if isinstance(value, str)}
+    about = [key for key, value in texts.items() if len(value) > 2 and value in message]
+    if len(about) == 1:
+        return f"{place}.{about[0]}: {message}"
+    return f"{place}: {name}: {message}"
 
 
 def parameters(kind: type) -> dict[str, inspect.Parameter]:
@@ -130,8 +150,13 @@ def _check_class(value: Any, base: Any, place: str, allowed: Sequence[str]) -> C
     if not isinstance(value, Mapping) or not isinstance(value.get("class_path"), str):
         form = f"a class of type {base.__name__} by class_path and init_args"
         raise DualencError(f"{place} is {value!r}; it must name {form}")
-    check_keys(value, CLASS_KEYS, "a class", f"{place}.")
     full_path, kind = _find_class(value["class_path"], base, f"{place}.class_path", allowed)
+    for key in value:
+        if key not in CLASS_KEYS and key in parameters(kind):
+            path = place.rpartition(": ")[2]
+            problem = f"{place}.{key} is an argument of {kind.__name__}"
+            raise DualencError(f"{problem}; write {path}.init_args.{key}")
+    check_keys(value, CLASS_KEYS, "a class", f"{place}.")
     values = value.get("init_args") or {}
     if not isinstance(values, Mapping):
         raise DualencError(f"{place} has arguments {values!r}; give those of {kind.__name__} by name")
@@ -155,7 +180,7 @@ def check_keys(values: Mapping[Any, Any], known: Collection[str], owner: str, pr
     """Refuse a key that is unknown, and name the nearest one that is known."""
     for key in values:
         if key not in known:
-            raise DualencError(f"{prefix}{key} is no key of {owner}{nearest(str(key), known)}")
+            raise DualencError(f"{prefix}{key} is not a key of {owner}{nearest(str(key), known)}")
 
 
 def _find_class(path: str, base: Any, place: str, allowed: Sequence[str]) -> tuple[str, type]:

@@ -93,6 +93,10 @@ DEFAULTS |= {"side": "left", "cutoffs": None, "limit": 0.9, "shown": Shown()}
         ("m d --out=o", {"data": "d"}),
         ("m --out o --batch_size=8", {"batch_size": 8}),
         ("m --out o --rate -3", {"rate": -3.0}),
+        ("m --out o -5,3", {"data": "-5,3"}),
+        ("-20° --out o -- -20", {"source": "-20°", "data": "-20"}),
+        ("m --out=-1: -1:2", {"out": "-1:", "data": "-1:2"}),
+        ("m --out o --columns -1:2,x", {"shown": Shown(["-1:2", "x"])}),
         ("m --json --out o d", {"json": True, "data": "d"}),
         ("m --out o --no-quotes", {"quotes": False}),
         ("m --side right --out o", {"side": "right"}),
@@ -119,6 +123,14 @@ def test_double_quotes_protect_the_comma_of_a_text_in_a_list() -> None:
     assert found["shown"].columns == ["Last, First", "year", "[b]"]
 
 
+@pytest.mark.parametrize("text", ["-20 degrees", "-5,3", "- a list", "-°C", "-1: one"])
+def test_texts_that_begin_with_a_hyphen_and_no_letter_are_values(text: str) -> None:
+    found = called(build, "m", text, "--out", text, "-k", "3", "--columns", text)
+    assert (found["source"], found["data"], found["out"]) == ("m", text, text)
+    assert found["shown"] == Shown(text.split(","), 3)
+    assert called(train, "r.yaml", "a.b=1", text)["overrides"] == ("a.b=1", text)
+
+
 def test_the_rest_is_passed_on() -> None:
     found = called(train, "r.yaml", "a.b=1", "--resume", "c=[x, y]")
     assert found == {"recipe": "r.yaml", "overrides": ("a.b=1", "c=[x, y]"), "resume": True}
@@ -128,7 +140,15 @@ def test_the_rest_is_passed_on() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("m --out o --batch-sise 8", "Unknown option: --batch-sise. Did you mean --batch-size? See dualenc build"),
+        (
+            "m --out o --batch-sise 8",
+            "Unknown option: --batch-sise (did you mean --batch-size?). See dualenc build",
+        ),
+        ("m --out o --limes 8", "Unknown option: --limes. See dualenc build"),
+        ("m --out o -hot", "Unknown option: -hot. If it is a value, write it last, after --: dual"),
+        ("m --out o -", "after --: dualenc build … -- -. See dualenc build --help"),
+        ("m --out o -- -hot -k 3", "-k comes after --, where no options are; write options before"),
+        ("m --out -hot", "--out requires an argument; if -hot is its value, write --out=-hot."),
         ("m", "parameter --out requires an argument."),
         ("--out o", "parameter --source requires an argument."),
         ("m d e --out o", "Unused Tokens: ['e']."),

@@ -137,8 +137,8 @@ def test_arguments_and_classes_may_be_overridden_in_any_order(recipe):
 
 
 REFUSALS = [
-    ("trainer.lr=1", r"trainer\.lr is no key of Trainer \(did you mean learning_rate\?\)"),
-    ("objective.temprature=1", r"objective\.temprature is no key of SogCLR \(did you mean temperature\?\)"),
+    ("trainer.lr=1", r"trainer\.lr is not a key of Trainer \(did you mean learning_rate\?\)"),
+    ("objective.temprature=1", r"temprature is not a key of SogCLR \(did you mean temperature\?\)"),
     (
         "objective.class_path=SogCRL",
         r"is 'SogCRL', no class of type Objective in dualenc \(did you mean SogCLR\?\)",
@@ -170,7 +170,7 @@ REFUSALS = [
     ("data={}", "data is {}; it must name a class of type PairDataset by class_path"),
     ("data.class_path=TablePairs", "data.path is missing; TablePairs needs it"),
     ("trainer.epochs", "is no override; write section.key=value"),
-    ("objective.proposals=all", r"objective\.proposals is no key of SogCLR"),
+    ("objective.proposals=all", r"objective\.proposals is not a key of SogCLR"),
     (
         "objective={class_path: EMC2, init_args: {proposals: all}}",
         "objective.proposals is 'all'; it must be 'batch' or it must be a valid integer",
@@ -189,7 +189,12 @@ REFUSALS = [
         "data.sources.faq is 'x'; it must name a class of type PairDataset",
     ),
     ("data={class_path: Mixture, init_args: {sources: [faq]}}", r"data.sources is \['faq'\]; it must name several"),
-    ("evaluator.pairs={class_path: BeirPairs, path: x}", "evaluator.pairs.path is no key of a class"),
+    (
+        "evaluator.pairs={class_path: BeirPairs, path: x}",
+        "evaluator.pairs.path is an argument of BeirPairs; write evaluator.pairs.init_args.path",
+    ),
+    ("evaluator.pairs={class_path: BeirPairs, x: x}", "evaluator.pairs.x is not a key of a class"),
+    ("trainer.temperature=1", r"trainer\.temperature is not a key of Trainer$"),
     ("trainer.freeze=[!!binary aGk=]", "trainer.freeze is no plain data .*bytes.*; give texts, numbers"),
 ]
 
@@ -206,7 +211,7 @@ def test_mistakes_name_the_key_in_one_line(recipe, override, message):
         ("a: [", "cannot be read .*line 1.*; name a recipe in YAML"),
         ("[" * 20_000, "cannot be read"),
         ("- 1", "holds no sections"),
-        ("x: 1", "x is no key of a recipe"),
+        ("x: 1", "x is not a key of a recipe"),
         ("data:\n  path: a\n  path: a\n", "the key path is given twice in line 2"),
         ("{true: a, 1: b}", "is given twice in line 1"),
         ("model: &a {x: *a}", "aliases .* are not allowed"),
@@ -277,9 +282,28 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("override", "message"), [("objective.gamma=7", "SogCLR: gamma is 7"), ("trainer.seed=-1", "Trainer: seed is -1")]
+    ("override", "message"),
+    [
+        ("objective.gamma=7", "objective.gamma is 7"),
+        ("trainer.seed=-1", "trainer.seed is -1"),
+        ("data.path=nowhere/beir", "data.path: nowhere/beir: "),
+        (
+            "evaluator={class_path: RetrievalEvaluator, init_args: {pairs: {class_path: TablePairs,"
+            " init_args: {path: nowhere/dev.csv, left_column: a, right_column: b}}}}",
+            "evaluator.pairs.path: nowhere/dev.csv: ",
+        ),
+        (
+            "data={class_path: Mixture, init_args: {sources: "
+            "{faq: {class_path: BeirPairs, init_args: {path: nowhere/faq}}}}}",
+            "data.sources.faq.path: nowhere/faq: ",
+        ),
+        (
+            "evaluator={class_path: RetrievalEvaluator, init_args: {}}",
+            "evaluator: RetrievalEvaluator: give either path",
+        ),
+    ],
 )
-def test_what_a_part_refuses_is_one_line_with_its_class(recipe, override, message, capsys, tmp_path):
+def test_what_a_part_refuses_is_one_line_with_its_key(recipe, override, message, capsys, tmp_path):
     assert cli.main(["train", recipe, override]) == 2
     line = capsys.readouterr().err
     assert f"recipe.yaml: {message}" in line
