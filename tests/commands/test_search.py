@@ -214,6 +214,14 @@ def test_search_is_the_exact_ranking_of_the_query_side(
     assert [result["snippet"] for result in results] == [toy.texts(60)[i] for i in best]
 
 
+@pytest.mark.slow
+def test_a_query_may_begin_with_a_hyphen(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = found(capsys, index, "-20 degrees", "-k", 3)
+    run("search", index, "-k", 3, "--json", "--", "-20 degrees")
+    assert results == json.loads(capsys.readouterr().out)["results"]
+    assert "write it last, after --: " in failure(capsys, "search", index, "-f option of rm")
+
+
 def test_search_finds_a_model_that_moved_along(
     tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
