@@ -162,10 +162,13 @@ class CorruptionOptions:
     Args:
         corruptions: their names; by default all 19, or all that the folder has.
         severity: of the corruptions in retrieval, 1 to 5; the robustness table has all five.
+        baseline: JSON file with the error rates of a baseline, AlexNet's in the literature, for the
+            mean corruption error; metrics.json of another evaluation, or {"fog": [five rates], …}.
     """
 
     corruptions: Annotated[list[str] | None, COMMAS] = None
     severity: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=5))] = 1
+    baseline: str | None = None
 
 
 def corrupted(

@@ -25,10 +25,12 @@ from dualenc.evaluation.corrupted import (
     Condition,
     ImageVersions,
     SimCLRPrepare,
+    corruption_errors,
     encoder_of,
     measure_versions,
     nearest_images,
     nearest_versions,
+    read_baseline,
     robustness_rows,
     summarise,
 )
@@ -64,6 +66,7 @@ def evaluate_corrupted(
         require_other_images(images.train, images.train_split, data, split)
     evaluation = Evaluation("corrupted", model, data, output)
     source, clean = _open_versions(data, split, images, options)
+    baseline = _open_baseline(options.baseline, images.train, source)
     if images.train is not None:
         training = open_images(
             images.train,
@@ -105,20 +108,53 @@ def evaluate_corrupted(
         conditions = [(name, severity) for name in names for severity in SEVERITIES]
         correct = _measure(tower, source, conditions, images, is_right, "robustness")
         errors = 1 - correct.reshape(len(correct), len(names), len(SEVERITIES)).mean(axis=0)
-        robustness: dict[str, Any] = {"images": len(correct), "mean_corruption_error": float(errors.mean())}
+        robustness: dict[str, Any] = {"images": len(correct)}
         if clean is not None:
             correct = _measure(tower, clean, [CLEAN], images, is_right, "clean images")
             robustness["clean_accuracy"] = float(correct.mean())
-        tables.append(Table("Robustness of a linear probe", [dict(robustness)]))
-        tables.append(Table("Accuracy by corruption and severity", robustness_rows(errors, names, SEVERITIES)))
-        severities = [str(severity) for severity in SEVERITIES]
-        robustness["errors"] = {name: dict(zip(severities, row)) for name, row in zip(names, errors.tolist())}
+        tables += _add_errors(robustness, dict(zip(names, errors)), baseline)
         metrics["robustness"] = robustness
     if distributed.is_main():
         facts: dict[str, object] = {"model": model, "data": data, "split": split, "seed": images.seed}
+        facts |= {} if options.baseline is None else {"baseline": options.baseline}
         tables = [Table("Retrieval of the other view", retrieval), *tables]
         evaluation.conclude("Corrupted images", data, facts, metrics, tables)
     distributed.barrier()
+
+
+def _open_baseline(path: str | None, train: str | None, source: CorruptedImages) -> dict[str, float] | None:
+    """Read a baseline's errors; a corruption that it lacks is an error before hours of encoding."""
+    if path is None:
+        return None
+    if train is None:
+        problem = "--baseline is for the errors of a linear probe"
+        raise DualencError(f"{problem}; name images to train it: --train")
+    baseline = read_baseline(path)
+    corruption_errors({name: [0.0] for name in source.corruptions}, baseline)
+    return baseline
+
+
+def _add_errors(
+    robustness: dict[str, Any], errors: dict[str, np.ndarray], baseline: dict[str, float] | None
+) -> list[Table]:
+    """Add the errors (5,) by corruption, and their means, to the results; returns the tables."""
+    rows = robustness_rows(np.stack([*errors.values()]), [*errors], SEVERITIES)
+    robustness["mean_error"] = float(np.mean([*errors.values()]))
+    by_name = {name: own.tolist() for name, own in errors.items()}
+    relative = {}
+    if baseline is not None:
+        relative = corruption_errors(by_name, baseline)
+        robustness["mean_corruption_error"] = float(np.mean([*relative.values()]))
+        robustness["corruptions_in_it"] = len(relative)
+        for row, name in zip(rows, errors):
+            row["CE"] = relative.get(name, "")
+        rows[-1]["CE"] = robustness["mean_corruption_error"]
+    summary = Table("Robustness of a linear probe", [dict(robustness)])
+    severities = [str(severity) for severity in SEVERITIES]
+    robustness["errors"] = {name: dict(zip(severities, own)) for name, own in by_name.items()}
+    if relative:
+        robustness["corruption_errors"] = relative
+    return [summary, Table("Accuracy by corruption and severity", rows)]
 
 
 def _open_versions(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import faiss
@@ -18,11 +18,12 @@ from tqdm.auto import tqdm
 from dualenc import distributed
 from dualenc.data.views import SimCLR
 from dualenc.errors import BadSample, DualencError
-from dualenc.evaluation.corruptions import CorruptedImages
+from dualenc.evaluation.corruptions import BENCHMARK, SEVERITIES, CorruptedImages
 from dualenc.evaluation.probe import unit_rows
+from dualenc.reading import read_json_object
 from dualenc.seeds import derive_seed
 from dualenc.terminal import printable
-from dualenc.types import Inputs, Output, Vectors
+from dualenc.types import Inputs, Output, StrPath, Vectors
 
 if TYPE_CHECKING:
     from dualenc.encoders import Tower
@@ -218,6 +219,63 @@ def summarise(nearest: Nearest, versions: Sequence[str] = ()) -> dict[str, float
     hits = nearest == own
     by_version = {f"top1/{name}": float(hits[:, :, k].mean()) for k, name in enumerate(versions)}
     return {"top1": float(hits.mean()), **by_version}
+
+
+def corruption_errors(
+    errors: Mapping[str, Sequence[float]],
+    baseline: Mapping[str, float],
+) -> dict[str, float]:
+    """Return CE of each corruption (Hendrycks & Dietterich 2019, arXiv:1903.12261, section 4.3).
+
+    CE_c = Σ_s E_{s,c} / Σ_s E^baseline_{s,c}; the mean over corruptions is the mean corruption
+    error (mCE), with AlexNet as the baseline. The four corruptions for validation have none.
+
+    Args:
+        errors: error rates from 0 to 1 by corruption, one for each severity.
+        baseline: mean error rate over the same severities by corruption, of `read_baseline`.
+
+    Raises:
+        DualencError: the baseline lacks a corruption, or makes no errors under one.
+    """
+    tested = [name for name in errors if name in BENCHMARK]
+    if not tested:
+        raise DualencError("the baseline is for corruptions of the benchmark, and none is tested")
+    for name in tested:
+        if not baseline.get(name):
+            problem = "makes no errors" if name in baseline else "has no errors"
+            raise DualencError(f"the baseline {problem} under {name}; name a baseline for it")
+    return {name: float(np.mean(errors[name])) / baseline[name] for name in tested}
+
+
+def read_baseline(path: StrPath) -> dict[str, float]:
+    """Read a baseline's mean error rates, from 0 to 1, by corruption.
+
+    Args:
+        path: metrics.json of an evaluation, or {"fog": [e₁, …, e₅], …}, with the error rate of each
+            of the five severities or their mean.
+    """
+    content = read_json_object(path)
+    values = content.get("robustness", content)
+    values = values.get("errors", values) if isinstance(values, dict) else {}
+    values = values if isinstance(values, dict) else {}
+    means = {}
+    for name in BENCHMARK:
+        if name in values:
+            rates = values[name]
+            if isinstance(rates, dict):
+                rates = [rates.get(str(severity)) for severity in SEVERITIES]
+            rates = rates if isinstance(rates, list) else [rates] * len(SEVERITIES)
+            if len(rates) != len(SEVERITIES) or not all(map(_is_rate, rates)):
+                form = "an error rate from 0 to 1 for each of the five severities, or their mean"
+                raise DualencError(f"{path}: {name!r} is {values[name]!r}; give {form}")
+            means[name] = float(np.mean(rates))
+    if not means:
+        raise DualencError(f'{path}: has no errors by corruption; give {{"fog": [0.3, …], …}}')
+    return means
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def robustness_rows(

@@ -30,6 +30,8 @@ ALL: tuple[str, ...] = (
     "speckle_noise", "gaussian_blur", "spatter", "saturate",
 )  # fmt: skip
 """The 15 corruptions of the benchmark, and four for validation."""
+BENCHMARK = ALL[:15]
+"""Those that a mean corruption error is over."""
 
 SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
 MIN_SIDE = 32

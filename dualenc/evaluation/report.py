@@ -49,7 +49,7 @@ class Table(NamedTuple):
 
     def is_numeric(self, name: str) -> bool:
         """True if a column has numbers alone, which are set flush right."""
-        values = [value for row in self.rows if (value := row.get(name)) is not None]
+        values = [value for row in self.rows if (value := row.get(name, "")) not in ("", None)]
         return bool(values) and all(map(_is_number, values))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dualenc.evaluation.corrupted import read_baseline
 from tests.commands.image_models import save_cifar_c, save_splits
-from tests.commands.in_process import evaluated
+from tests.commands.in_process import evaluated, failure
 
 FEW = ("--corruptions", "gaussian_noise,fog,pixelate")
 
@@ -33,7 +35,8 @@ def test_all_three_parts(image_model: Path, data: Path, tmp_path: Path) -> None:
     assert found["robustness"]["clean_accuracy"] > 0.8
     errors = [error for row in found["robustness"]["errors"].values() for error in row.values()]
     assert len(errors) == 15
-    assert found["robustness"]["mean_corruption_error"] == pytest.approx(np.mean(errors))
+    assert found["robustness"]["mean_error"] == pytest.approx(np.mean(errors))
+    assert "mean_corruption_error" not in found["robustness"]
     assert "Accuracy by corruption and severity" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -53,3 +56,29 @@ def test_cifar_c_is_read_and_needs_no_clean_images(image_model: Path, data: Path
     assert found["corrupted"]["images"] == 6
     assert "plain" not in found
     assert "clean_accuracy" not in found["robustness"]
+
+
+@pytest.mark.slow
+def test_the_mean_corruption_error_is_relative_to_a_baseline(
+    image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hendrycks & Dietterich 2019: the sum of errors over severities divided by the baseline's."""
+    baseline = tmp_path / "alexnet.json"
+    baseline.write_text(json.dumps({"gaussian_noise": 0.8, "fog": [0.1, 0.2, 0.3, 0.4, 0.5]}))
+    words = (image_model, data, "--train", data, "--baseline", baseline)
+    names = "gaussian_noise,fog,saturate"
+    found = evaluate(tmp_path / "out", *words, "--corruptions", names)["robustness"]
+    sums = {name: sum(row.values()) for name, row in found["errors"].items()}
+    expected = {"gaussian_noise": sums["gaussian_noise"] / 4, "fog": sums["fog"] / 1.5}
+    assert found["corruption_errors"] == pytest.approx(expected)
+    assert found["mean_corruption_error"] == pytest.approx(np.mean([*expected.values()]))
+    assert found["corruptions_in_it"] == 2
+    assert found["mean_error"] == pytest.approx(np.mean([*sums.values()]) / 5)
+    # Of itself every error is 1 (or undefined), and a measured file is a baseline.
+    assert read_baseline(tmp_path / "out" / "metrics.json")["fog"] == pytest.approx(sums["fog"] / 5)
+    words = ("evaluate", "corrupted", *words, "--out", tmp_path / "other")
+    assert "the baseline has no errors under pixelate" in failure(capsys, *words, *FEW)
+    assert "--baseline is for the errors of a linear probe" in failure(
+        capsys, "evaluate", "corrupted", image_model, data, "--baseline", baseline
+    )
+    assert not (tmp_path / "other").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -15,9 +17,11 @@ from dualenc.evaluation import corrupted as image_versions
 from dualenc.evaluation.corrupted import (
     CLEAN,
     ImageVersions,
+    corruption_errors,
     measure_versions,
     nearest_images,
     nearest_versions,
+    read_baseline,
     robustness_rows,
     summarise,
 )
@@ -159,3 +163,28 @@ def test_rows_show_accuracy_and_means() -> None:
     assert rows[2]["corruption"] == "mean"
     assert rows[2]["severity 5"] == pytest.approx(0.55)
     assert rows[2]["mean"] == pytest.approx(0.7)
+
+
+def test_corruption_errors_are_relative_to_a_baseline() -> None:
+    errors = {"fog": [0.1, 0.2, 0.3, 0.4, 0.5], "snow": [0.2] * 5, "saturate": [0.9] * 5}
+    found = corruption_errors(errors, {"fog": 0.6, "snow": 0.1, "frost": 0.3})
+    assert found == pytest.approx({"fog": 1.5 / 3.0, "snow": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"fog": [0.1, 0.2]}', "'fog' is \\[0.1, 0.2\\]; give an error rate from 0 to 1"),
+        ('{"fog": 81.9}', "'fog' is 81.9; give an error rate from 0 to 1"),
+        ('{"fog": true}', "'fog' is True"),
+        ('{"fog": {"1": 0.5}}', "'fog' is {'1': 0.5}"),
+        ('{"robustness": 3}', "has no errors by corruption"),
+        ('{"robustness": {"errors": [1]}}', "has no errors by corruption"),
+        ("[]", "holds a list instead of an object"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_baselines_of_another_form(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "baseline.json").write_text(content)
+    with pytest.raises(DualencError, match=message):
+        read_baseline(tmp_path / "baseline.json")
