@@ -32,6 +32,7 @@ from dualenc.search.embed import embed
 from dualenc.search.index import Index, is_index
 from dualenc.search.pushed import is_pushed
 from dualenc.seeds import seed_everything
+from dualenc.targets import check_outside
 from dualenc.terminal import printable
 from dualenc.training.adapting import (
     SHARES,
@@ -75,6 +76,7 @@ def adapt_index(
     if options.held_out == 0 and options.keep is None:
         problem = "--held-out 0 leaves no query to choose the share of the original weights by"
         raise DualencError(f"{problem}; set --keep, for instance --keep 0.5, or hold some pairs out")
+    check_outside(folder)
     check_writable(folder)
     check_folder_target(folder, _is_own_folder, "adaptation")
     if (folder / "training").exists() and not resume:

@@ -64,6 +64,8 @@ def evaluate_corrupted(
     split = images.split or default_split(data)
     if images.train is not None:
         require_other_images(images.train, images.train_split, data, split)
+    elif images.train_limit is not None or images.train_split != type(images).train_split:
+        raise DualencError("--train-split and --train-limit are for --train; name the images")
     evaluation = Evaluation("corrupted", model, data, output)
     source, clean = _open_versions(data, split, images, options)
     baseline = _open_baseline(options.baseline, images.train, source)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dualenc import distributed
+from dualenc.commands.options import given_options
 from dualenc.commands.output import RESULT, Evaluation, short_name
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import check_judged, expand_name, is_collection, read_beir, read_corpus, read_judged_queries
@@ -64,6 +65,7 @@ def evaluate_retrieval(
     evaluation = Evaluation("retrieval", model, data[0], output)
     data = [name for source in data for name in expand_name(source)]
     split = options.split or default_split(data[0])
+    _check_columns(data, columns)
     with removed_if_refused(evaluation.folder, RESULT):
         indexed = None
         if options.documents is not None:
@@ -101,6 +103,14 @@ def evaluate_retrieval(
             files="metrics, run files and report.html",
         )
     distributed.barrier()
+
+
+def _check_columns(data: Sequence[str], columns: ColumnOptions) -> None:
+    """Refuse names of columns where none of the data has pairs in columns."""
+    given = [name for name, is_given in given_options(columns).items() if is_given]
+    if given and all(detect(source) == "beir" or is_collection(source) for source in data):
+        problem = f"{given[0]} is for tables of pairs, and {data[0]} is not one"
+        raise DualencError(f"{problem}; leave it out")
 
 
 def _facts(model: str, split: str, options: RetrievalOptions, ranking: RankingOptions) -> dict[str, object]:

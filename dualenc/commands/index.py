@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.commands.embed import Work, describe, open_work
-from dualenc.commands.options import BatchSize, BuildOptions, EmbedOptions, SourceOptions
+from dualenc.commands.options import (
+    BatchSize,
+    BuildOptions,
+    EmbedOptions,
+    SourceOptions,
+    given_options,
+    refuse_together,
+)
 from dualenc.errors import DualencError
 from dualenc.files import remove as remove_path
 from dualenc.reading import read_json_object
@@ -64,6 +71,7 @@ def index(
     from dualenc.commands.output import embed_into, start_processes, writing
     from dualenc.search import Index
 
+    _check_together(data, out, build, append, remove, verify, bm25, texts, side, items)
     if verify:
         return _verify(source)
     if remove is not None:
@@ -101,6 +109,38 @@ def index(
         if data is not None:
             remove_path(folder)
     return None
+
+
+def _check_together(
+    data: str | None,
+    out: str | None,
+    build: BuildOptions,
+    append: bool,
+    remove: str | None,
+    verify: bool,
+    bm25: bool,
+    texts: bool,
+    side: str | None,
+    items: SourceOptions,
+) -> None:
+    """Refuse options that would be ignored."""
+    building = given_options(build)
+    adding = {"--bm25": bm25, "--texts": texts}
+    words = {"--side": side, "--append": append, **building}
+    if verify:
+        refuse_together("--verify", {"--remove": remove})
+    alone = {"DATA": data, "--out": out, **adding, **words, **given_options(items)}
+    for name, is_given in (("--verify", verify), ("--remove", remove is not None)):
+        if is_given:
+            refuse_together(name, alone)
+    if out is None:
+        refuse_together("an index without --out", words)
+    if append:
+        del building["--dim"]
+        refuse_together("--append", building)
+    if data is None:
+        read = given_options(items) if not (bm25 or texts or append) else {}
+        refuse_together("EMBEDDINGS without DATA", {"--side": side, **read})
 
 
 def _add_texts(source: str, data: str | None, items: SourceOptions, *, bm25: bool, texts: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from dualenc.commands.options import BatchSize
+from dualenc.commands.options import BatchSize, refuse_together
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
 
@@ -42,6 +42,11 @@ def migrate(
         batch_size: texts per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
+    if rollback:
+        going_on = {"--report-only": report_only, "--anyway": anyway}
+        refuse_together("--rollback", {**going_on, "--data": data, "--queries": queries})
+    if report_only:
+        refuse_together("--report-only", {"--anyway": anyway})
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise DualencError("dualenc migrate runs in one process; start it without accelerate")
     if new_model is None and not rollback:

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, convert, validators
 from cyclopts.types import NormFloat, PositiveInt
 
+from dualenc.errors import DualencError
+
 
 def _split(kind: Any, tokens: Sequence[Any]) -> Any:
     """Convert `1,5` and `10`; double quotes protect commas: `"last, first",year`."""
     rows = csv.reader([token.value for token in tokens], skipinitialspace=True)
     return convert(kind, [part.strip() for row in rows for part in row])
+
+
+def refuse_together(option: str, others: Mapping[str, object]) -> None:
+    """Raise if an option is given with others that it would leave without effect.
+
+    Args:
+        option: what is given, such as "--verify".
+        others: values by option; none, false and empty ones are not given.
+    """
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise DualencError(f"{option} does not go with {name}; leave one of them out")
+
+
+def given_options(options: Any) -> dict[str, bool]:
+    """Return by option of a dataclass, such as "--batch-size", if it is not its default."""
+    default = vars(type(options)())
+    changed = {name: value != default[name] for name, value in vars(options).items()}
+    return {f"--{name.replace('_', '-')}": is_changed for name, is_changed in changed.items()}
 
 
 COMMAS = Parameter(converter=_split, n_tokens=1)
@@ -166,3 +187,7 @@ class RankingOptions:
 
     hybrid: Literal["rrf", "weighted"] | None = None
     weight: NormFloat = 0.5
+
+    def __post_init__(self) -> None:
+        if self.hybrid is None and self.weight != type(self).weight:
+            raise DualencError("--weight is for --hybrid; give both, or leave it out")

@@ -21,6 +21,7 @@ from dualenc.files import check_file_target, check_folder_target, check_writable
 from dualenc.reading import read_json_object
 from dualenc.search.embed import embed, tower_checksum
 from dualenc.search.embeddings import check_embeddings_target
+from dualenc.targets import check_outside
 from dualenc.terminal import printable
 from dualenc.types import StrPath
 
@@ -55,6 +56,7 @@ class Evaluation:
         self.folder = Path(output.out or f"evaluations/{task}/{short_name(model)}-{_distinct_name(data)}")
         self.weights: list[str] = []
         self.num_skipped = 0
+        check_outside(self.folder)
         check_writable(self.folder)
         check_folder_target(self.folder, self._is_own_folder, f"evaluation of {task}")
         check_file_target(self.folder / RESULT)

@@ -28,6 +28,7 @@ from dualenc.commands.options import BuildOptions, EmbedOptions, RankingOptions,
 from dualenc.commands.search import search
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, check_folder_target, is_folder_of, locked, remove, write_json
+from dualenc.targets import check_outside
 
 if TYPE_CHECKING:
     from dualenc.data import BeirPairs
@@ -90,6 +91,7 @@ def quickstart(
         raise DualencError(f"--max-docs is {max_docs}; it must be at least {test_docs + BATCH_SIZE:,}")
     start = time.perf_counter()
     folder = Path(out)
+    check_outside(folder)
     check_folder_target(folder, lambda path: is_folder_of(path / "data", FORMAT), "quickstart")
 
     import torch

@@ -24,6 +24,8 @@ def recipe(name: str | None = None, *, keys: bool = False) -> None:
     """
     paths = {path.stem.replace("_", "-"): path for path in sorted(FOLDER.glob("*.yaml"))}
     if name is None:
+        if keys:
+            raise DualencError("--keys is for one recipe; name it, see dualenc recipe")
         width = max(map(len, paths))
         for label, path in paths.items():
             summary = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")

@@ -55,6 +55,9 @@ class IndexPairs(PairDataset):
         split: str = "train",
         on_error: OnError = "skip",
     ) -> None:
+        if not hasattr(documents, "ids"):
+            problem = f"IndexPairs: documents is {type(documents).__name__}"
+            raise DualencError(f"{problem}; give open_documents(INDEX)")
         bad_rows = BadRows(source, on_error)
         if detect(source) == "beir" or is_collection(source):
             queries, qrels = read_judged_queries(Path(source), split, documents.ids, bad_rows)

@@ -22,6 +22,7 @@ from dualenc.encoders.batchnorm import keep_frozen_statistics
 from dualenc.encoders.card import render_card
 from dualenc.errors import BadSample, DualencError, explain
 from dualenc.files import atomic_folder
+from dualenc.targets import check_outside
 from dualenc.types import Inputs, Modality, Side
 
 SIDES: tuple[Side, Side] = ("left", "right")
@@ -218,6 +219,7 @@ class DualEncoder(nn.Module):
         `card` is what the README says beyond the facts, see `render_card`. Only a model is replaced.
         """
         folder = Path(folder)
+        check_outside(folder, is_part=True)
         with atomic_folder(folder, is_model, "model") as new:
             new.mkdir()
             self.write(new)

@@ -20,6 +20,7 @@ from dualenc.evaluation.layout import lay_out
 from dualenc.evaluation.plots import as_svg
 from dualenc.files import atomic_path, check_file_target
 from dualenc.reading import open_regular
+from dualenc.targets import check_outside
 from dualenc.terminal import printable
 from dualenc.types import StrPath
 
@@ -116,6 +117,7 @@ def write_report(
 
 def check_report_target(path: StrPath) -> None:
     """Refuse to write a page over a folder, or a file that is no page of dualenc."""
+    check_outside(path)
     check_file_target(path)
     if os.path.exists(path):
         with open_regular(path) as stream:

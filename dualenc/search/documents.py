@@ -77,6 +77,8 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
             are of vectors of different lengths.
     """
     refuse_url(source)
+    if not isinstance(source, str | Path) or not str(source):
+        raise DualencError(f"open_documents: source is {source!r}; name an index or embeddings")
     source = Path(source)
     with ExitStack() as stack:
         documents, is_ready = _open(source, stack)

@@ -27,6 +27,7 @@ from dualenc.data.items import ORDER, check_ids, item_batch, write_batches, writ
 from dualenc.data.vector_shards import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
 from dualenc.errors import DualencError
 from dualenc.files import recover_inside, remove, version_of, write_json
+from dualenc.targets import check_outside
 
 MAX_SHARD_ROWS = 16384
 MIN_SHARD_ROWS = 1024
@@ -58,7 +59,8 @@ def shard_ranges(num_items: int) -> list[range]:
 
 
 def check_embeddings_target(folder: Path) -> bool:
-    """Whether a folder holds embeddings, finished or not; an error if it holds anything else."""
+    """True if a folder holds embeddings, finished or not; refuse others, and places inside such."""
+    check_outside(folder)
     exists = folder.exists() and not folder.is_dir()
     if folder.is_dir():
         # Another worker may be about to write meta.json.

@@ -60,6 +60,7 @@ def push_embeddings(
     Returns:
         The engine, and the number of rows sent.
     """
+    _check_arguments(embeddings, target, name)
     meta = _describe(embeddings, metric) | {"target": target, "collection": name}
     engine = _engine_class(target).new(embeddings, meta, index)
     engine.replaces = replace
@@ -96,6 +97,17 @@ def _missing_rows(engine: Engine, batch: pa.RecordBatch) -> np.ndarray:
     ids = batch.column("id").to_pylist()
     stored = engine.stored_ids(ids)
     return np.array([row for row, name in enumerate(ids) if name not in stored], dtype=np.int64)
+
+
+def _check_arguments(embeddings: object, target: object, name: object) -> None:
+    """Raise unless embeddings, target and name are of the types that a push takes."""
+    if not isinstance(embeddings, Embeddings):
+        kind = type(embeddings).__name__
+        raise DualencError(f"push_embeddings: embeddings is {kind}; give Embeddings.open(FOLDER)")
+    for argument, value in (("target", target), ("name", name)):
+        if not isinstance(value, str) or not value:
+            problem = f"push_embeddings: {argument} is {value!r}"
+            raise DualencError(f"{problem}; give the URL of an engine and the name of a table")
 
 
 def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from dualenc.search.filtered import default_exact_rows, search_among
 from dualenc.search.kinds import choose_factory, machine_memory
 from dualenc.search.refined import REFINE, bytes_per_vector, can_be_file, link, open_index, split
 from dualenc.search.where import column_kinds
+from dualenc.targets import check_outside
 from dualenc.types import Metric
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class Index:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save to a folder: `index.faiss`, `items.arrow` with ids, snippets and columns, `order.npy`, `meta.json`."""
+        check_outside(folder)
         with atomic_folder(folder, is_index, "index") as part:
             part.mkdir(parents=True)
             contents = (self.ids, self.snippets, self.columns, self.meta)
@@ -343,7 +345,8 @@ def is_index(folder: str | os.PathLike[str]) -> bool:
 
 
 def check_target(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that is not new, not empty, and no index to replace."""
+    """Refuse a folder that is not new, not empty, and no index to replace, or that lies in one."""
+    check_outside(folder)
     check_folder_target(folder, is_index, "index", is_replaced=True)
 
 

@@ -35,6 +35,7 @@ from dualenc.files import atomic_path, check_file_target, remove, removed_if_ref
 from dualenc.hard_negatives import Negatives, Rule, choose_negatives, search_depth
 from dualenc.reading import open_regular, read_json
 from dualenc.search.exact import exact_search
+from dualenc.targets import check_outside
 from dualenc.types import Vectors
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def mine_negatives(
 
 def check_mined(path: str | os.PathLike[str]) -> None:
     """Refuse to write a file that exists, is not empty, and was not written by `mine_negatives`."""
+    check_outside(path)
     check_file_target(path)
     if Path(path).suffix not in SUFFIXES:
         raise DualencError(f"{path}: mined negatives are lines of JSON; name a file {' or '.join(SUFFIXES)}")

@@ -20,6 +20,7 @@ from dualenc.files import check_folder_target, is_folder_of, remove, write_json
 from dualenc.search.build import as_queries
 from dualenc.search.index import Hit, as_hit, check_recorded
 from dualenc.search.where import Condition, Kind
+from dualenc.targets import check_outside
 from dualenc.terminal import printable, without_credentials
 
 IndexKind = Literal["hnsw", "ivfflat", "none"]
@@ -267,6 +268,7 @@ def is_pushed(folder: str | os.PathLike[str]) -> bool:
 
 def check_push_target(folder: str | os.PathLike[str]) -> None:
     """Refuse a folder that is not new, not empty, and remembers no pushed embeddings."""
+    check_outside(folder)
     check_folder_target(folder, is_pushed, "collection that dualenc pushed")
 
 

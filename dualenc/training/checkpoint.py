@@ -41,11 +41,10 @@ from dualenc.files import (
 from dualenc.objectives.base import Objective
 from dualenc.reading import read_json_object
 from dualenc.seeds import random_state, seed_everything, set_random_state
+from dualenc.targets import RUN, RUN_FILES, check_outside
 
-FORMAT = "dualenc-run"
 LOCK = ".lock"
 META = "meta.json"
-RUN_FILES = ("metrics.jsonl", "checkpoints", "model", "recipe.yaml", "trackers")
 STATE = "state.pt"
 
 
@@ -156,13 +155,19 @@ def _take_folder(folder: Path, lock: FileLock, resume: bool, overwrite: bool) ->
 def mark_run(folder: Path) -> None:
     """Let a run use a folder that holds other files, unless these have a meta.json."""
     if not (folder / META).exists():
-        write_json(folder / META, {"format": FORMAT})
+        write_json(folder / META, {"format": RUN})
+
+
+def _is_run(folder: Path) -> bool:
+    """True if a folder holds a run, or the lock file of one that was killed at its beginning."""
+    return os.listdir(folder) == [LOCK] or is_folder_of(folder, RUN)
 
 
 def check_run_folder(output: str | os.PathLike[str]) -> None:
-    """Refuse to write into a folder that holds anything but a run."""
+    """Refuse to write into a folder that holds anything but a run, or that others replace."""
+    check_outside(output)
     # A run that was killed at its beginning has left its lock file.
-    check_folder_target(output, lambda path: os.listdir(path) == [LOCK] or is_folder_of(path, FORMAT), "run of dualenc")
+    check_folder_target(output, _is_run, "run of dualenc")
 
 
 def clear(output: str | os.PathLike[str]) -> None:

@@ -8,8 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dualenc.errors import DualencError
+from dualenc.search import Index
+from dualenc.training.checkpoint import locked_run
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
@@ -105,3 +109,73 @@ def test_other_weights_or_another_task_do_not_overwrite_an_evaluation(
     words = ("evaluate", "image-text", two_runs[0], beir, "--out", "out")
     assert "out: exists and holds no evaluation of image-text" in failure(capsys, *words)
     assert Path("out/metrics.json").read_bytes() == before
+
+
+REPLACED = {
+    "index": '{"format": "dualenc index"}',
+    "embeddings": '{"format": "dualenc embeddings"}',
+    "pushed embeddings": '{"format": "dualenc engine"}',
+    "data of the quickstart": '{"format": "dualenc quickstart"}',
+}
+
+
+def marked(path: Path, content: str) -> Path:
+    """A folder with this meta.json."""
+    path.mkdir()
+    (path / "meta.json").write_text(content)
+    return path
+
+
+INTO: dict[str, Callable[[Path, Path, Path], list[Any]]] = {
+    **WORDS,
+    "adapt": lambda tmp, text, beir: ["adapt", tmp, beir],
+    "push": lambda tmp, text, beir: ["push", tmp, "postgresql://nobody@localhost/none"],
+}
+
+
+@pytest.mark.parametrize("command", INTO)
+def test_outputs_do_not_lie_in_folders_that_are_replaced(
+    tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """The next change of an index removes what is not of it."""
+    words = INTO[command](tmp_path, toy_text, beir)
+    for number, (what, content) in enumerate(REPLACED.items()):
+        around = marked(tmp_path / f"{number}", content)
+        before = files_in(around)
+        link = tmp_path / f"link{number}"
+        link.symlink_to(around)
+        for out in (around / "out.jsonl", around / "a" / "b.jsonl", link / "x.jsonl"):
+            line = failure(capsys, *words, "--out", out)
+            assert f"{out}: lies in the {what} {around}, and would be lost" in line
+        assert files_in(around) == before
+        assert os.listdir(around) == ["meta.json"]
+
+
+def test_a_run_has_room_beside_its_own_files(
+    tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of = marked(tmp_path / "run", '{"format": "dualenc-run"}')
+    words = ["embed", toy_text, beir, "--out"]
+    for part in ("model", "checkpoints", "model/embeddings"):
+        line = failure(capsys, *words, run_of / part)
+        assert f"{run_of / part}: lies in {part.split('/')[0]} of the run {run_of}" in line
+    run(*words, run_of / "embeddings")
+
+
+def test_a_training_does_not_write_into_an_index(
+    tmp_path: Path, beir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = marked(tmp_path / "index", REPLACED["index"])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{class_path: TextEncoder, init_args: {{name: {tmp_path}}}}}\n"
+        f"data: {{class_path: BeirPairs, init_args: {{path: {beir}, split: test}}}}\n"
+        "objective: {class_path: SogCLR}\n"
+        f"trainer: {{output: {index}/run}}\n"
+    )
+    assert f"{index}/run: lies in the index" in failure(capsys, "train", recipe)
+    with pytest.raises(DualencError, match="lies in the index"):
+        locked_run(index / "run", resume=False, overwrite=False).__enter__()
+    with pytest.raises(DualencError, match="lies in the index"):
+        Index.build(np.eye(4, dtype=np.float32), ["a", "b", "c", "d"]).save(index / "mine")
+    assert os.listdir(index) == ["meta.json"]

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from dualenc.data.clicks import IndexPairs
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings, Index, build, documents
 from dualenc.search.documents import fingerprint, open_documents
@@ -177,3 +178,18 @@ def test_sources_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
         assert message in str(error.value)
         assert "\n" not in str(error.value)
     assert not list((tmp_path / "work").glob("*"))
+
+
+def test_nothing_in_the_place_of_documents_or_a_target_is_one_line(tmp_path: Path) -> None:
+    vectors = Embeddings(["a", "b"], np.eye(2, 4, dtype=np.float32), {})
+    with pytest.raises(DualencError, match="push_embeddings: embeddings is NoneType; give"):
+        push_embeddings(None, "postgresql://localhost/x", "docs")  # type: ignore[arg-type]
+    with pytest.raises(DualencError, match="push_embeddings: target is None; give the URL"):
+        push_embeddings(vectors, None, "docs")  # type: ignore[arg-type]
+    with pytest.raises(DualencError, match="push_embeddings: name is ''; give"):
+        push_embeddings(vectors, "http://localhost:1", "")
+    with pytest.raises(DualencError, match="open_documents: source is None; name an index"):
+        open_documents(None)  # type: ignore[arg-type]
+    (tmp_path / "clicks.csv").write_text("query,id\na,b\n")
+    with pytest.raises(DualencError, match="IndexPairs: documents is NoneType; give open_doc"):
+        IndexPairs(str(tmp_path / "clicks.csv"), None)  # type: ignore[arg-type]
