@@ -33,7 +33,8 @@ def train(
 
     Writes checkpoints, metrics.jsonl, the resolved recipe.yaml and, at the end, the model folder into trainer.output.
     Under `accelerate launch` all processes work on the same global batches. SIGTERM, SIGUSR1 and Ctrl-C end the run
-    after the current step, with a checkpoint and exit code 143, 138 or 130; a second Ctrl-C ends it at once.
+    after the current step, or between two batches of an evaluation, with a checkpoint and exit
+    code 143, 138 or 130; a second Ctrl-C ends it at once.
 
     Args:
         recipe: YAML file that names the classes of model, data, objective, batching and evaluator, and their arguments.

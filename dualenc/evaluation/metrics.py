@@ -27,6 +27,8 @@ CONFIDENCE = 0.95
 
 # Our name of a measure → trec_eval's; reciprocal rank has no cut-off there and is cut below.
 _MEASURES = {"ndcg": "ndcg_cut", "recall": "recall", "map": "map_cut", "precision": "P", "hit": "success"}
+METRICS: tuple[str, ...] = tuple(f"{name}@{k}" for name in (*_MEASURES, "mrr") for k in CUTOFFS)
+"""Names of the metrics of `score_queries` by default."""
 
 
 def score_queries(qrels: Qrels, run: Run, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, Scores]:

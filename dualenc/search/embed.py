@@ -35,6 +35,10 @@ Window = tuple["Inputs | None", Skipped]
 """Prepared rows, if any; unusable rows with the reasons."""
 
 
+class EmbeddingStopped(Exception):
+    """Embedding was stopped between two batches, as the caller's `stopped` asked for."""
+
+
 def embed(
     tower: Tower,
     corpus: Corpus,
@@ -50,6 +54,7 @@ def embed(
     identity: dict[str, Any] | None = None,
     notes: dict[str, Any] | None = None,
     progress: bool | str = True,
+    stopped: Callable[[], bool] | None = None,
 ) -> Embeddings:
     """Embed every item of a corpus with one tower; returns the items that could be used, on every process.
 
@@ -71,6 +76,10 @@ def embed(
         identity: further entries of meta.json that must be equal to resume, such as the side.
         notes: further entries of meta.json that may differ, such as the model's name.
         progress: show a progress bar; a text describes it, and it then disappears at the end.
+        stopped: asked before each batch; where it is true on any process, all raise.
+
+    Raises:
+        EmbeddingStopped: `stopped` was true.
     """
     if corpus.modality != tower.modality:
         needed = tower.modality
@@ -80,6 +89,8 @@ def embed(
     if batch_size < 1 or (num_workers is not None and num_workers < 0):
         raise DualencError(f"batch_size is {batch_size}, num_workers is {num_workers}; give at least 1, 0")
     encoder = _Encoder(tower, corpus, batch_size, output, dim, autocast, num_workers, on_error)
+    if stopped is not None:
+        encoder.stopped = stopped
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     identity = {**(identity or {}), "output": output}
     bar = _bar(progress)
@@ -138,8 +149,16 @@ def _embed_in_memory(encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_op
     ids = encoder.corpus.ids
     ranges = shard_ranges(len(ids))
     own = ranges[distributed.rank_slice(len(ranges))]
+    encoded = []
+    is_stopped = False
     with tqdm(total=sum(map(len, own)), **bar_options) as bar:
-        encoded = [encoder.shard(rows, bar) for rows in own]
+        try:
+            encoded = [encoder.shard(rows, bar) for rows in own]
+        except EmbeddingStopped:
+            is_stopped = True
+    # No process waits for one that has stopped.
+    if any(distributed.gather_objects(is_stopped)):
+        raise EmbeddingStopped
     shards = [shard for part in distributed.gather_objects(encoded) for shard in part]
     skipped = [entry for _, bad in shards for entry in bad]
     vectors = np.concatenate([part for part, _ in shards])
@@ -194,6 +213,7 @@ class _Encoder:
             is_cheap = corpus.modality != "image" or len(corpus) <= 4 * batch_size
             num_workers = 0 if is_cheap else min(4, os.cpu_count() or 1)
         self.num_workers = num_workers
+        self.stopped: Callable[[], bool] = lambda: False
 
     def shard(self, rows: range, bar: tqdm) -> tuple[np.ndarray, Skipped]:
         """Encode a range of rows: vectors (rows, D) float32, in order, and the skipped rows."""
@@ -229,6 +249,8 @@ class _Encoder:
         chunks = chunk_rows(inputs, self.batch_size)
         parts = []
         for rows in chunks:
+            if self.stopped():
+                raise EmbeddingStopped
             taken = take(inputs, rows)
             batch = {name: value.to(self.device, non_blocking=True) for name, value in taken.items()}
             autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)

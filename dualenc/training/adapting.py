@@ -20,11 +20,11 @@ from dualenc.encoders.load import load_model
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import TowerKind, VectorEncoder
 from dualenc.errors import DualencError
-from dualenc.evaluation.metrics import Qrels, Scores, paired_bootstrap, score_queries
+from dualenc.evaluation.metrics import METRICS, Qrels, Scores, paired_bootstrap, score_queries
 from dualenc.evaluation.retrieval import retrieve
 from dualenc.search.embed import embed
 from dualenc.search.searcher import check_encoder, recorded_model
-from dualenc.training.evaluators import Evaluator, headline_scores
+from dualenc.training.evaluators import Evaluator, check_settings, headline_scores
 
 Trained = Literal["perceptron", "linear", "lora", "all"]
 """What is trained: a map of query vectors, adapters of the text model, or all of it."""
@@ -156,6 +156,7 @@ class IndexEvaluator(Evaluator):
         batch_size: int = 64,
         primary: str = PRIMARY,
     ) -> None:
+        check_settings("IndexEvaluator", batch_size, primary, METRICS)
         self.queries = queries
         self.qrels = qrels
         self.documents = documents

@@ -71,9 +71,13 @@ class BestModel:
             return False
         return self.evaluations_without_improvement >= self.patience
 
-    def evaluate(self, step: int) -> Metrics:
-        """Measure the model after so many steps; saves it if it is the best of the trained ones so far."""
-        self.last = self._measure(step)
+    def evaluate(self, step: int, stopped: Callable[[], bool] | None = None) -> Metrics:
+        """Measure the model after `step` steps; save it if it is the best trained one so far.
+
+        Raises:
+            EmbeddingStopped: `stopped` was true between two batches; nothing has changed.
+        """
+        self.last = self._measure(step, stopped)
         if step == 0:
             self.before = self.last
         elif self.keep_best and (not self.best or self._rank(self.last) > self._rank(self.best)):
@@ -114,19 +118,22 @@ class BestModel:
         """What to compare by: every number is better than NaN."""
         return not math.isnan(metrics[self.primary]), metrics[self.primary]
 
-    def _measure(self, step: int) -> Metrics:
+    def _measure(self, step: int, stopped: Callable[[], bool] | None) -> Metrics:
         """The main process's metrics, on every rank."""
         if self.evaluator is None:
             return {}
         moment = f"after step {step}" if step else "before training"
         if isinstance(self.evaluator, Evaluator):
             self.evaluator.describe(moment if self.progress else "")
+            self.evaluator.stop_when(stopped)
         self.model.eval()
         try:
             with preserve_random_state(), torch.no_grad():
                 metrics = self.evaluator(self.model)
         finally:
             self.model.train()
+            if isinstance(self.evaluator, Evaluator):
+                self.evaluator.stop_when(None)
         if self.primary not in metrics:
             raise DualencError(
                 f"evaluator.primary is {self.primary!r}{nearest(self.primary, metrics)}; choose one of "

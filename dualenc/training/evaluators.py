@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +26,9 @@ from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, nearest
 from dualenc.evaluation.image_text import both_ways_recall, match_captions, ranks_of_pairs
-from dualenc.evaluation.metrics import Scores, mean_scores, score_queries
+from dualenc.evaluation.metrics import METRICS, Scores, mean_scores, score_queries
 from dualenc.evaluation.retrieval import HEADLINES, report_self_matches, retrieve
 from dualenc.search.embed import embed
 from dualenc.types import Modality, Side
@@ -47,11 +48,16 @@ class Evaluator(ABC):
     modalities: Mapping[Side, Modality] = MappingProxyType({})
     batch_size: int = 64
     _moment: str = ""
+    _stopped: Callable[[], bool] | None = None
     _reported: frozenset[str] = frozenset()
 
     def describe(self, moment: str) -> None:
         """Show progress bars that begin with this, such as "before training"; "" shows none."""
         self._moment = moment
+
+    def stop_when(self, stopped: Callable[[], bool] | None) -> None:
+        """Raise EmbeddingStopped between two batches of an evaluation once this is true."""
+        self._stopped = stopped
 
     @abstractmethod
     def __call__(self, model: DualEncoder) -> dict[str, float]:
@@ -63,7 +69,8 @@ class Evaluator(ABC):
         Items that cannot be read are left out, and reported once.
         """
         progress = f"{self._moment}: embed {what}" if self._moment else False
-        found = embed(model.tower(side), corpus, batch_size=self.batch_size, progress=progress, **named)
+        options: dict[str, Any] = {"batch_size": self.batch_size, "stopped": self._stopped, **named}
+        found = embed(model.tower(side), corpus, progress=progress, **options)
         if found.meta["skipped"] and what not in self._reported:
             self._reported |= {what}
             bad_rows = BadRows(what)
@@ -71,6 +78,20 @@ class Evaluator(ABC):
             bad_rows.add(f"{corpus.modality} that cannot be read", first, count=found.meta["skipped"])
             bad_rows.report()
         return found
+
+
+def check_settings(
+    evaluator: str,
+    batch_size: int,
+    primary: str = "",
+    metrics: Sequence[str] = ("",),
+) -> None:
+    """Raise for an evaluator's settings that would fail after embedding everything."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise DualencError(f"{evaluator}: batch_size is {batch_size!r}; give at least 1")
+    if primary not in metrics:
+        problem = f"{evaluator}: primary is {primary!r}{nearest(str(primary), metrics)}"
+        raise DualencError(f"{problem}; choose one of {', '.join(metrics)}")
 
 
 def headline_scores(per_query: Mapping[str, Scores], primary: str) -> Scores:
@@ -105,6 +126,8 @@ class RetrievalEvaluator(Evaluator):
         batch_size: int = 64,
         primary: str = "ndcg@10",
     ) -> None:
+        # Before the data is read, and long before the first evaluation.
+        check_settings("RetrievalEvaluator", batch_size, primary, METRICS)
         if path is not None and pairs is None:
             self.name = Path(path).resolve().name
             self.collection = read_beir(str(path), split)
@@ -134,6 +157,11 @@ class RetrievalEvaluator(Evaluator):
         return headline_scores(score_queries(collection.qrels, run), self.primary)
 
 
+_ONE_RANK = np.ones(1, np.int64)
+RECALLS = tuple(both_ways_recall({"image_to_text": _ONE_RANK, "text_to_image": _ONE_RANK}))
+"""Metrics of `ImageTextEvaluator`."""
+
+
 class ImageTextEvaluator(Evaluator):
     """Recall@1, @5 and @10 of captions by images and of images by captions.
 
@@ -146,6 +174,7 @@ class ImageTextEvaluator(Evaluator):
     data = ("held-out pairs", None)
 
     def __init__(self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall") -> None:
+        check_settings("ImageTextEvaluator", batch_size, primary, RECALLS)
         pairs = pairs.relevant()
         self.images, image_rows = used_items(pairs, "left")
         self.texts, text_rows = used_items(pairs, "right")
@@ -188,6 +217,11 @@ class KNNEvaluator(Evaluator):
         temperature: float = 0.07,
         batch_size: int = 256,
     ) -> None:
+        check_settings("KNNEvaluator", batch_size)
+        if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+            raise DualencError(f"KNNEvaluator: temperature is {temperature!r}; it must be above 0")
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise DualencError(f"KNNEvaluator: k is {k!r}; give at least 1")
         self.corpora: list[Corpus] = []
         self.labels: list[np.ndarray] = []
         for name, images in (("train", train), ("test", test)):
@@ -199,6 +233,9 @@ class KNNEvaluator(Evaluator):
             self.corpora.append(Corpus(ids, Picked(images.left_items, rows), "image"))
             own = align_labels(images.labels[rows], images.class_names, train.class_names, f"KNNEvaluator: {name}")
             self.labels.append(own)
+        if k > len(self.labels[0]):
+            problem = f"KNNEvaluator: k is {k}, and {len(self.labels[0])} training images vote"
+            raise DualencError(f"{problem}; choose k from 1 to that")
         self.k = k
         self.temperature = temperature
         self.batch_size = batch_size

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +22,7 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective
 from dualenc.recipe_yaml import dump_recipe
+from dualenc.search.embed import EmbeddingStopped
 from dualenc.seeds import seed_everything
 from dualenc.training.best import BestModel
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
@@ -165,12 +166,14 @@ class Loop:
         else:
             if resume:
                 self.log.info(f"{self.checkpoints.folder}: no checkpoint to resume; starting at step 0")
-            self._evaluate()
+            self.evaluation_due = True
         self.model.train()
         self.objective.train()
-        # A signal came before the evaluation that was due at the checkpoint's step.
-        if self.evaluation_due:
-            self._evaluate()
+        if self.best.evaluator is None and self.settings.evaluate_every is not None:
+            self.log.info("evaluate_every has no effect: there is no evaluator")
+        # The one before training, or one that was due at the checkpoint's step when a signal came.
+        if self.evaluation_due and not self._evaluate():
+            self._end(self.signals.agree(self.device))
         while not self.is_finished:
             self._run_epoch()
             if not self.is_finished:
@@ -353,16 +356,22 @@ class Loop:
         # After a signal there is little time.
         if self.evaluation_due and not stop:
             self._evaluate()
-            # An evaluation takes long, so a signal that came meanwhile counts now.
+            # A signal that came meanwhile counts now; the evaluation that it ended is still due.
             stop = self.signals.agree(self.device)
             if saves or stop or self.best.out_of_patience:
                 self._save()
         if stop:
-            saved = f"its checkpoint is in {self.checkpoints.folder}; resume with --resume"
-            if settings.save_every is None:
-                saved = "nothing is saved, as save_every is null"
-            self.log.info(f"stopped by {signal.Signals(stop).name} after step {self.steps}: {saved}")
-            raise Interrupted if stop == signal.SIGINT else Stopped(stop)
+            self._end(stop)
+
+    def _end(self, stop: int) -> NoReturn:
+        """Say what a signal has stopped and what is saved, and end the run."""
+        saved = f"its checkpoint is in {self.checkpoints.folder}; resume with --resume"
+        if self.steps == 0:
+            saved = "nothing is saved yet; start it again"
+        elif self.settings.save_every is None:
+            saved = "nothing is saved, as save_every is null"
+        self.log.info(f"stopped by {signal.Signals(stop).name} after step {self.steps}: {saved}")
+        raise Interrupted if stop == signal.SIGINT else Stopped(stop)
 
     def _save(self) -> None:
         """Write a checkpoint, unless the settings want none."""
@@ -380,16 +389,20 @@ class Loop:
     def _logs_at(self, step: int) -> bool:
         return step == self.total_steps or step % self.settings.log_every == 0
 
-    def _evaluate(self) -> None:
-        """Measure the model as it is, and log that."""
-        with self.train_step.averaged():
-            metrics = self.best.evaluate(self.steps)
+    def _evaluate(self) -> bool:
+        """Measure the model as it is, and log that; False if a signal came, and it remains due."""
+        try:
+            with self.train_step.averaged():
+                metrics = self.best.evaluate(self.steps, stopped=lambda: bool(self.signals.noted))
+        except EmbeddingStopped:
+            return False
         if metrics:
             self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
             value = f"{self.best.primary} {metrics[self.best.primary]:.4f}"
             data, _ = evaluated_data(self.best.evaluator)
             self.log.info(f"step {self.steps}: {value} on {data}")
         self.evaluation_due = False
+        return True
 
     def _fail_if_bad(self, step: int | None) -> None:
         """Raise if the loss of a step was not finite."""

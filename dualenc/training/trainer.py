@@ -62,8 +62,9 @@ class Trainer(TrainerSettings):
     N processes train the model that one process trains with the same global batches, up to rounding, except for dropout
     and for BatchNorm with chunk_size or with out-of-batch items (docs/design.md).
 
-    SIGTERM and SIGUSR1 (what schedulers send) and Ctrl-C end the run after the current step or evaluation, with a
-    checkpoint; resuming gives the model of an uninterrupted run, bit for bit. A second Ctrl-C, and the first where
+    SIGTERM and SIGUSR1 (what schedulers send) and Ctrl-C end the run with a checkpoint after the
+    current step, or between two batches of an evaluation, which a resumed run makes up for.
+    Resuming gives the model of an uninterrupted run, bit for bit. A second Ctrl-C, and the first where
     save_every is None, ends it at once.
 
     The arguments are those of `TrainerSettings`.

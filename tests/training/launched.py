@@ -23,6 +23,7 @@ from accelerate import PartialState
 
 from dualenc import distributed
 from dualenc.errors import DualencError
+from dualenc.training.evaluators import RetrievalEvaluator
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs
 from tests.training.runs import train
 
@@ -67,6 +68,28 @@ def small_run(
 
     objective.register_forward_pre_hook(wait)
     train(output, model=TinyEncoder(dropout=dropout), objective=objective, **settings)
+
+
+def slowly_evaluated_run(output: Path, **settings: Any) -> None:
+    """A run whose evaluations after steps take 0.2 seconds for a batch, and touch a file."""
+    model = TinyEncoder()
+    objective = tiny_objective(tiny_pairs())
+    steps = 0
+
+    def step(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+
+    def wait(tower: Any, *_: Any) -> None:
+        if steps and not tower.training:
+            output.with_name("evaluating").touch()
+            time.sleep(0.2)
+
+    objective.register_forward_pre_hook(step)
+    for tower in (model.left, model.right):
+        tower.register_forward_pre_hook(wait)
+    evaluator = RetrievalEvaluator(pairs=tiny_pairs(64), batch_size=1)
+    train(output, model=model, objective=objective, evaluator=evaluator, **settings)
 
 
 class Launched:

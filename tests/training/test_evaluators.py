@@ -12,8 +12,15 @@ from dualenc.data import ImageViews, PairDataset
 from dualenc.data.corpus import held_out
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.errors import BadSample, DualencError
+from dualenc.evaluation.metrics import METRICS, score_queries
 from dualenc.evaluation.retrieval import retrieve
-from dualenc.training.evaluators import ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
+from dualenc.training.adapting import IndexEvaluator
+from dualenc.training.evaluators import (
+    RECALLS,
+    ImageTextEvaluator,
+    KNNEvaluator,
+    RetrievalEvaluator,
+)
 from tests.data.make import write_beir
 from tests.training.fakes import TinyEncoder, tiny_pairs
 from tests.training.runs import train
@@ -266,3 +273,39 @@ def test_bars_tell_what_is_measured_where_the_trainer_shows_its_own(tmp_path, ca
         assert f"{moment}: embed documents of held-out pairs:   0%" in shown
     train(tmp_path / "silent", evaluator=evaluator, progress=False)
     assert "embed" not in capsys.readouterr().err
+
+
+REFUSED = [
+    (lambda: RetrievalEvaluator("nowhere", primary="foo"), "primary is 'foo'; choose one of ndcg@1, "),
+    (lambda: RetrievalEvaluator("nowhere", primary="ndcg"), r"'ndcg' \(did you mean ndcg@1\?\)"),
+    (lambda: RetrievalEvaluator("nowhere", batch_size=0), "batch_size is 0; give at least 1"),
+    (lambda: ImageTextEvaluator(None, primary="recall@1"), "Evaluator: primary is 'recall@1'"),
+    (lambda: ImageTextEvaluator(None, batch_size=-1), "batch_size is -1"),
+    (lambda: KNNEvaluator(None, None, k=0), "KNNEvaluator: k is 0; give at least 1"),
+    (lambda: KNNEvaluator(None, None, k=2.5), "KNNEvaluator: k is 2.5"),
+    (lambda: KNNEvaluator(None, None, temperature=0), "KNNEvaluator: temperature is 0; it must be"),
+    (lambda: KNNEvaluator(None, None, batch_size="8"), "KNNEvaluator: batch_size is '8'"),
+    (lambda: IndexEvaluator(None, {}, None, primary="map"), "IndexEvaluator: primary is 'map'"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_settings_are_refused_before_anything_is_read(make, message):
+    """An evaluation embeds all documents, which may take hours."""
+    with pytest.raises(DualencError, match=message):
+        make()
+
+
+def test_more_neighbours_than_images_are_refused_at_once():
+    values = colours(4)
+    few = ImageViews(images(values), values.argmax(axis=1), ["r", "g", "b"])
+    with pytest.raises(DualencError, match="k is 20, and 4 training images vote; choose k from 1"):
+        KNNEvaluator(few, few)
+
+
+def test_the_names_of_metrics_are_those_that_evaluations_return(model):
+    pairs = tiny_pairs(8)
+    qrels = RetrievalEvaluator(pairs=pairs).collection.qrels
+    found = score_queries(qrels, {query: {} for query in qrels})
+    assert set(METRICS) == set(next(iter(found.values())))
+    assert RECALLS[-1] == "mean_recall"

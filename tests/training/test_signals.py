@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from dualenc.errors import DualencError
+from dualenc.training.evaluators import RetrievalEvaluator
 from dualenc.training.log import read_metrics
 from dualenc.training.signals import StopSignals
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
-from tests.training.launched import SlowEvaluator, launch, small_run
+from tests.training.launched import SlowEvaluator, launch, slowly_evaluated_run, small_run
 from tests.training.runs import train
 
 
@@ -93,6 +94,68 @@ def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for(tmp_
     assert stopped.value.code == 143
     assert evaluator.calls == at // 2  # one before the training, none at the last step
     assert_made_up_for(tmp_path, **settings)
+
+
+def interrupting(number: int, at: int):
+    """A model that sends its process a signal while it encodes a batch of an evaluation.
+
+    Returns it, and a list with an entry for each such batch.
+    """
+    model = TinyEncoder()
+    batches: list[int] = []
+
+    def count(tower, *_):
+        if not tower.training:
+            batches.append(len(batches))
+            if len(batches) == at:
+                signal.raise_signal(number)
+
+    for tower in (model.left, model.right):
+        tower.register_forward_pre_hook(count)
+    return model, batches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("at", "step"),
+    [(5, 0), (20, 0), (30, 4), (50, 8), (80, 12)],
+    ids=["before training", "its documents", "first", "second", "last"],
+)
+def test_a_signal_ends_an_evaluation_between_two_batches(tmp_path, at, step, capfd):
+    """What is saved resumes to the same content, and the evaluation is made up for."""
+    settings = {"evaluate_every": 4, "save_every": 1000}
+    run = tmp_path / "run"
+    # 12 queries and 12 documents, one at a time.
+    evaluator = RetrievalEvaluator(pairs=tiny_pairs(12), batch_size=1)
+    model, batches = interrupting(signal.SIGTERM, at)
+    with pytest.raises(SystemExit) as stopped:
+        train(run, model=model, evaluator=evaluator, **settings)
+    assert stopped.value.code == 143
+    assert len(batches) == at
+    message = "nothing is saved yet; start it again" if step == 0 else "its checkpoint is in"
+    assert f"stopped by SIGTERM after step {step}: {message}" in capfd.readouterr().err
+    assert run.exists() == (step > 0)
+    logged = []
+    for name, resume in (("run", True), ("whole", False)):
+        train(tmp_path / name, model=TinyEncoder(), evaluator=evaluator, resume=resume, **settings)
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        logged.append([line for line in lines if "evaluation/ndcg@10" in line])
+    assert same(weights(run), weights(tmp_path / "whole"))
+    assert logged[0] == logged[1]
+
+
+@pytest.mark.slow
+def test_all_ranks_end_an_evaluation_though_one_alone_gets_the_signal(tmp_path):
+    run, settings = tmp_path / "run", {"evaluate_every": 4, "save_every": 1000}
+    ranks = launch(tmp_path, slowly_evaluated_run, run, ranks=2, **settings)
+    wait_for(tmp_path / "evaluating")
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    began = time.monotonic()
+    ended = [process.end() for process in ranks]
+    assert time.monotonic() - began < 40
+    assert [returncode for returncode, _ in ended] == [143, 143], ended
+    assert "stopped by SIGTERM after step 4" in ended[0][1]
+    assert saved_step(run) == 4
 
 
 def signalled(number: int, at: int):
