@@ -91,7 +91,9 @@ def migrate_index(
     past = "" if texts.past is None else texts.past.identity()
     migration = Migration(folder, notes, {"texts": texts.corpus.identity(), "queries": past})
     steps = _Steps(migration, texts, encoder, batch_size)
-    report = migration.report or steps.measure()
+    report = migration.report
+    report = steps.measure() if report is None else report
+    measures.check_report(report, migration.work / "report.json")
     if anyway and not measures.is_judged(report["systems"]):
         report["served"] = list(SHARES)
     _show(report, Path(f"{migration.work}.html"))

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Qrels, paired_bootstrap, score_queries
 from dualenc.evaluation.retrieval import retrieve
 from dualenc.search.maps import neighbours, overlap
 from dualenc.search.migrate import SHARES, embedded_at
+from dualenc.types import StrPath
 
 OLD = "old model, old vectors"
 NEW = "new model, new vectors"
@@ -116,3 +118,31 @@ def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
                 cell[name] = f"{mean} [{low}, {high}]"
         cells.append(cell)
     return cells
+
+
+def check_report(report: Mapping[str, Any], path: StrPath) -> None:
+    """Raise unless a report that was read has facts, systems and served shares of a migration."""
+    facts, systems, served = (report.get(name) for name in ("facts", "systems", "served"))
+    is_whole = isinstance(facts, dict) and isinstance(systems, list) and isinstance(served, list)
+    # The last system is the new model; the others have its columns.
+    columns: set[str] = set()
+    if is_whole and systems and isinstance(systems[-1], dict):
+        columns = {*systems[-1]}
+    is_whole = is_whole and columns >= {"system", "recall@10"} and bool(served)
+    if not (
+        is_whole
+        and all(isinstance(row, dict) and row.keys() == columns for row in systems)
+        and {OLD, NEW} <= {str(row["system"]) for row in systems}
+        and all(_is_interval(row[name]) for row in systems for name in columns - {"system"})
+        and all(share in SHARES for share in served)
+        and all(value is None or isinstance(value, str | int | float) for value in facts.values())
+    ):
+        problem = "not the measurements of a migration"
+        remedy = "remove the file, and the same command measures again"
+        raise DualencError(f"{path}: {problem}; {remedy}")
+
+
+def _is_interval(value: object) -> bool:
+    """True for a mean with its lower and upper bound."""
+    is_triple = isinstance(value, list) and len(value) == 3
+    return is_triple and all(type(number) in (int, float) for number in value)

@@ -135,6 +135,38 @@ def test_a_model_that_finds_less_is_not_taken(
     assert Index.open(index).meta["model"] == str(tmp_path / "blind")
 
 
+SHAPES: dict[str, Any] = {
+    "empty": lambda report: {},
+    "a list": lambda report: [],
+    "no systems": lambda report: report | {"systems": []},
+    "texts for systems": lambda report: report | {"systems": ["old"]},
+    "other systems": lambda report: report | {"systems": report["systems"][:2]},
+    "a number for an interval": lambda report: (
+        report | {"systems": [row | {"recall@10": 0.5} for row in report["systems"]]}
+    ),
+    "no columns": lambda report: report | {"systems": [{"system": "x"} for _ in report["systems"]]},
+    "nothing served": lambda report: report | {"served": []},
+    "served lists": lambda report: report | {"served": [[1]]},
+    "nested facts": lambda report: report | {"facts": {"a": {}}},
+}
+
+
+def test_a_report_of_another_shape_is_one_line(made: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["migrate", index, made / "new"]
+    run(*words, "--report-only")
+    path = Path(f"{index}.migration") / "report.json"
+    report = json.loads(path.read_text())
+    for name, shape in SHAPES.items():
+        path.write_text(json.dumps(shape(report)))
+        line = failure(capsys, *words)
+        assert str(path) in line, name
+        assert "the same command measures again" in line or "instead of an object" in line, name
+    path.unlink()
+    run(*words, "--report-only")
+    path.write_text(json.dumps(report))
+    run(*words)
+
+
 @pytest.mark.slow
 def test_without_judgements_neighbours_are_the_truth(
     made: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
