@@ -17,6 +17,7 @@ from dualenc.errors import DualencError
 
 Statistics = dict[_BatchNorm, tuple[Tensor, Tensor]]
 """The mean and the (biased) variance of each layer's inputs, (channels,)."""
+TOO_SMALL = "BatchNorm needs more than one value per channel in training; raise batch_size"
 
 
 class BatchStatistics:
@@ -88,6 +89,17 @@ def trained_norms(tower: nn.Module) -> list[_BatchNorm]:
             if any(weight.requires_grad for weight in weights):
                 norms.append(layer)
     return norms
+
+
+@contextmanager
+def explain_single_values() -> Iterator[None]:
+    """Report torch's error about a batch of one value per channel in one line."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise DualencError(TOO_SMALL) from error
 
 
 def keep_frozen_statistics(tower: nn.Module) -> None:
@@ -165,7 +177,7 @@ def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
     total = distributed.gather_with_grad(sums[None], [1] * distributed.world_size()).sum(0)
     count = int(total[-1])
     if count < 2:
-        raise DualencError("BatchNorm needs more than one value per channel in training; raise batch_size")
+        raise DualencError(TOO_SMALL)
     mean, square = (total[:-1] / count).chunk(2)
     variance = (square - mean.square()).clamp(min=0)
     dtype = torch.promote_types(values.dtype, torch.float32)

@@ -17,7 +17,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 
 from dualenc import distributed
-from dualenc.encoders.batchnorm import synchronise_statistics, trained_norms
+from dualenc.encoders.batchnorm import synchronise_statistics
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.training.settings import TrainerSettings
@@ -67,18 +67,11 @@ def has_fast_bf16() -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def place_model(model: DualEncoder, device: torch.device, chunk_size: int | None) -> DualEncoder:
-    """Move a model to a device, with BatchNorm over all ranks and the main process's weights on each.
-
-    With gradient caching BatchNorm's statistics are those of a chunk.
-    """
+def place_model(model: DualEncoder, device: torch.device) -> DualEncoder:
+    """Move a model to a device, with BatchNorm over all ranks and the main process's weights on each."""
     several = distributed.world_size() > 1
-    if trained_norms(model):
-        if chunk_size is not None:
-            message = f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
-            warnings.warn(message, stacklevel=2)
-        elif several:
-            synchronise_statistics(model)
+    if several:
+        synchronise_statistics(model)
     model.to(device)
     if several:
         for tensor in model.state_dict().values():

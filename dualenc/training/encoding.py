@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 from dualenc import distributed
-from dualenc.encoders.batchnorm import BatchStatistics, trained_norms, waits_for_others
+from dualenc.encoders.batchnorm import BatchStatistics, explain_single_values, trained_norms, waits_for_others
 from dualenc.encoders.dual import DualEncoder, chunk_rows, num_rows, take
 from dualenc.errors import DualencError
 from dualenc.types import Inputs, Side
@@ -89,7 +88,7 @@ class PlainEncoding:
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
         packed = self.model.tower(side).pack(inputs, self.one_by_one)
         on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in packed.items()}
-        with self.autocast():
+        with self.autocast(), explain_single_values():
             return self.model(side, on_device)
 
     def _no_rows(self) -> Tensor:
@@ -104,7 +103,6 @@ class EncodeCall(NamedTuple):
 
     side: Side
     inputs: Inputs
-    out_of_batch: bool
     chunks: list[Tensor]
     random_states: list[tuple[Tensor, Tensor | None]]
     leaves: Tensor
@@ -115,9 +113,23 @@ class CachedEncoding(PlainEncoding):
     """Gradient caching: encodes `chunk_size` items at once, twice, so that memory does not grow with the batch.
 
     Other arguments as of `PlainEncoding`.
+
+    Raises:
+        DualencError: for a model with trained BatchNorm, whose statistics would be those of a chunk.
     """
 
     chunk_size: int = field(default=32, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.has_batch_norm:
+            norms = trained_norms(self.model)
+            first = next(name for name, layer in self.model.named_modules() if layer is norms[0])
+            more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
+            raise DualencError(
+                f"chunk_size does not work with BatchNorm ({first}{more}), which normalizes by the whole batch; leave "
+                "chunk_size out, freeze the weights of BatchNorm (trainer.freeze), or take a model with LayerNorm"
+            )
 
     def begin(self) -> None:
         """Forget the last batch."""
@@ -134,14 +146,13 @@ class CachedEncoding(PlainEncoding):
         with torch.no_grad():
             for rows in chunks:
                 random_states.append(self._random_state())
-                with self.statistics.of_batch(self.model.tower(side), out_of_batch):
-                    parts.append(self._forward(side, take(inputs, rows)))
+                parts.append(self._forward(side, take(inputs, rows)))
             encoded = torch.cat(parts)
             order = torch.cat(chunks).to(self.device)
             embeddings = torch.empty_like(encoded).index_copy_(0, order, encoded)
         if torch.is_grad_enabled():
             embeddings.requires_grad_()
-            self._calls.append(EncodeCall(side, inputs, out_of_batch, chunks, random_states, embeddings))
+            self._calls.append(EncodeCall(side, inputs, chunks, random_states, embeddings))
         return embeddings
 
     @distributed.explain_lost_process()
@@ -152,21 +163,19 @@ class CachedEncoding(PlainEncoding):
         calls = self._calls
         self._calls = []
         cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda), unchanged_running_statistics(self.model):
+        with torch.random.fork_rng(devices=cuda):
             for call in calls:
                 if call.leaves.grad is not None:
                     self._repeat(call, call.leaves.grad)
 
     def _repeat(self, call: EncodeCall, gradients: Tensor) -> None:
         """Encode the chunks of a call once more, each with its graph, and go back through it."""
-        tower = self.model.tower(call.side)
         for rows, (on_cpu, on_gpu) in zip(call.chunks, call.random_states, strict=True):
             # The same dropout as in the first pass.
             torch.set_rng_state(on_cpu)
             if on_gpu is not None:
                 torch.cuda.set_rng_state(on_gpu, self.device)
-            with self.statistics.applied(tower) if call.out_of_batch else nullcontext():
-                embeddings = self._forward(call.side, take(call.inputs, rows))
+            embeddings = self._forward(call.side, take(call.inputs, rows))
             # A tower whose weights are all frozen has no graph.
             if embeddings.requires_grad:
                 torch.autograd.backward(embeddings, gradients[rows.to(self.device)])
@@ -174,17 +183,3 @@ class CachedEncoding(PlainEncoding):
     def _random_state(self) -> tuple[Tensor, Tensor | None]:
         on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return torch.get_rng_state(), on_gpu
-
-
-@contextmanager
-def unchanged_running_statistics(module: nn.Module) -> Iterator[None]:
-    """Keep running statistics: BatchNorm layers normalise over the batch, which was added to them before."""
-    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    layers = [layer for layer in norms if layer.training and layer.track_running_stats]
-    for layer in layers:
-        layer.track_running_stats = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.track_running_stats = True

@@ -49,7 +49,8 @@ class TrainerSettings:
         mixed_precision: "no", "bf16", or "fp16" for GPUs before Ampere (T4, V100), which have no bf16; "auto" takes
             bf16 where the device multiplies it faster than float32.
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
-        chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
+        chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch; not with
+            BatchNorm, unless that is frozen. null: off.
         compile: `torch.compile` both towers: faster after a minute or more of compiling.
         evaluate_every: steps between evaluations, each of which embeds all right items, up to 100,000, where pairs are
             held out; null evaluates before and after training only.

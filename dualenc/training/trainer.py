@@ -60,7 +60,7 @@ class Trainer(TrainerSettings):
         Trainer(output="run", epochs=3).fit(model, pairs, objective)
 
     N processes train the model that one process trains with the same global batches, up to rounding, except for dropout
-    and for BatchNorm with chunk_size or with out-of-batch items (docs/design.md).
+    and for BatchNorm with out-of-batch items (docs/design.md).
 
     SIGTERM and SIGUSR1 (what schedulers send) and Ctrl-C end the run with a checkpoint after the
     current step, or between two batches of an evaluation, which a resumed run makes up for.
@@ -168,16 +168,16 @@ class Trainer(TrainerSettings):
         """Place and compile a model."""
         if isinstance(pairs, Mixture) and isinstance(model, TextEncoder):
             model.name_prompts(pairs.prompts)
-        model = place_model(model, device, self.chunk_size)
+        model = place_model(model, device)
         if self.compile:
             # A set, as both sides may be one tower.
             for tower in {model.left, model.right}:
                 tower.compile(dynamic=True)
         has_mined = pairs.negatives is not None or self.mine_every is not None
-        if has_mined and self.chunk_size is None and waits_for_others(model):
+        if has_mined and waits_for_others(model):
             raise DualencError(
                 "mined negatives do not go with BatchNorm on several processes, some of which may have none of "
-                "them; use one process, or set chunk_size"
+                "them; use one process, or freeze BatchNorm (freeze=…)"
             )
         return model
 

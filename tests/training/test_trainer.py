@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from accelerate import Accelerator
 from dualenc.batching import RandomBatches, SpectralBatches
 from dualenc.data import ImageViews, Mixture
 from dualenc.errors import DualencError
-from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, SogCLR, base
+from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, NegativeCache, SogCLR, base
 from dualenc.training import trainer as trainer_module
 from dualenc.training.devices import deterministic_algorithms, place_model, start_accelerator
 from dualenc.training.loader import BatchLoader
@@ -110,13 +109,36 @@ def test_float16_without_a_gpu_is_refused(tmp_path):
 def test_placing_keeps_the_weights_on_one_process():
     model = TinyEncoder(batchnorm=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.warns(UserWarning, match="BatchNorm with chunk_size"):
-        placed = place_model(model, torch.device("cpu"), chunk_size=4)
-    assert same(before, placed.state_dict())
-    frozen = TinyEncoder(batchnorm=True).requires_grad_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        place_model(frozen, torch.device("cpu"), chunk_size=4)
+    assert same(before, place_model(model, torch.device("cpu")).state_dict())
+
+
+def test_batchnorm_in_chunks_is_refused_unless_it_is_frozen(tmp_path):
+    """Also where one chunk holds the batch, or a chunk of one item is left over."""
+    for chunk_size in (1, 7, 64):
+        with pytest.raises(
+            DualencError, match=r"^chunk_size does not work with BatchNorm \(left.layers.1 and 1 more\)"
+        ):
+            train(tmp_path, model=TinyEncoder(batchnorm=True), chunk_size=chunk_size)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    runs = {}
+    for name, chunk_size in (("plain", None), ("cached", 7)):
+        settings = {"freeze": ("*.layers.1.*",), "chunk_size": chunk_size, "batch_size": 8, "save_every": None}
+        train(
+            tmp_path / name,
+            model=TinyEncoder(batchnorm=True),
+            objective=NegativeCache(num_left=24).double(),
+            **settings,
+        )
+        runs[name] = weights(tmp_path / name)
+    for name, weight in runs["plain"].items():
+        torch.testing.assert_close(runs["cached"][name], weight, rtol=1e-9, atol=1e-12)
+
+
+def test_a_batch_of_one_item_is_too_small_for_batchnorm(tmp_path):
+    with pytest.raises(
+        DualencError, match="BatchNorm needs more than one value per channel in training; raise batch_size"
+    ):
+        train(tmp_path, model=TinyEncoder(batchnorm=True), batch_size=1)
 
 
 @pytest.mark.nightly
