@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,16 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.batch import EncodedBatch, gather_batch, two_towers, two_views, with_mined
-from dualenc.objectives.checks import check_count, check_range, fail, names_class
+from dualenc.objectives.checks import (
+    as_numbers,
+    check_count,
+    check_range,
+    check_seed,
+    check_tensors,
+    fail,
+    given,
+    names_class,
+)
 from dualenc.objectives.corpus import SampledCorpus
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.items import Encode, OutsideEncoder
@@ -111,6 +120,7 @@ class Objective(nn.Module):
             if value is not None:
                 check_count(argument, value)
         check_range("temperature", temperature, f"[{MIN_TEMPERATURE}, inf)")
+        check_seed(seed)
         if positive_in_softmax and not self.estimates_partition:
             able = "SogCLR, ISogCLR, GlobalCache, NegativeCache, ExactGlobal or FrozenCorpus"
             fail("positive_in_softmax", f"does not apply; leave it out, or take {able}")
@@ -180,30 +190,28 @@ class Objective(nn.Module):
         Args:
             left, right: (b, D) unit-norm embeddings of the pairs; b may differ between ranks.
             left_id, right_id: (b,) integer ids in [0, num_left) and [0, num_right); without right_id pairs share
-                one index. Items with equal ids are never negatives of one another's partners.
+                one index. Items with equal ids are never negatives of one another's partners. Ids and
+                weights may be lists or arrays.
             encode: `encode(side, ids (n,)) -> (n, D)` embeds items outside the batch, with ids on the CPU; honours
                 `torch.is_grad_enabled()`. With views, "left" and "right" are an image's two views.
             left_positives: (b, K) right ids known to be relevant to each left item, padded with -1.
             right_positives: (b, K) left ids known to be relevant to each right item, padded with -1.
             negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors; not
-                with views.
+                with views, and only of objectives with `takes_mined`.
             weights: (b,) factors of the losses of each pair, 0 or more.
             keys_left, keys_right: (b, D) unit-norm embeddings of the same pairs by the momentum encoder, without
                 gradient; of objectives with `momentum`.
         """
-        if self.needs_encode and encode is None:
-            fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
-        if self.momentum is not None and (keys_left is None or keys_right is None):
-            problem = "and keys_right are missing; pass the momentum encoder's embeddings, as Trainer does"
-            fail("keys_left", problem)
-        ids = {
-            "left_id": left_id,
-            "right_id": left_id if right_id is None else right_id,
-            "negative_id": negative_id,
-        }
-        ids |= {"left_positives": left_positives, "right_positives": right_positives}
-        embeddings = {"left": left, "right": right, "negatives": negatives}
-        embeddings |= {"keys_left": keys_left, "keys_right": keys_right}
+        embeddings = given(negatives=negatives, keys_left=keys_left, keys_right=keys_right)
+        ids = given(negative_id=negative_id, left_positives=left_positives, right_positives=right_positives)
+        self._check_given(encode, embeddings.keys() | ids.keys())
+        embeddings = {"left": left, "right": right} | embeddings
+        check_tensors(embeddings)
+        self._check_dimension(left.shape[-1])
+        ids = {"left_id": left_id, "right_id": left_id if right_id is None else right_id} | ids
+        ids = {name: as_numbers(name, value, left.device) for name, value in ids.items()}
+        if weights is not None:
+            weights = as_numbers("weights", weights, left.device)
         batch = gather_batch(self, embeddings, ids, weights)
         encoder = None if encode is None else OutsideEncoder(encode, self.views, batch.embeddings)
         self._recorded = {}
@@ -286,6 +294,27 @@ class Objective(nn.Module):
             # Items in no pair are remembered only as mined negatives, and count once; others may in part.
             counts = None if counts is None else counts.where(counts > 0, 1)
             memory.expect(self.corpus.num_pairs * self.num_views, counts)
+
+    def _check_given(self, encode: Encode | None, names: Set[str]) -> None:
+        """Refuse a call without what the objective needs, or with what it would ignore."""
+        if self.needs_encode and not callable(encode):
+            fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
+        has_keys = [name in names for name in ("keys_left", "keys_right")]
+        if self.momentum is not None and not all(has_keys):
+            advice = "pass the momentum encoder's embeddings, as Trainer does"
+            fail("keys_left", f"and keys_right are missing; {advice}")
+        if self.momentum is None and any(has_keys):
+            fail("keys_left", "and keys_right do not apply; leave them out, or take MomentumQueue")
+        if not self.takes_mined and not names.isdisjoint({"negatives", "negative_id"}):
+            fail("negatives", "do not apply; leave them and negative_id out, as Trainer does")
+
+    def _check_dimension(self, dimension: int) -> None:
+        """Refuse embeddings of another size than those that are remembered."""
+        for name, buffer in self.named_buffers():
+            is_memory = name.rpartition(".")[2] == "embeddings"
+            if is_memory and buffer.shape[1] not in (0, dimension):
+                sizes = f"has {dimension} components, and remembered embeddings {buffer.shape[1]}"
+                fail("left", f"{sizes}; take a new objective for another encoder")
 
     def log_odds(self, log_partition: Tensor, positive: Tensor) -> Tensor:
         """(X, A) log(Z/e⁺) without gradient. Of an anchor without negatives, whose log Z is -inf, −s⁺/τ; or with

@@ -45,27 +45,25 @@ class EncodedBatch:
 
 def gather_batch(
     objective: Objective,
-    embeddings: Mapping[str, Tensor | None],
-    ids: Mapping[str, Tensor | None],
+    embeddings: Mapping[str, Tensor],
+    ids: Mapping[str, Tensor],
     weights: Tensor | None,
 ) -> EncodedBatch:
     """Check the arguments of `Objective.forward` by its id spaces and views, and gather them over ranks."""
-    vectors = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
-    numbers = {name: values for name, values in ids.items() if values is not None}
-    check_shapes(vectors, numbers, weights, objective.views)
+    check_shapes(embeddings, ids, weights, objective.views)
 
-    numbers = {name: values.long() for name, values in numbers.items()}
+    numbers = {name: values.long() for name, values in ids.items()}
     own_ids = torch.stack([numbers["left_id"], numbers["right_id"]])
     # Ranks may hold different numbers of pairs and of mined negatives: the last batch rarely divides evenly.
-    own_counts = [own_ids.shape[1], len(vectors.get("negatives", ()))]
+    own_counts = [own_ids.shape[1], len(embeddings.get("negatives", ()))]
     sizes, num_mined = distributed.rank_numbers(own_counts, own_ids.device)
     all_ids = distributed.gather(own_ids.T, sizes).T
     num_items = {"left": objective.num_left, "right": objective.num_right}
-    most_copies = check_values(vectors, numbers, weights, all_ids, num_items, objective.views)
+    most_copies = check_values(embeddings, numbers, weights, all_ids, num_items, objective.views)
 
     # Under mixed precision encoders give halves, in which a sum over thousands of candidates loses its digits.
-    precision = torch.float64 if vectors["left"].dtype == torch.float64 else torch.float32
-    vectors = {name: tensor.to(precision) for name, tensor in vectors.items()}
+    precision = torch.float64 if embeddings["left"].dtype == torch.float64 else torch.float32
+    vectors = {name: tensor.to(precision) for name, tensor in embeddings.items()}
     pair = [vectors["left"], vectors["right"]]
     keys = None
     if "keys_left" in vectors:

@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,10 +49,15 @@ def names_class(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def given(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments that are not None, by name."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def check_range(argument: str, value: float, interval: str) -> None:
     """Refuse what is no number in an interval such as "(0, 1]"."""
     low, high = (float(end) for end in interval[1:-1].split(", "))
-    is_number = isinstance(value, numbers.Real)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     is_above = is_number and (value > low or (interval[0] == "[" and value == low))
     is_below = is_number and (value < high or (interval[-1] == "]" and value == high))
     if not is_above or not is_below:
@@ -59,15 +65,54 @@ def check_range(argument: str, value: float, interval: str) -> None:
 
 
 def check_count(argument: str, value: int, least: int = 1) -> None:
-    """Refuse what is no whole number, or too small a one."""
-    if not isinstance(value, numbers.Integral) or value < least:
+    """Refuse what is no whole number, or too small a one; True is not 1."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         fail(argument, f"is {value!r}; it must be a whole number of at least {least}")
+
+
+def check_seed(value: int) -> None:
+    """Refuse a seed that no checkpoint could hold."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or not -(2**63) <= value < 2**63:
+        fail("seed", f"is {value!r}; it must be a whole number below 2^63")
 
 
 def check_choice(argument: str, value: object, choices: Collection[object]) -> None:
     """Refuse a value that is none of the choices."""
     if value not in choices:
         fail(argument, f"is {value!r}; it must be one of {', '.join(map(str, choices))}")
+
+
+def check_tensors(embeddings: Mapping[str, Any]) -> None:
+    """Refuse embeddings that are not tensors, through which no gradient would flow."""
+    for name, value in embeddings.items():
+        expected = "it must be a float tensor (b, D) from the encoder"
+        if not isinstance(value, Tensor):
+            fail(name, f"is {_kind_of(value)}; {expected}")
+        if value.dim() != 2:
+            fail(name, f"has shape {tuple(value.shape)} ({value.dtype}); {expected}")
+
+
+def as_numbers(name: str, value: Any, device: torch.device) -> Tensor:
+    """Ids, weights or counts as a tensor; lists and arrays are copied to the device."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        array = np.array(value)
+        # A list without entries has no type.
+        tensor = torch.from_numpy(array if array.size else array.astype(np.int64))
+    except (TypeError, ValueError):
+        fail(name, f"is {_kind_of(value)}; it must be a tensor, an array or a list of numbers")
+    return tensor.to(device)
+
+
+def are_ids(values: Tensor) -> bool:
+    """Whether values are whole numbers by type."""
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
+def _kind_of(value: Any) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
 
 
 def check_shapes(
@@ -81,6 +126,8 @@ def check_shapes(
         if tensor.shape != expected or not tensor.is_floating_point():
             actual = f"{tuple(tensor.shape)} ({tensor.dtype})"
             fail(name, f"has shape {actual}; it must be a float tensor {expected}, as left")
+        if tensor.device != left.device:
+            fail(name, f"is on {tensor.device}, left is on {left.device}; move it there")
     if views and "negatives" in embeddings:
         problem = "do not go with views=True, where every other image is a negative; leave them out"
         fail("negatives", problem)
@@ -90,13 +137,20 @@ def check_shapes(
         rows = embeddings["negatives"] if name == "negative_id" else left
         is_list = name.endswith("positives")
         fits = values.shape[:1] == rows.shape[:1] and values.dim() == 1 + is_list
-        if not fits or values.is_floating_point():
+        if not fits or not are_ids(values):
             expected_ids = f"({len(rows)}, K) integer ids" if is_list else f"{len(rows)} integer ids"
             fail(name, f"has shape {tuple(values.shape)} ({values.dtype}); it must hold {expected_ids}")
         if values.device != rows.device:
             fail(name, f"is on {values.device}, the embeddings are on {rows.device}; move it there")
-    if weights is not None and weights.shape != left.shape[:1]:
+    if weights is not None:
+        _check_weights(weights, left)
+
+
+def _check_weights(weights: Tensor, left: Tensor) -> None:
+    if weights.shape != left.shape[:1]:
         fail("weights", f"has shape {tuple(weights.shape)}; it must hold {len(left)} numbers")
+    if weights.device != left.device:
+        fail("weights", f"is on {weights.device}, left is on {left.device}; move it there")
 
 
 def check_values(
@@ -177,6 +231,9 @@ def _check_ids(name: str, low: float, high: float, num_items: int | None) -> Non
 
 def check_encoded_rows(embeddings: Tensor, num_ids: int, dimension: int) -> None:
     """Refuse what is not a float tensor (n, D) from `encode`, for n ids."""
+    if not isinstance(embeddings, Tensor):
+        expected = f"it must be a float tensor ({num_ids}, {dimension})"
+        fail("encode", f"gave what is {_kind_of(embeddings)} for {num_ids} ids; {expected}")
     if embeddings.shape != (num_ids, dimension) or not embeddings.is_floating_point():
         actual = f"{tuple(embeddings.shape)} ({embeddings.dtype})"
         fail("encode", f"gave shape {actual} for {num_ids} ids; it must be float ({num_ids}, {dimension})")

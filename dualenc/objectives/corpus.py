@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.objectives.anchors import PADDING, Anchors
-from dualenc.objectives.checks import fail
+from dualenc.objectives.checks import as_numbers, fail
 
 
 class SampledCorpus(nn.Module):
@@ -71,19 +71,23 @@ class SampledCorpus(nn.Module):
 
     def set_counts(self, left_counts: Tensor, right_counts: Tensor, device: torch.device) -> None:
         """Set how many pairs each item is in, see `Objective.set_counts`."""
-        counts = {"left_counts": left_counts}
+        counts = {"left_counts": as_numbers("left_counts", left_counts, device)}
         sizes = {"left_counts": self.num_left, "right_counts": self.num_right}
         if not self.views:
-            counts["right_counts"] = right_counts
+            counts["right_counts"] = as_numbers("right_counts", right_counts, device)
         for name, values in counts.items():
             if values.shape != (sizes[name],):
                 fail(name, f"has shape {tuple(values.shape)}; it must hold {sizes[name]} counts")
+            if values.dtype == torch.bool:
+                fail(name, "holds truth values; it must hold counts, as of torch.bincount")
             if not bool((torch.isfinite(values) & (values >= 0)).all()):
                 fail(name, "holds negative or infinite counts, or NaN; they must be 0 or more")
         sums = [float(values.double().sum()) for values in counts.values()]
         if not math.isclose(sums[0], sums[-1], rel_tol=1e-6):
             problem = f"sum to {sums[0]:g} and {sums[-1]:g}; each pair counts on both sides"
             fail("left_counts and right_counts", problem)
+        if not sums[0]:
+            fail("left_counts and right_counts", "sum to 0; each pair counts on both sides")
         self.num_pairs = round(sums[0])
         # In the order of per-item tables.
         by_row = torch.cat([values.float() for values in counts.values()]).to(device)

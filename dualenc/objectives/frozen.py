@@ -20,12 +20,13 @@ from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.base import Estimate, Objective
 from dualenc.objectives.batch import EncodedBatch, two_towers
-from dualenc.objectives.checks import check_count, fail, read_extremes
+from dualenc.objectives.checks import are_ids, as_numbers, check_count, fail, read_extremes
 from dualenc.objectives.draws import SharedRandom
 
 Search = Callable[[np.ndarray, int], Any]
 """`search(queries (A, D) float32, nearest) -> rows (A, nearest)` of the nearest documents, -1 where there are fewer."""
 BLOCK_BYTES = 2**22  # of documents in float32, and of their scores, at a time: what caches hold
+NUM_CHECKED = 1024  # documents that are read before the first step
 
 
 class FrozenCorpus(Objective):
@@ -76,10 +77,14 @@ class FrozenCorpus(Objective):
         super().__init__(**common | {"num_right": shape[0]})
         for argument, value in (("max_exact", max_exact), ("nearest", nearest), ("sampled", sampled)):
             check_count(argument, value)
+        if search is not None and not callable(search):
+            fail("search", f"is of type {type(search).__name__}; it must be a function, see Search")
         if search is None and shape[0] > max_exact:
             advice = "pass search, such as a FAISS index's, or a higher max_exact: a step takes time with all of them"
             fail("documents", f"hold {shape[0]} rows, more than max_exact ({max_exact}); {advice}")
         self.documents = FrozenDocuments(documents, search)
+        if not self.documents.seem_finite():
+            fail("documents", "hold NaN or infinite values; leave these rows out")
         self.max_exact = max_exact
         self.nearest = nearest
         self.sampled = sampled
@@ -99,6 +104,9 @@ class FrozenCorpus(Objective):
     def _softmax(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
         """(1, A) log Z and (1, A, d) the mean document under the softmax; zeros for an anchor without negatives."""
         queries = anchors.gather(anchors.embeddings)[0] / anchors.temperature  # (G, d)
+        if queries.shape[1] > self.documents.dim:
+            sizes = f"have {self.documents.dim} components and the queries {queries.shape[1]}"
+            fail("documents", f"{sizes}; give those of the model that is trained")
         positives = anchors.gather_lists(anchors.positive_ids)[0]  # (G, K)
         highest = queries.new_full((len(queries), 1), -torch.inf)
         total = torch.zeros_like(highest)  # Σ exp(s/τ − highest)
@@ -183,6 +191,11 @@ class FrozenDocuments:
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenDocuments:
         return self
 
+    def seem_finite(self) -> bool:
+        """Whether a sample of the rows, at equal distances, is finite."""
+        rows = torch.linspace(0, self.num_rows - 1, min(self.num_rows, NUM_CHECKED)).long().unique()
+        return bool(self.read(rows, torch.zeros(0, self.dim)).isfinite().all())
+
     def read(self, rows: slice | Tensor, like: Tensor) -> Tensor:
         """(n, d) the first d components of rows, in the precision and on the device of queries (G, d)."""
         if isinstance(self.vectors, Tensor):
@@ -199,12 +212,16 @@ class FrozenDocuments:
         """(A, nearest) rows of the documents nearest to queries (A, d) by the search, padded with -1."""
         assert self.search is not None
         whole = pad(queries, (0, self.dim - queries.shape[1])).float()
-        results = self.search(whole.cpu().numpy(), nearest)
-        shape = np.shape(results)
+        results = as_numbers("search", self.search(whole.cpu().numpy(), nearest), queries.device)
+        shape = tuple(results.shape)
         if len(shape) != 2 or shape[0] != len(queries):
             problem = f"gave shape {shape} for {len(queries)} queries; it must give rows (A, nearest)"
             fail("search", problem)
-        rows = torch.as_tensor(results, device=queries.device).long()
+        if not are_ids(results):
+            kind = str(results.dtype).removeprefix("torch.")
+            advice = "give rows, which FAISS has in search(…)[1]; [0] has the scores"
+            fail("search", f"gave {kind} and not whole numbers; {advice}")
+        rows = results.to(queries.device).long()
         for low, high in read_extremes({"rows": rows}).values():
             if low < PADDING or high >= self.num_rows:
                 expected = f"they must be in [0, {self.num_rows}) or -1"

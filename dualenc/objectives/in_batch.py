@@ -108,6 +108,7 @@ class SigLIP(Objective):
         **common: Any,
     ) -> None:
         super().__init__(temperature=temperature, learnable_temperature=learnable_temperature, **common)
+        check_range("bias", bias, "(-inf, inf)")
         self.bias = nn.Parameter(torch.tensor(float(bias)))
 
     def block_losses(self, block: Anchors) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.objectives.anchors import PADDING
-from dualenc.objectives.checks import check_encoded, check_encoded_rows
+from dualenc.objectives.checks import check_encoded, check_encoded_rows, fail
 from dualenc.types import Side
 
 Encode = Callable[[Side, Tensor], Tensor]
@@ -82,6 +82,8 @@ class OutsideEncoder:
         with self._autocast:
             if encode_sides is not None and len(to_encode) > 1:
                 encoded = encode_sides(to_encode)
+                if not isinstance(encoded, Sequence) or len(encoded) != len(to_encode):
+                    fail("encode", f"must give {len(to_encode)} tensors by its method sides")
             else:
                 encoded = [self.encode(side, ids) for side, ids in to_encode]
         by_side = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.objectives.checks import check_count, fail, names_class
+from dualenc.objectives.checks import (
+    check_count,
+    check_encoded_rows,
+    check_tensors,
+    fail,
+    given,
+    names_class,
+)
 from dualenc.objectives.items import Encode
 from dualenc.types import Side
 
@@ -40,6 +47,11 @@ class Matryoshka(Objective):
 
     def __init__(self, objective: Objective, dims: Sequence[int]) -> None:
         nn.Module.__init__(self)
+        if not isinstance(objective, Objective):
+            problem = f"is of type {type(objective).__name__}; give an objective of this package"
+            fail("objective", problem)
+        if not isinstance(dims, Iterable):
+            fail("dims", f"is {dims!r}; give several lengths, such as [64, 128, 256]")
         for length in dims:
             check_count("dims", length)
         lengths = sorted(dims)
@@ -85,16 +97,19 @@ class Matryoshka(Objective):
         **batch: Any,
     ) -> ObjectiveOutput:
         """The mean over lengths; arguments as of the wrapped objective."""
-        vectors = {"left": left, "right": right, "negatives": negatives}
-        vectors |= {"keys_left": keys_left, "keys_right": keys_right}
+        vectors = {"left": left, "right": right}
+        vectors |= given(negatives=negatives, keys_left=keys_left, keys_right=keys_right)
+        check_tensors(vectors)
         if left.shape[-1] < self.dims[-1]:
             problem = f"are {self.dims}, but the embeddings have {left.shape[-1]}; leave out what is beyond"
             fail("dims", problem)
+        if encode is not None:
+            encode = CheckedEncode(encode, left.shape[-1])
         if encode is not None and not self.encodes_in_backward:
             encode = EncodedOnce(encode)
         outputs = {}
         for dim, objective in zip(self.dims, self.objectives, strict=True):
-            prefixes = {name: prefix(value, dim) for name, value in vectors.items() if value is not None}
+            prefixes = {name: prefix(value, dim) for name, value in vectors.items()}
             encode_dim = None if encode is None else partial(encode_prefix, encode, dim)
             ids = {"left_id": left_id, "right_id": right_id}
             outputs[dim] = objective(**prefixes, **ids, encode=encode_dim, **batch)
@@ -114,6 +129,19 @@ def prefix(vectors: Tensor, dim: int) -> Tensor:
 def encode_prefix(encode: Encode, dim: int, side: Side, ids: Tensor) -> Tensor:
     """(n, d) the first d components of items (n,) of a side."""
     return prefix(encode(side, ids), dim)
+
+
+class CheckedEncode:
+    """`encode(side, ids)` whose results are float tensors (n, D), so that they have prefixes."""
+
+    def __init__(self, encode: Encode, dimension: int) -> None:
+        self.encode = encode
+        self.dimension = dimension
+
+    def __call__(self, side: Side, ids: Tensor) -> Tensor:
+        encoded = self.encode(side, ids)
+        check_encoded_rows(encoded, len(ids), self.dimension)
+        return encoded
 
 
 class EncodedOnce:

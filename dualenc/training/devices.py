@@ -68,7 +68,7 @@ def has_fast_bf16() -> bool:
 
 
 def place_model(model: DualEncoder, device: torch.device) -> DualEncoder:
-    """Move a model to a device, with BatchNorm over all ranks and the main process's weights on each."""
+    """Move a model to a device, with BatchNorm over all ranks and equal weights on each."""
     several = distributed.world_size() > 1
     if several:
         synchronise_statistics(model)

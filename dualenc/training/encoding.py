@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from dualenc import distributed
-from dualenc.encoders.batchnorm import BatchStatistics, explain_single_values, trained_norms, waits_for_others
+from dualenc.encoders.batchnorm import (
+    BatchStatistics,
+    explain_single_values,
+    trained_norms,
+    waits_for_others,
+)
 from dualenc.encoders.dual import DualEncoder, chunk_rows, num_rows, take
 from dualenc.errors import DualencError
 from dualenc.types import Inputs, Side
@@ -115,7 +120,7 @@ class CachedEncoding(PlainEncoding):
     Other arguments as of `PlainEncoding`.
 
     Raises:
-        DualencError: for a model with trained BatchNorm, whose statistics would be those of a chunk.
+        DualencError: for a model with trained BatchNorm, which would normalise by a chunk.
     """
 
     chunk_size: int = field(default=32, kw_only=True)
@@ -127,8 +132,9 @@ class CachedEncoding(PlainEncoding):
             first = next(name for name, layer in self.model.named_modules() if layer is norms[0])
             more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
             raise DualencError(
-                f"chunk_size does not work with BatchNorm ({first}{more}), which normalizes by the whole batch; leave "
-                "chunk_size out, freeze the weights of BatchNorm (trainer.freeze), or take a model with LayerNorm"
+                f"chunk_size does not work with BatchNorm ({first}{more}), which normalizes by the "
+                "whole batch; leave chunk_size out, freeze the weights of BatchNorm "
+                "(trainer.freeze), or take a model with LayerNorm"
             )
 
     def begin(self) -> None:

@@ -49,8 +49,8 @@ class TrainerSettings:
         mixed_precision: "no", "bf16", or "fp16" for GPUs before Ampere (T4, V100), which have no bf16; "auto" takes
             bf16 where the device multiplies it faster than float32.
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
-        chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch; not with
-            BatchNorm, unless that is frozen. null: off.
+        chunk_size: items encoded at once, with gradient caching: memory does not grow with the
+            batch. Not with BatchNorm, unless that is frozen. null: off.
         compile: `torch.compile` both towers: faster after a minute or more of compiling.
         evaluate_every: steps between evaluations, each of which embeds all right items, up to 100,000, where pairs are
             held out; null evaluates before and after training only.
@@ -100,7 +100,7 @@ class TrainerSettings:
     keep_checkpoints: Count = 2
     log_every: Count = 10
     held_out: Share | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     num_workers: Annotated[int, Field(ge=0)] = 0
     on_error: OnError = "skip"
     mine_every: Count | None = None

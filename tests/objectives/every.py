@@ -151,6 +151,8 @@ class Run:
     def given(self, step: int) -> dict[str, Any]:
         """Arguments of `Objective.forward` for this rank's part of a batch."""
         own = batch(step, self.setting.views, distributed.rank_slice(BATCH_SIZES[step]))
+        if not self.criterion.takes_mined:
+            own.pop("negative_id", None)
         given: dict[str, Any] = {**own, "encode": self.towers.encode}
         for name, side in (("left", "left"), ("right", "right")):
             given[name] = self.towers.encode(side, own[f"{name}_id"])

@@ -174,6 +174,8 @@ def test_query_without_negatives(positive_in_softmax):
         ({"views": True}, "views is True"),
         ({"max_exact": 300}, "documents hold 301 rows, more than max_exact .300.; pass search"),
         ({"num_right": 5}, "num_right is 5, but documents hold 301 rows"),
+        ({"search": np.zeros(3)}, "search is of type ndarray; it must be a function"),
+        ({"documents": np.full((301, DIM), np.nan)}, "documents hold NaN or infinite values"),
     ],
 )
 def test_refused_arguments(documents, arguments, message):
@@ -186,6 +188,12 @@ def test_refused_arguments(documents, arguments, message):
     [
         ((np.zeros((12, 3)), np.zeros((12, 3))), "gave shape .2, 12, 3."),
         (np.full((12, 3), 301), "gave rows in .301, 301."),
+        # The scores of faiss' search, [0] for [1].
+        (np.full((12, 3), 0.7, np.float32), "gave float32 and not whole numbers; give rows, which FAISS"),
+        (torch.full((12, 3), 0.7), "gave float32 and not whole numbers"),
+        (np.full((12, 3), True), "gave bool and not whole numbers"),
+        (None, "is None"),
+        ([[1, 2], [3]], "is of type list"),
     ],
 )
 def test_a_search_that_gives_no_rows(documents, results, message):
@@ -201,12 +209,25 @@ def test_documents_in_another_order(documents):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_documents_of_nan_are_named(documents, value):
-    """Also one that is in no pair: it would make every weight NaN."""
+def test_documents_of_nan_are_named(documents, value, monkeypatch):
+    """Also one that is in no pair: it would make every weight NaN; at once, or where many are in the first step."""
     spoiled = documents.clone()
-    spoiled[-1] = value
+    spoiled[-2] = value
     with pytest.raises(DualencError, match="FrozenCorpus: documents hold NaN or infinite values"):
-        FrozenCorpus(spoiled).double()(**batch(documents))
+        FrozenCorpus(spoiled)
+    monkeypatch.setattr(module, "NUM_CHECKED", 2)
+    criterion = FrozenCorpus(spoiled).double()
+    with pytest.raises(DualencError, match="FrozenCorpus: documents hold NaN or infinite values"):
+        criterion(**batch(documents))
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_documents_of_fewer_components_than_the_queries(documents, searched):
+    short = unit(documents[:, :9])
+    options = {"max_exact": 9, "search": brute_force(short)} if searched else {}
+    message = "FrozenCorpus: documents have 9 components and the queries 16; give those of the model"
+    with pytest.raises(DualencError, match=message):
+        FrozenCorpus(short, **options).double()(**batch(documents))
 
 
 def brute_force(documents: Tensor) -> Any:

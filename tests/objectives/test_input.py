@@ -18,6 +18,7 @@ from dualenc.objectives import (
     EMC2,
     ISIR,
     ExactGlobal,
+    FrozenCorpus,
     InfoNCE,
     ISogCLR,
     Matryoshka,
@@ -54,7 +55,24 @@ BAD_CALLS: list[tuple[str, dict[str, Any]]] = [
     ("left_positives holds ids in [-2, 2]", {"left_positives": torch.tensor([[0], [1], [2], [-2]])}),
     ("right_positives holds ids in [0, 12]", {"right_positives": torch.tensor([[0], [1], [2], [12]])}),
     ("right_positives has shape (4,)", {"right_positives": IDS}),
+    ("left is None; it must be a float tensor", {"left": None}),
+    ("left is of type list", {"left": EYE.tolist()}),
+    ("left has shape ()", {"left": torch.ones(())}),
+    ("right is of type ndarray", {"right": EYE.numpy()}),
+    ("right is on meta, left is on cpu", {"right": EYE.to("meta")}),
+    ("negatives is of type ndarray", {"negatives": EYE.numpy(), "negative_id": IDS}),
+    ("left_id is None", {"left_id": None}),
+    ("left_id is of type list", {"left_id": [[0], [1, 2]]}),
+    ("left_id is of type list", {"left_id": ["a", "b", "c", "d"]}),
+    ("left_id has shape (4,) (torch.bool)", {"left_id": IDS > 0}),
+    ("right_id has shape (4,) (torch.bool)", {"right_id": [True, False, True, False]}),
+    ("right_id has shape (4,) (torch.float64)", {"right_id": np.arange(4.0)}),
+    ("right_id has shape (4,) (torch.complex64)", {"right_id": IDS.cfloat()}),
+    ("weights is of type list", {"weights": [1, 2, 3, None]}),
     ("weights has shape (3,)", {"weights": torch.ones(3)}),
+    ("weights is on meta", {"weights": torch.ones(4, device="meta")}),
+    ("keys_left and keys_right do not apply", {"keys_left": EYE, "keys_right": EYE}),
+    ("keys_left and keys_right do not apply", {"keys_right": EYE}),
     ("weights holds numbers in [-0.5, 1]", {"weights": torch.tensor([1, -0.5, 1, 1])}),
     ("weights holds numbers in [nan, nan]", {"weights": torch.tensor([1, torch.nan, 1, 1])}),
     ("weights holds numbers in [1, inf]", {"weights": torch.tensor([1, torch.inf, 1, 1])}),
@@ -63,6 +81,8 @@ VIEWS = [
     ("negatives do not go with views=True", {"negatives": EYE, "negative_id": torch.arange(4, 8)}),
     ("right_id differs", {"right_id": torch.tensor([1, 0, 2, 3])}),
 ]
+MINED: dict[str, Any] = {"negatives": EYE, "negative_id": IDS, "encode": lambda side, ids: EYE[ids]}
+MINED_IDS = {"negative_id": IDS, "encode": lambda side, ids: EYE[ids]}
 KEYS = [
     ("keys_left and keys_right are missing", {}),
     ("keys_left and keys_right are missing", {"keys_left": EYE}),
@@ -78,6 +98,13 @@ KEYS = [
         *((InfoNCE(views=True), *case) for case in VIEWS),
         *((MomentumQueue(), *case) for case in KEYS),
         (ExactGlobal(num_left=4), "encode is missing", {}),
+        (ExactGlobal(num_left=4), "encode is missing", {"encode": EYE}),
+        *((ISIR(num_left=4), "negatives do not apply", case) for case in (MINED, MINED_IDS)),
+        (EMC2(num_left=4, proposals=3), "negatives do not apply", MINED),
+        (FrozenCorpus(EYE), "negatives do not apply", MINED),
+        (SogCLR(num_left=4), "keys_left and keys_right do not apply", {"keys_left": EYE}),
+        (Matryoshka(InfoNCE(), [2, 4]), "left is None", {"left": None}),
+        (Matryoshka(InfoNCE(), [2, 4]), "left has shape (4,)", {"left": torch.ones(4)}),
         (Matryoshka(InfoNCE(), [2, 5]), "dims are [2, 5], but the embeddings have 4", {}),
     ],
 )
@@ -87,10 +114,28 @@ def test_forward_names_the_class_and_the_argument(criterion: Objective, message:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", [list, np.array, tuple])
+def test_ids_weights_and_counts_may_be_lists_or_arrays(kind: Any) -> None:
+    left, right = normalize(torch.randn(2, 4, 5), dim=2)
+    numbers = {"left_id": [3, 1, 2, 1], "right_id": [0, 1, 2, 3], "weights": [1.0, 0.5, 2.0, 0.0]}
+    numbers |= {"left_positives": [[0, 1]] * 4, "negative_id": [4, 5, 6, 7]}
+    losses = []
+    for convert in (torch.tensor, kind):
+        criterion = SogCLR(num_left=4, num_right=8)
+        criterion.set_counts(convert([0, 2, 1, 1]), convert([1, 1, 1, 1, 0, 0, 0, 0]))
+        given = {name: convert(values) for name, values in numbers.items()}
+        losses.append(criterion(left, right, negatives=right, **given).loss)
+    assert torch.equal(*losses)
+    nobody = EYE[:0]
+    assert float(InfoNCE()(nobody, nobody, [], weights=[]).loss) == 0
+
+
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
-    "num_left": (0, "20", 1e6),
-    "num_right": (0, "20", 20.5),
-    "temperature": (0.0, -1.0, 5e-4, torch.tensor(0.07)),
+    "num_left": (0, "20", 1e6, True),
+    "num_right": (0, "20", 20.5, True),
+    "temperature": (0.0, -1.0, 5e-4, torch.tensor(0.07), True),
+    "seed": (2**65, 0.5, True),
+    "bias": (math.inf, True),
     "class_prior": (-0.1, 1.0),
     "gamma": (0.0, 1.1),
     "temperature_momentum": (-0.1, 1.0),
@@ -119,7 +164,7 @@ def test_constructor_names_the_class_and_the_argument(kind: type[Objective]) -> 
     kind(num_left=np.int64(5), temperature=np.float32(0.2))
     kind(num_left=5, temperature=1)
     hints = {name: each.annotation for name, each in parameters(kind).items() if each.annotation is not bool}
-    assert hints.keys() <= BAD_VALUES.keys() | {"seed", "bias"}
+    assert hints.keys() <= BAD_VALUES.keys()
     for name in hints.keys() & BAD_VALUES:
         for value in BAD_VALUES[name] + ("x", math.nan) * (hints[name] in (int, float)):
             with pytest.raises(DualencError, match=f"^{kind.__name__}: {name} ") as caught:
@@ -137,10 +182,12 @@ def test_what_an_objective_lacks_is_named() -> None:
             ISogCLR(num_left=5, temperature=start)
 
 
-@pytest.mark.parametrize("dims", [[], [2, 2], [0, 3], [2.5, 4]], ids=str)
+@pytest.mark.parametrize("dims", [[], [2, 2], [0, 3], [2.5, 4], [True, 2], 64], ids=str)
 def test_lengths_are_checked(dims: Any) -> None:
     with pytest.raises(DualencError, match=r"^Matryoshka: dims "):
         Matryoshka(InfoNCE(), dims)
+    with pytest.raises(DualencError, match=r"^Matryoshka: objective is of type CosineSimilarity"):
+        Matryoshka(torch.nn.CosineSimilarity(), [2, 4])
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.uint8])
@@ -195,11 +242,46 @@ def two_steps(criterion: Objective, change: Any = lambda vectors: vectors) -> Te
         (lambda vectors: torch.nan * vectors, "what encode gave holds NaN"),
         (lambda vectors: vectors.long(), r"encode gave shape \(\d+, 5\) \(torch.int64\)"),
         (lambda vectors: vectors[:, :3], r"encode gave shape \(\d+, 3\) .* must be .* \(\d+, 5\)"),
+        (lambda vectors: None, r"encode gave what is None for \d+ ids; it must be a float tensor"),
+        (lambda vectors: vectors.numpy(), r"encode gave what is of type ndarray for \d+ ids"),
+        (lambda vectors: vectors[:0], r"encode gave shape \(0, 5\)"),
     ],
 )
 def test_bad_encodings_are_refused(kind: type[Objective], change: Any, message: str) -> None:
     with pytest.raises(DualencError, match=f"{kind.__name__}: {message}"):
         two_steps(build(kind).double(), change)
+    if "rows of norm" not in message and "NaN" not in message:
+        with pytest.raises(DualencError, match=f"{kind.__name__}: {message}"):
+            two_steps(Matryoshka(build(kind), [2, 5]).double(), change)
+
+
+class BothSides:
+    """An `encode` whose method for both sides gives too little."""
+
+    def __call__(self, side: str, ids: Tensor) -> Tensor:
+        raise AssertionError("called one side at a time")
+
+    def sides(self, parts: list[tuple[str, Tensor]]) -> list[Tensor]:
+        return [unit(len(ids), 5) for _, ids in parts[:1]]
+
+
+def test_an_encode_of_both_sides_must_give_both() -> None:
+    left, right = unit(2, SIZE, 5)
+    with pytest.raises(DualencError, match="ISIR: encode must give 2 tensors by its method sides"):
+        build(ISIR).double()(left, right, torch.arange(SIZE), encode=BothSides())
+
+
+REMEMBER = [kind for kind in CLASSES if kind.__name__ in ("EMC2", "ISIR", "GlobalCache", "NegativeCache")]
+
+
+@pytest.mark.parametrize("kind", [*REMEMBER, MomentumQueue], ids=lambda kind: kind.__name__)
+def test_a_dimension_that_changes_is_refused_where_embeddings_are_remembered(kind: Any) -> None:
+    criterion, other = build(kind).double(), unit(SIZE, 4)
+    two_steps(criterion)
+    keys = momentum_keys(criterion, other, other)
+    for mode in (True, False):
+        with pytest.raises(DualencError, match=f"{kind.__name__}: left has 4 components, and remembered embeddings 5"):
+            criterion.train(mode)(other, other, IDS.repeat(3), encode=lambda side, ids: other[ids], **keys)
 
 
 @pytest.mark.parametrize("kind", NEEDS_ENCODE, ids=lambda kind: kind.__name__)
@@ -217,6 +299,8 @@ def test_zeros_which_some_encoders_give_for_an_empty_item_pass(kind: type[Object
         ([1, -1, 3], [1, 2], "left_counts holds negative"),
         ([1, 1, 1], [torch.nan, 1], "right_counts holds negative"),
         ([1, 1, torch.inf], [1, 1], "left_counts holds negative"),
+        ([0, 0, 0], [0, 0], "left_counts and right_counts sum to 0"),
+        ([True, True, False], [1, 1], "left_counts holds truth values"),
     ],
 )
 def test_counts_that_do_not_fit_are_refused(left: list[float], right: list[float], message: str) -> None:
