@@ -9,11 +9,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset
+from pyarrow.types import is_list
 from torch import Tensor
 
 from dualenc.data.ragged import Ragged
 from dualenc.errors import DualencError
 from dualenc.types import Side
+
+ROWS_PER_BLOCK = 2**16  # of a data set, whose texts are in memory at a time
 
 
 class PairTexts:
@@ -47,6 +50,36 @@ class PairTexts:
     def not_negatives(self, side: Side, ids: Tensor) -> Tensor:
         """(n, K) the ids of other texts that are no negatives of texts (n,) of a side, padded by -1."""
         return torch.from_numpy(self._not_negatives[side].padded(ids.cpu().numpy())).to(ids.device)
+
+    def are_named_by(self, dataset: Dataset) -> bool:
+        """Whether in every row of a data set the column `label` has the ids of its first texts."""
+        names = [name for name in dataset.column_names if name != "label"]
+        if "label" not in dataset.column_names:
+            return False
+        tables = dataset.with_format("arrow").iter(ROWS_PER_BLOCK)
+        return all(self._are_named_in(table, names) for table in tables)
+
+    def _are_named_in(self, table: pa.Table, names: Sequence[str]) -> bool:
+        labels = table["label"]
+        if not is_list(labels.type) or not pa.types.is_integer(labels.type.value_type):
+            return False
+        lengths = pc.unique(pc.list_value_length(labels)).to_pylist()
+        values = pc.list_flatten(labels)
+        # Rows of one length, with an id for an anchor and others.
+        if len(lengths) != 1 or not 2 <= (lengths[0] or 0) <= len(names) or values.null_count:
+            return False
+        ids = values.to_numpy().reshape(-1, lengths[0])
+        for column, name in enumerate(names[: lengths[0]]):
+            texts = self.texts["right" if column else "left"]
+            own = ids[:, column]
+            if own.min() < 0 or own.max() >= len(texts) or table[name].null_count:
+                return False
+            if table[name].type not in (pa.string(), pa.large_string()):
+                return False
+            named = texts.take(pa.array(own))
+            if not pc.all(pc.equal(table[name].cast(pa.large_string()), named)).as_py():
+                return False
+        return True
 
     def __call__(self, side: Side, ids: Tensor) -> list[str]:
         """The texts with these ids (n,)."""

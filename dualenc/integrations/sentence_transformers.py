@@ -33,6 +33,10 @@ Features = dict[str, Any]
 class GlobalLoss(nn.Module):
     """An objective as a loss of sentence-transformers.
 
+    Several lengths are an objective, `GlobalLoss(model, Matryoshka(objective, dims), texts)`, for each
+    needs a memory of its own: `MatryoshkaLoss` and `AdaptiveLayerLoss` around it are refused where the
+    objective has one.
+
     The labels are ids, see `with_ids`. In evaluation the value is InfoNCE's over the batch, with the same τ.
 
     Args:
@@ -70,6 +74,7 @@ class GlobalLoss(nn.Module):
 
         In evaluation texts without ids are taken for different ones.
         """
+        self._refuse_decorators()
         unit_vectors = []
         columns = list(sentence_features)
         # The route of a `Router` that each column takes, which texts outside the batch then take.
@@ -102,6 +107,19 @@ class GlobalLoss(nn.Module):
             others |= _distinct_negatives(negatives, torch.stack(negative_ids))
         encode = self.encode if self.objective.needs_encode else None
         return self.objective(left, right, left_id, right_id, encode, **others).loss
+
+    def _refuse_decorators(self) -> None:
+        """Refuse to be called for several lengths or layers of one batch, with one memory for all."""
+        if not (self.objective.needs_num_left and self.training and torch.is_grad_enabled()):
+            return
+        for module in (self.model, getattr(self.model, "module", self.model)):
+            # MatryoshkaLoss and AdaptiveLayerLoss put an object in place of the method.
+            if type(vars(module).get("forward")).__name__ == "ForwardDecorator":
+                raise DualencError(
+                    f"{self.objective.name} keeps one memory, and MatryoshkaLoss or AdaptiveLayerLoss "
+                    "would write several lengths or layers into it; take GlobalLoss(model, Matryoshka("
+                    "objective, dims=[…]), texts), or an objective of the batch alone, such as InfoNCE"
+                )
 
     def encode(self, side: Side, ids: Tensor) -> Tensor:
         """(n, D) unit vectors of texts outside the batch."""
@@ -138,21 +156,8 @@ class GlobalLossTrainer(ObjectiveStateMixin, SentenceTransformerTrainer):  # typ
             raise DualencError(f"{problem}; give those of anchors and of other texts as GlobalLoss(prompts=…), too")
         datasets = self.train_dataset if isinstance(self.train_dataset, dict) else {"": self.train_dataset}
         for dataset in datasets.values():
-            if texts is not None and isinstance(dataset, Dataset) and not _has_ids_of(dataset, texts):
+            if texts is not None and isinstance(dataset, Dataset) and not texts.are_named_by(dataset):
                 problem = "the training data have other ids than the texts of the loss"
                 raise DualencError(
                     f"{problem}; concatenate data sets, call with_ids once, and train on what it returns"
                 )
-
-
-def _has_ids_of(dataset: Dataset, texts: PairTexts) -> bool:
-    """Whether the labels of the first and the last row name its texts."""
-    rows = dataset.with_format(None)
-    for row in (rows[0], rows[-1]):
-        ids = row.pop("label", None)
-        if not isinstance(ids, list) or ids[0] >= texts.num_left or max(ids[1:]) >= texts.num_right:
-            return False
-        named = texts("left", torch.tensor(ids[:1])) + texts("right", torch.tensor(ids[1:]))
-        if list(row.values())[: len(named)] != named:
-            return False
-    return True

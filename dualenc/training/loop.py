@@ -95,6 +95,8 @@ class Loop:
             progress=settings.progress,
         )
         self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
+        if pairs.negatives is not None and not objective.takes_mined:
+            self.log.info(f"{objective.name} takes no mined negatives: those of the data are left out")
         self.meter = Meter(self.device)
         # Last, as it reads all the data: a mistake in the settings is reported before that.
         described = fingerprint(self._described(), model, objective, pairs, batching)

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, concatenate_datasets
 
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.errors import DualencError
+from dualenc.integrations import ids
 from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, Matryoshka, MomentumQueue, Objective, SogCLR
 from tests.test_docs import ROOT, code
 from tests.training.launched import launch
@@ -144,6 +145,58 @@ def test_ids_of_another_call_are_refused(model_folder: Path, tmp_path: Path) -> 
         loss = GlobalLoss(model, InfoNCE(), texts)
         GlobalLossTrainer(model, arguments, train_dataset={"one": one, "other": other}, loss=loss)
     GlobalLossTrainer(model, arguments, train_dataset={"one": one, "more": one.select([3, 5])}, loss=loss)
+    GlobalLossTrainer(model, arguments, train_dataset=one.shuffle(seed=1), loss=loss)
+    # Both calls number from 0, and the first and the last row are of the first call.
+    second, _ = with_ids(pairs().select(range(20, 40)))
+    mixed = concatenate_datasets([one.select(range(9)), second, one.select(range(9, 48))])
+    unlabeled = one.remove_columns("label")
+    others = [mixed, mixed.shuffle(seed=3), unlabeled, unlabeled.add_column("label", range(48))]
+    others.append(unlabeled.add_column("label", [[0.0, 0.0]] * 48))
+    others.append(one.map(lambda row: {"label": [-1, *row["label"][1:]]}))
+    others.append(one.map(lambda row: {"anchor": None}))
+    others.append(one.map(lambda row: {"label": [*row["label"], 0]}))
+    for dataset in others:
+        with pytest.raises(DualencError, match="the training data have other ids"):
+            GlobalLossTrainer(model, arguments, train_dataset=dataset, loss=loss)
+
+
+def test_a_single_foreign_row_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a data set that is read in blocks, and in rows that a shuffle or a selection names."""
+    monkeypatch.setattr(ids, "ROWS_PER_BLOCK", 7)
+    one, texts = with_ids(pairs(negatives=1))
+    assert texts.are_named_by(one)
+    assert texts.are_named_by(one.shuffle(seed=0))
+    labels = one["label"][:]
+    for row in range(48):
+        for column in range(3):
+            changed = [list(label) for label in labels]
+            changed[row][column] = (changed[row][column] + 1) % 45
+            foreign = one.remove_columns("label").add_column("label", changed)
+            assert not texts.are_named_by(foreign), (row, column)
+    assert not texts.are_named_by(foreign.shuffle(seed=1))
+    assert texts.are_named_by(foreign.select(range(47)))
+
+
+@pytest.mark.parametrize("wrap", ["MatryoshkaLoss", "AdaptiveLayerLoss"])
+def test_losses_of_several_lengths_or_layers_around_a_memory_are_refused(
+    wrap: str, model_folder: Path, tmp_path: Path
+) -> None:
+    from sentence_transformers.sentence_transformer import losses
+
+    dataset, texts = with_ids(pairs())
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], max_steps=1, save_strategy="no", disable_tqdm=True
+    )
+    further = {"matryoshka_dims": [32, 8]} if wrap == "MatryoshkaLoss" else {}
+    for name in ("SogCLR+", "ISIR", "InfoNCE"):
+        model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu")
+        loss = getattr(losses, wrap)(model, GlobalLoss(model, objective_of(name, texts), texts), **further)
+        trainer = sentence_transformers.SentenceTransformerTrainer(model, arguments, train_dataset=dataset, loss=loss)
+        if name == "InfoNCE":
+            trainer.train()
+        else:
+            with pytest.raises(DualencError, match=r"keeps one memory, and MatryoshkaLoss or Adaptive.*Matryoshka\("):
+                trainer.train()
 
 
 def test_prompts_that_only_the_trainer_knows_are_refused(model_folder: Path, tmp_path: Path) -> None:
