@@ -95,6 +95,8 @@ class Loop:
             progress=settings.progress,
         )
         self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
+        if settings.max_steps is not None and settings.epochs is not None:
+            self.log.info(f"max_steps is {settings.max_steps}: epochs={settings.epochs} is left aside")
         if pairs.negatives is not None and not objective.takes_mined:
             self.log.info(f"{objective.name} takes no mined negatives: those of the data are left out")
         self.meter = Meter(self.device)
@@ -121,10 +123,10 @@ class Loop:
     def _count_steps(self) -> int:
         """Optimizer steps of the whole training."""
         settings = self.settings
-        if settings.max_steps is not None and settings.epochs is None:
+        if settings.max_steps is not None:
             return settings.max_steps
-        steps = self.plan.num_steps(settings.epochs or 1, settings.gradient_accumulation)
-        return min(steps, settings.max_steps or steps)
+        epochs = 1 if settings.epochs is None else settings.epochs
+        return self.plan.num_steps(epochs, settings.gradient_accumulation)
 
     def _new_loader(self) -> BatchLoader:
         for side in SIDES:

@@ -36,7 +36,7 @@ class TrainerSettings:
         output: folder of the run: checkpoints, metrics.jsonl and, at the end, `model`.
         batch_size: pairs in a global batch, over all processes.
         epochs: passes over the data; 1 when max_steps is not given either.
-        max_steps: optimizer steps at which to stop, whatever the epochs.
+        max_steps: optimizer steps at which to stop, before or after so many epochs: it overrides them.
         learning_rate: peak learning rate.
         optimizer: "adamw", "sgd", "lars", "lion", "muon" or others of timm.
         weight_decay: of weights with two or more dimensions.

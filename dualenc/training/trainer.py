@@ -207,8 +207,18 @@ class Trainer(TrainerSettings):
                 f"it {remedy}, or leave batching out and weigh all sources of a mixture 1"
             )
         _check_modalities(model, pairs, evaluator)
+        _check_views(pairs, objective)
         if self.mine_every is not None:
             check_minable(pairs, objective)
+
+
+def _check_views(pairs: PairDataset, objective: Objective) -> None:
+    """Refuse an objective that would compare the two views of images as items of two towers."""
+    if pairs.views and not objective.views:
+        raise DualencError(
+            f"the data is two views of each image, but {objective.name} compares left with right items "
+            "only; give it views=True"
+        )
 
 
 def _check_modalities(model: DualEncoder, pairs: PairDataset, evaluator: Evaluator | None) -> None:

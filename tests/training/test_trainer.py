@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from dualenc.batching import RandomBatches, SpectralBatches
 from dualenc.data import ImageViews, Mixture
 from dualenc.errors import DualencError
-from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, NegativeCache, SogCLR, base
+from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, Matryoshka, NegativeCache, SogCLR, base
 from dualenc.training import trainer as trainer_module
 from dualenc.training.devices import deterministic_algorithms, place_model, start_accelerator
 from dualenc.training.loader import BatchLoader
@@ -23,7 +24,7 @@ from dualenc.training.log import read_metrics
 from dualenc.training.settings import TrainerSettings
 from dualenc.training.trainer import Trainer
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, vector_encoder, vector_pairs, weights
-from tests.training.runs import FixedEvaluator, train
+from tests.training.runs import FixedEvaluator, run_and_die, train, train_and_die
 
 
 @pytest.mark.slow
@@ -286,6 +287,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
         {"held_out": 1},
         {"on_error": "stop"},
         {"mine_relative": -1.0},
+        {"seed": 2**65},
         {"optimizer": "adamv"},
         {"schedule": "cosin"},
         {"patience": 2, "evaluate_every": None},
@@ -340,10 +342,13 @@ SIZES = {"num_left": 38, "num_right": 38}
         ({"pairs": WEIGHED, "objective": GlobalCache(**SIZES)}, "GlobalCache as set assumes random ones"),
         ({"pairs": WEIGHED, "batching": SpectralBatches(38, 6)}, "which SpectralBatches does not know"),
         ({"mine_every": 3}, "mine_every is 3, and training ends before"),
-        ({"mine_every": 1, "epochs": 1, "max_steps": 100}, "mine_every is 1, and training ends before"),
+        ({"mine_every": 1, "epochs": 1}, "mine_every is 1, and training ends before"),
+        ({"mine_every": 1, "epochs": 9, "max_steps": 4}, "mine_every is 1, and training ends before"),
         ({"mine_every": 2, "epochs": None, "max_steps": 8}, "mine_every is 2, and training ends before"),
         ({"mine_every": 1, "pairs": views(), "objective": SogCLR(num_left=24, views=True)}, "two views of images"),
         ({"mine_every": 1, "objective": ISIR(num_left=24)}, "ISIR takes none"),
+        ({"pairs": views(), "objective": SogCLR(num_left=24)}, "SogCLR compares left .*; give it views=True"),
+        ({"pairs": views(), "objective": Matryoshka(InfoNCE(), [5])}, "data is two views of each image"),
         ({"mine_every": 1, "pairs": Mixture({"one": tiny_pairs()}, batches="one_source")}, "one_source keeps apart"),
     ],
 )
@@ -352,6 +357,35 @@ def test_parts_that_do_not_fit_are_refused_before_any_work(tmp_path: Path, chang
         train(tmp_path / "run", **changes)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("epochs", "max_steps"), [(3, 18), (1, 18), (3, 7)])
+def test_max_steps_overrides_epochs(tmp_path: Path, capsys, epochs: int, max_steps: int):
+    """The schedule ends with the last step."""
+    trained = train(tmp_path / "alone", epochs=None, max_steps=max_steps)
+    assert train(tmp_path / "both", epochs=epochs, max_steps=max_steps).steps == max_steps
+    assert f"max_steps is {max_steps}: epochs={epochs} is left aside" in capsys.readouterr().err
+    assert trained.steps == max_steps
+    assert same(weights(tmp_path / "alone"), weights(tmp_path / "both"))
+    rates = [line["learning_rate"] for line in read_metrics(tmp_path / "both" / "metrics.jsonl") if "loss" in line]
+    assert 0 < rates[-1] < rates[0] / 10
+
+
+@pytest.mark.slow
+def test_a_run_resumes_beyond_its_epochs(tmp_path: Path):
+    settings = {"epochs": 1, "max_steps": 12}
+    assert run_and_die(train_and_die, tmp_path / "killed", 9, settings) == -signal.SIGKILL
+    assert train(tmp_path / "killed", resume=True, **settings).steps == 12
+    train(tmp_path / "whole", **settings)
+    assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
+
+
+def test_mined_negatives_that_an_objective_does_not_take_are_told(tmp_path: Path, capsys):
+    pairs = tiny_pairs(negatives=[[(i + 3) % 24] for i in range(24)])
+    for objective, expected in ((ISIR(num_left=24), True), (InfoNCE(num_left=24), False)):
+        train(tmp_path / objective.name, pairs=pairs, objective=objective.double(), epochs=1)
+        said = f"{objective.name} takes no mined negatives: those of the data are left out"
+        assert (said in capsys.readouterr().err) == expected
 
 
 @pytest.mark.slow
