@@ -62,7 +62,7 @@ class VectorEncoder(DualEncoder):
         if input_dim is None:  # what recipes fill in of texts and images
             raise DualencError("the data holds no vectors to adapt; give embeddings, or choose another model")
         right_tower = right_tower or tower
-        right_input_dim = right_input_dim or input_dim
+        right_input_dim = input_dim if right_input_dim is None else right_input_dim
         alike = (tower, input_dim) == (right_tower, right_input_dim)
         if shared and not alike:
             raise DualencError(

@@ -311,7 +311,7 @@ class Objective(nn.Module):
     def _check_dimension(self, dimension: int) -> None:
         """Refuse embeddings of another size than those that are remembered."""
         for name, buffer in self.named_buffers():
-            is_memory = name.rpartition(".")[2] == "embeddings"
+            is_memory = name.rpartition(".")[2] == "embeddings" and buffer.dim() == 2
             if is_memory and buffer.shape[1] not in (0, dimension):
                 sizes = f"has {dimension} components, and remembered embeddings {buffer.shape[1]}"
                 fail("left", f"{sizes}; take a new objective for another encoder")

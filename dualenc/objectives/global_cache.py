@@ -46,7 +46,7 @@ class GlobalCache(MemoryObjective):
         extra_encodes: items drawn per pair of the batch, for both directions together: R = extra_encodes·B/2 of each
             side, at least 1, and with views R = extra_encodes·B views. 0 draws none.
         pool: look at no more than so many remembered items of each side per step, one at random of every N/pool that
-            follow one another.
+            follow one another. Of fewer than all `reports_loss` is False.
         **memory: see `MemoryObjective`.
     """
 
@@ -59,6 +59,12 @@ class GlobalCache(MemoryObjective):
         self.extra_encodes = extra_encodes
         # Each item of the pool stands for so many.
         self.strides = [-(-self.corpus.num_items(direction) // pool) for direction in self.directions]
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether the cache holds the corpus and a step looks at all of it: the log of a part's sum is
+        too low where few negatives weigh most, by several nats at small τ."""
+        return super().reports_loss and all(stride == 1 for stride in self.strides)
 
     def plan(self, anchors: Anchors) -> CachePlan:
         queries = anchors.embeddings / anchors.temperature  # (X, A, D)

@@ -297,7 +297,8 @@ def build_faiss(
     num_vectors = len(database)
     dim = database.embeddings.dim
     filled = new_index(dim, factory, database.metric, num_vectors)
-    rows = min(training_rows(filled, num_vectors), training_rows_in(memory or machine_memory(), dim))
+    limit = machine_memory() if memory is None else memory
+    rows = min(training_rows(filled, num_vectors), training_rows_in(limit, dim))
     started = time.perf_counter()
     if rows:
         sample = database.rows(database.sample(rows, seed=0))

@@ -267,7 +267,7 @@ def _fitting(
     """The factory string, chosen for "auto", and whether the codes that refine are a file, to fit into memory."""
     num_vectors = len(database)
     dim = database.embeddings.dim
-    budget = memory or machine_memory()
+    budget = machine_memory() if memory is None else memory
     choices = [factory]
     if factory == "auto":
         # The first may exceed the machine's memory, where the user names none.
