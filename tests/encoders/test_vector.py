@@ -101,7 +101,7 @@ def test_a_saved_model_loads_with_the_same_vectors_and_the_same_bytes(tmp_path: 
     [
         ({"input_dim": 0}, "input_dim is 0"),
         ({"input_dim": None}, "holds no vectors"),
-        ({"right_input_dim": 0}, "input_dim is 0"),
+        ({"right_input_dim": 0, "dim": 4}, "input_dim is 0"),
         ({"hidden": -1}, "hidden is -1"),
         ({"dim": 1 << 40}, "dim is"),
         ({"tower": "identity", "dim": 5}, "an identity leaves vectors of 12"),

@@ -26,7 +26,7 @@ BOUNDS = {
     "SACLR": (-0.6, 1.7),
     "ExactGlobal": (-1e-4, 1e-4),
 }
-ESTIMATE_BOUNDS = (-0.7, 0.2)
+ESTIMATE_BOUNDS = (-0.9, 0.2)
 """Of all that estimate Z: what is said in docs/objectives.md."""
 
 IN_SOFTMAX = [
