@@ -19,6 +19,8 @@ def train(setting: Setting, device: torch.device | str) -> list[float]:
     losses = []
     for step in range(3):
         given = {name: ids.to(device) for name, ids in batch(step, setting.views).items()}
+        if not criterion.takes_mined:
+            given.pop("negative_id", None)
         for side in ("left", "right"):
             given[side] = towers.encode(side, given[f"{side}_id"])
         if "negative_id" in given:
