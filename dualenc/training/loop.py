@@ -96,7 +96,7 @@ class Loop:
         )
         self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
         if settings.max_steps is not None and settings.epochs is not None:
-            self.log.info(f"max_steps is {settings.max_steps}: epochs={settings.epochs} is left aside")
+            self.log.info(f"max_steps={settings.max_steps} overrides epochs={settings.epochs}")
         if pairs.negatives is not None and not objective.takes_mined:
             self.log.info(f"{objective.name} takes no mined negatives: those of the data are left out")
         self.meter = Meter(self.device)

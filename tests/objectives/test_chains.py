@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -19,6 +20,7 @@ from dualenc.objectives.isir import isir_step
 from tests.objectives.frozen import Frozen
 from tests.objectives.slow import Corpus
 
+unit = partial(torch.nn.functional.normalize, dim=-1)
 NUM = 20
 NO_PAIR = NUM + 1  # keys per item of two towers: item·21 + partner + 1
 
@@ -243,3 +245,52 @@ def test_the_value_is_reported_once_every_item_was_seen_and_only_if_recent_holds
             frozen.loss(criterion, ids)
             reported[recent].append(criterion.reports_loss)
     assert reported == {0: [False, False], 19: [False, False], 20: [False, True]}
+
+
+def error_of_weights(
+    left_id: list[int], right_id: list[int], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> float:
+    """By how much ISIR's mean weight of any pair of six is off for the first, over all batches of three and states."""
+    left, right = unit(torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0)).double())
+    left_ids, right_ids = torch.tensor(left_id), torch.tensor(right_id)
+    num_left, num_right = max(left_id) + 1, max(right_id) + 1
+    keys = (right_ids * (num_left + 1) + left_ids + 1).tolist()
+    criterion = ISIR(num_left=num_left, num_right=num_right, temperature=temperature, recent=0).double()
+    weights: list[torch.Tensor] = []
+    original = ISIR.chain_losses
+
+    def chain_losses(self: ISIR, block: Any, chain: Any, own: torch.Tensor, *scores: torch.Tensor) -> torch.Tensor:
+        weights.append(own[0, 0])  # of the first left anchor: of three proposals, and of the state
+        return original(self, block, chain, own, *scores)
+
+    monkeypatch.setattr(ISIR, "chain_losses", chain_losses)
+    states = sorted(set(keys[1:]))
+    transitions = np.zeros((len(states), len(states)))
+    batches = list(combinations(range(1, 6), 2))
+    for row, state in enumerate(states):
+        for batch in batches:
+            pairs = torch.tensor([0, *batch])
+            criterion.state[0] = state
+            own = left[left_ids[pairs]], right[right_ids[pairs]], left_ids[pairs], right_ids[pairs]
+            criterion(*own, encode=lambda side, ids: (left if side == "left" else right)[ids])
+            for key, weight in zip([*(keys[pair] for pair in pairs), state], weights.pop().tolist(), strict=True):
+                if key in states:
+                    transitions[row, states.index(key)] += weight / len(batches)
+    # The next state is drawn by the weights, so that they are the chain's transitions, too.
+    law = np.linalg.matrix_power(transitions, 1000)[0]
+    similarities = left[left_ids[0]] @ right[right_ids[1:]].T
+    truths = torch.softmax(similarities / criterion.temperature.detach(), dim=0).tolist()
+    truth = dict.fromkeys(states, 0.0)
+    for key, score in zip(keys[1:], truths, strict=True):
+        truth[key] += score
+    return float(np.abs(law @ transitions - np.array([truth[state] for state in states])).max())
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_copies_of_an_item_are_told_apart_by_their_pairs(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law is exact where several pairs share an item; a pair that is in the data twice is taken for one."""
+    numbers = list(range(6))
+    assert error_of_weights(numbers, numbers, temperature, monkeypatch) < 1e-12
+    assert error_of_weights(numbers, [0, 1, 2, 3, 4, 4], temperature, monkeypatch) < 1e-12
+    repeated = [0, 1, 2, 3, 4, 4]
+    assert 1e-3 < error_of_weights(repeated, repeated, temperature, monkeypatch) < 0.03

@@ -364,7 +364,7 @@ def test_max_steps_overrides_epochs(tmp_path: Path, capsys, epochs: int, max_ste
     """The schedule ends with the last step."""
     trained = train(tmp_path / "alone", epochs=None, max_steps=max_steps)
     assert train(tmp_path / "both", epochs=epochs, max_steps=max_steps).steps == max_steps
-    assert f"max_steps is {max_steps}: epochs={epochs} is left aside" in capsys.readouterr().err
+    assert f"max_steps={max_steps} overrides epochs={epochs}" in capsys.readouterr().err
     assert trained.steps == max_steps
     assert same(weights(tmp_path / "alone"), weights(tmp_path / "both"))
     rates = [line["learning_rate"] for line in read_metrics(tmp_path / "both" / "metrics.jsonl") if "loss" in line]
