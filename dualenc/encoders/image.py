@@ -211,12 +211,10 @@ def load_backbone(
     for key in (*saved, *args):
         if key in others or key.startswith("pretrained"):
             raise DualencError(f"{source}: {key} is no argument of an architecture (backbone_args); leave it out")
-    if image_size is not None and image_size < 1:
-        raise DualencError(f"image_size is {image_size}; give pixels per side, at least 1")
     size: dict[str, Any] = {"img_size": image_size} if fixed_size and image_size is not None else {}
     with explain(f"{source}: timm does not make the model", "check name, weights and arguments"):
         model: Any = timm.create_model(source, pretrained=pretrained, num_classes=0, **size, **args)
-    side = model.pretrained_cfg["input_size"][-1] if image_size is None else image_size
+    side = image_size or model.pretrained_cfg["input_size"][-1]
     small = side <= SMALL and is_plain_resnet(model) if small_stem is None else small_stem
     if small:
         replace_stem(model)

@@ -54,7 +54,7 @@ class StaticEncoder(TextEncoder):
             own, table = _read_words(words)
         elif tokenizer is not None and words is None:
             own = load_tokenizer(tokenizer)
-            table = torch.randn(len(own), 256 if dim is None else dim)
+            table = torch.randn(len(own), dim or 256)
         else:
             raise DualencError("give either words, or the tokenizer of a random table, whose size is dim")
         with explain("the tokenizer cannot make a static encoder", "take a fast one"):

@@ -106,12 +106,6 @@ def test_vectors_are_unit_norm_float32_also_in_bfloat16(images: list[Image.Image
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(3))
 
 
-@pytest.mark.parametrize("size", [0, -8])
-def test_an_image_has_pixels(size: int) -> None:
-    with pytest.raises(DualencError, match=f"image_size is {size}; give pixels per side"):
-        ImageEncoder("test_resnet", image_size=size)
-
-
 def test_without_projector_the_features_are_compared(images: list[Image.Image], tmp_path: Path) -> None:
     model = ImageEncoder("test_resnet", image_size=32, projector_dim=None)
     inputs = model.left.prepare(images)
