@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
 from dualenc.search.kinds import machine_memory, training_rows_in
-from dualenc.search.refined import refined_by, split, write_codes
+from dualenc.search.refined import check_refinement, refined_by, split, write_codes
 from dualenc.types import Metric
 
 METRICS = ("cosine", "ip")
@@ -123,6 +123,9 @@ def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = 
     check_factory(factory, num_vectors)
     with explain(f"factory {factory[:80]!r} does not work for dimension {dim}", OTHER_FACTORIES):
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+        check_refinement(index)
+    if metric == "ip" and index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise _unfit(factory, "is searched by distance, not by inner product; use --metric cosine")
     _disable_polysemous_training(index)
     return index
 
@@ -154,6 +157,8 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
     for lists in re.findall(r"IVF(\d+)", factory):
         if num_vectors is not None and int(lists) > num_vectors:
             raise _unfit(factory, f"has {lists} lists for {num_vectors} vectors")
+    if "ZnLattice" in factory:
+        raise _unfit(factory, "has lattice codes, which FAISS does not write to a file")
     if "IDMap" in factory:
         raise _unfit(factory, "numbers the vectors itself, and items.arrow does that already; leave IDMap out")
 
@@ -282,6 +287,34 @@ def latency(index: Any, queries: np.ndarray) -> dict[str, float]:
     return {f"p{percent}": round(float(np.percentile(times, percent)), 3) for percent in (50, 95, 99)}
 
 
+def _transforms(index: Any) -> list[Any]:
+    """Return the transforms that vectors pass before an index, in order."""
+    base = split(index)[0]
+    if not isinstance(base, faiss.IndexPreTransform):
+        return []
+    chain: Any = base.chain
+    return [faiss.downcast_VectorTransform(chain.at(number)) for number in range(chain.size())]
+
+
+def subtracts_mean(index: Any) -> bool:
+    """True if an index projects vectors less their mean, as FAISS's PCA does."""
+    return any(isinstance(each, faiss.LinearTransform) and each.have_bias for each in _transforms(index))
+
+
+def _train_projections(index: Any, sample: np.ndarray) -> None:
+    """Train the PCA of an index, and drop the mean that it subtracts, before its codes are trained.
+
+    The inner product of centered vectors ranks otherwise than that of the vectors, and no vector that is read back
+    would give it. A whitening keeps its mean.
+    """
+    for transform in _transforms(index):
+        if not transform.is_trained:
+            transform.train(sample)
+        if isinstance(transform, faiss.PCAMatrix) and transform.eigen_power == 0:
+            transform.have_bias = False
+        sample = transform.apply(sample)
+
+
 def build_faiss(
     database: Database,
     factory: str,
@@ -303,6 +336,7 @@ def build_faiss(
     if rows:
         sample = database.rows(database.sample(rows, seed=0))
         with explain(f"factory {factory!r} cannot be trained on {rows} vectors", "use fewer lists, Flat or auto"):
+            _train_projections(filled, sample)
             filled.train(sample)
     index = filled if refine_file is None else split(filled)[0]
     with explain(f"factory {factory[:80]!r} cannot take {num_vectors} vectors", OTHER_FACTORIES):

@@ -9,6 +9,7 @@ Only sources that cannot be mapped as they are need these files.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +29,7 @@ from dualenc.data.vectors import load_npy
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, remove, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.build import STORED_TOLERANCE, Database
+from dualenc.search.build import STORED_TOLERANCE, Database, as_queries, subtracts_mean
 from dualenc.search.engines import open_engine
 from dualenc.search.index import EMBEDDINGS_META, Index, is_index
 from dualenc.search.pushed import Engine, is_pushed, read_pushed, refuse_url
@@ -39,6 +40,13 @@ LENGTH_TOLERANCE = 0.01
 """Relative difference of lengths from which an inner product ranks otherwise than the cosine."""
 SAMPLED_ROWS = 256
 """In each of 16 places."""
+CHECKED_ROWS = 64
+CHECKED_RESULTS = 256
+"""Rows whose vectors are searched before an index is read, and results of each that are compared."""
+MAX_RESIDUAL = 0.1
+"""Largest residual of scores in units of their spread; lookup tables of fast-scan codes leave 0.02, RaBitQ 0.2."""
+SAME_SCORE = 1e-3
+"""Relative difference of scores that are the same but for rounding."""
 BATCH_ROWS = 1024
 """Vectors asked of an engine at once."""
 
@@ -138,7 +146,9 @@ def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
     if not source.is_dir() or is_index(source):
         opened = Index.open(source)
         is_ready = opened.meta["metric"] == "cosine" or opened.meta.get("output") == "embedding"
-        return _index_documents(opened, source), is_ready
+        documents = _index_documents(opened, source)
+        _check_agreement(opened, documents, source)
+        return documents, is_ready
     if is_embeddings(source):
         embeddings = Embeddings.open(source)
         embeddings.meta["metric"] = "cosine"
@@ -164,6 +174,37 @@ def _index_documents(index: Index, source: Path) -> Embeddings:
 
     vectors = ReadRows(len(index), index.dim, read)
     return Embeddings(index.ids, vectors, _about(index.meta), index.snippets, index.columns)
+
+
+def _check_agreement(index: Index, documents: Embeddings, source: Path) -> None:
+    """Refuse an index whose vectors do not rank the results of its own searches as these are ranked.
+
+    Searches for a sample of its vectors are compared, each up to a factor and a constant, which change no ranking.
+    """
+    rows = np.unique(np.linspace(0, len(index) - 1, CHECKED_ROWS).astype(int))
+    vectors = documents.vectors[rows]
+    squares, residuals = 0.0, 0.0
+    for row, query in zip(rows, as_queries(vectors, index.dim, index.meta["metric"])):
+        scores, found = (part[0] for part in index.search_rows(query, min(CHECKED_RESULTS, len(index))))
+        # Its own score would be most of the spread.
+        is_other = (found >= 0) & (found != row)
+        own = scores[is_other].astype(np.float64)
+        read = documents.vectors[found[is_other]]
+        by_hand = (read @ query).astype(np.float64)
+        rounding = SAME_SCORE * np.linalg.norm(query) * np.linalg.norm(read, axis=1)
+        if not len(own) or (np.abs(own - by_hand) <= rounding).all():
+            continue
+        own -= own.mean()
+        by_hand -= by_hand.mean()
+        factor = max(float(own @ by_hand) / max(float(by_hand @ by_hand), 1e-30), 0.0)
+        squares += float(own @ own)
+        residuals += float(np.square(own - factor * by_hand).sum())
+    if residuals > MAX_RESIDUAL**2 * squares:
+        kind = index.meta.get("factory", "?")
+        off = f"scores differ by {100 * math.sqrt(residuals / squares):.0f}% of their spread"
+        again = "build the index again, or " if subtracts_mean(index.faiss) else ""
+        problem = f"an index of kind {kind} gives back other vectors than it searches ({off})"
+        raise DualencError(f"{source}: {problem}; {again}embed the documents, and name that folder")
 
 
 def _engine_documents(engine: Engine) -> Embeddings:

@@ -8,7 +8,7 @@ from typing import Any
 import faiss
 import numpy as np
 
-from dualenc.errors import explain
+from dualenc.search.decoded import explain_filter, search_decoded
 from dualenc.search.kinds import EXACT_VALUES
 
 _faiss: Any = faiss  # its stubs lack the signatures that take arrays and parameters
@@ -27,12 +27,13 @@ def search_among(
     """Filtered search: the k best of the allowed rows (N,) bool, selected during the search and not after it.
 
     Up to `exact_rows` allowed rows are all compared. Of more, IVF visits more lists, and HNSW more vertices, in
-    proportion to the rows that are left out, so that as many are compared as in a search without a filter.
+    proportion to the rows that are left out, so that as many are compared as in a search without a filter. Kinds that
+    FAISS cannot filter (PQ, RQ, NSG, …) compare all allowed rows, however many.
     """
     count = int(allowed.sum())
     if not count:
         return np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1)
-    if count <= exact_rows:
+    if count <= exact_rows or not _takes_filter(index):
         return scan(index, queries, k, allowed)
     return _search(index, queries, k, _parameters(index, _selector(allowed), count / len(allowed), k))
 
@@ -47,12 +48,32 @@ def scan(index: Any, queries: np.ndarray, k: int, allowed: np.ndarray) -> tuple[
         for number in range(chain.size()):
             queries = faiss.downcast_VectorTransform(chain.at(number)).apply(queries)
         return scan(index.index, queries, k, allowed)
-    if isinstance(index, faiss.IndexHNSW):
+    if isinstance(index, (faiss.IndexHNSW, faiss.IndexNSG)):
         return scan(index.storage, queries, k, allowed)
+    if not _takes_filter(index):
+        return search_decoded(index, queries, k, allowed)
     parameters = _faiss.SearchParameters(sel=_selector(allowed))
     if isinstance(index, faiss.IndexIVF):
         parameters = _faiss.SearchParametersIVF(sel=_selector(allowed), nprobe=index.nlist)
     return _search(index, queries, k, parameters)
+
+
+def _takes_filter(index: Any) -> bool:
+    """True if FAISS can restrict the search of an index, and compares by inner product."""
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexRefine):
+        return _takes_filter(index.base_index)
+    if isinstance(index, faiss.IndexPreTransform):
+        return _takes_filter(index.index)
+    if isinstance(index, faiss.IndexHNSW):
+        return True
+    # FAISS has HNSW and NSG over PQ by distance only.
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        return False
+    additive = (faiss.IndexIVFAdditiveQuantizer, faiss.IndexIVFAdditiveQuantizerFastScan)
+    if isinstance(index, faiss.IndexIVF):
+        return not isinstance(index, additive)
+    return isinstance(index, (faiss.IndexFlat, faiss.IndexScalarQuantizer, faiss.IndexRaBitQ))
 
 
 def _selector(allowed: np.ndarray) -> Any:
@@ -60,7 +81,7 @@ def _selector(allowed: np.ndarray) -> Any:
 
 
 def _search(index: Any, queries: np.ndarray, k: int, parameters: Any) -> tuple[np.ndarray, np.ndarray]:
-    with explain(f"FAISS cannot filter an {type(index).__name__}", "build the index as Flat, IVF or HNSW"):
+    with explain_filter(index):
         return index.search(queries, k, params=parameters)
 
 

@@ -40,9 +40,10 @@ from dualenc.search.build import (
     set_parameter,
     tune,
 )
+from dualenc.search.decoded import decode, restore_quantizer
 from dualenc.search.filtered import default_exact_rows, search_among
 from dualenc.search.kinds import choose_factory, machine_memory
-from dualenc.search.refined import REFINE, bytes_per_vector, can_be_file, link, open_index, split
+from dualenc.search.refined import REFINE, bytes_per_vector, can_be_file, check_refinement, link, open_index, split
 from dualenc.search.where import column_kinds
 from dualenc.targets import check_outside
 from dualenc.types import Metric
@@ -56,6 +57,8 @@ MODEL_META = ("model", "model_checksum", "side", "modality", "output", "kind")
 EMBEDDINGS_META = (*MODEL_META, "data", "read", "skipped")
 """Entries of the embeddings' meta.json that the index keeps: model, side, data and how it was read."""
 REBUILD = "build the index again"
+DISTANCE_FACTOR = 4
+"""Candidates for each result of an index that FAISS searches by distance: the inner product sorts them again."""
 MIN_QUERIES_TO_SPLIT = 100
 """From this many queries on half of them are for tuning, and the other half for measuring."""
 
@@ -242,23 +245,37 @@ class Index:
             set_parameter(self.faiss, "nprobe", nprobe)
         if ef_search is not None:
             set_parameter(self.faiss, "efSearch", ef_search)
-        if allowed_rows is not None:
-            if exact_rows is None:
-                exact_rows = self.meta.get("settings", {}).get("exact_rows", default_exact_rows(self.dim))
-            return search_among(self.faiss, ready, k, allowed_rows, exact_rows)
-        return self.faiss.search(ready, k)
+        if self.faiss.metric_type != faiss.METRIC_INNER_PRODUCT:
+            found = min(DISTANCE_FACTOR * k, len(self))
+            rows = self._search(ready, found, allowed_rows, exact_rows)[1]
+            scores, rows = self._by_inner_product(ready, rows)
+            padding = ((0, 0), (0, max(k - found, 0)))
+            scores = np.pad(scores[:, :k], padding, constant_values=-np.inf)
+            return scores, np.pad(rows[:, :k], padding, constant_values=-1)
+        return self._search(ready, k, allowed_rows, exact_rows)
+
+    def _search(
+        self, queries: np.ndarray, k: int, allowed_rows: np.ndarray | None, exact_rows: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if allowed_rows is None:
+            return self.faiss.search(queries, k)
+        if exact_rows is None:
+            exact_rows = self.meta.get("settings", {}).get("exact_rows", default_exact_rows(self.dim))
+        return search_among(self.faiss, queries, k, allowed_rows, exact_rows)
+
+    def _by_inner_product(self, queries: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Score and sort rows (Q, k), found by distance, by the inner product with their decoded vectors."""
+        vectors = self.reconstruct(np.maximum(rows, 0).ravel()).reshape(*rows.shape, -1)
+        scores = np.where(rows < 0, -np.inf, np.einsum("qd,qkd->qk", queries, vectors)).astype(np.float32)
+        order = np.argsort(-scores, axis=1, kind="stable")
+        return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
 
     def reconstruct(self, rows: np.ndarray) -> np.ndarray:
         """The vectors (n, D) float32 of rows (n,), of a refined index as its second stage has them."""
         base, refine = split(self.faiss)
-        stored: Any = base if refine is None else refine
-        ivf = faiss.try_extract_index_ivf(stored)
         kind = self.meta.get("factory", "?")
         with explain(f"an index of kind {kind} gives no vectors back", "embed the documents, and name that folder"):
-            # FAISS finds a row in inverted lists only with a direct map, which takes 8 bytes per vector.
-            if ivf is not None and ivf.direct_map.no():
-                ivf.make_direct_map(True)
-            return stored.reconstruct_batch(rows)
+            return decode(base if refine is None else refine, rows)
 
 
 def _fitting(
@@ -388,6 +405,8 @@ def write_contents(
 
 def _open_faiss(folder: Path, refine_file: Path | None = None) -> Any:
     index = open_index(folder / "index.faiss", refine_file)
+    check_refinement(index)
+    restore_quantizer(index)
     base = split(index)[0]
     if isinstance(base, faiss.IndexPreTransform):
         chain: Any = base.chain

@@ -43,6 +43,13 @@ def split(index: Any) -> tuple[Any, Any]:
     return faiss.downcast_index(index.base_index), faiss.downcast_index(index.refine_index)
 
 
+def check_refinement(index: Any) -> None:
+    """Raise FAISS's error if an index is refined by codes that it cannot score; a search would end the process."""
+    refine = split(index)[1]
+    if refine is not None:
+        refine.get_distance_computer()
+
+
 def can_be_file(refine: Any) -> bool:
     """Whether a refinement index, if any, is of plain codes, which `write_codes` writes."""
     return isinstance(refine, (faiss.IndexFlat, faiss.IndexScalarQuantizer))

@@ -45,7 +45,7 @@ def assert_unit_half(opened: Embeddings, vectors: np.ndarray) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "factory", [*LOSSLESS, "SQ8", "PQ8", "OPQ8,IVF16,PQ8", "IVF16,PQ8,Refine(SQfp16)", "IVF16,RaBitQ"]
+    "factory", [*LOSSLESS, "SQ8", "PQ8", "OPQ8,IVF16,PQ8", "IVF16,PQ8,Refine(SQfp16)", "IVF16,PQ8x4"]
 )
 def test_an_index_gives_what_faiss_reconstructs_row_by_row(tmp_path: Path, factory: str) -> None:
     source = built(tmp_path / "index", factory)

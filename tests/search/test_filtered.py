@@ -63,11 +63,37 @@ def test_many_rows_are_found_as_well_as_without_a_filter(factory: str, settings:
     assert recall(rows, kept_rows[exact_rows(VECTORS[kept_rows], QUERIES, 10)]) >= whole - 0.05
 
 
-def test_nothing_kept_and_kinds_that_cannot_be_filtered() -> None:
+def test_a_filter_that_keeps_nothing() -> None:
     nothing = np.zeros(len(VECTORS), bool)
     assert (index_of("HNSW16").search_rows(QUERIES, 5, allowed_rows=nothing)[1] == -1).all()
-    with pytest.raises(DualencError, match="FAISS cannot filter an IndexPQ"):
-        Index.build(VECTORS, factory="PQ4x4", recall_queries=0).search_rows(QUERIES, 5, allowed_rows=~nothing)
+
+
+UNFILTERED = ("PQ4x4", "PQ8x4fs", "RQ4x4", "IVF4,RQ4x4", "IVF4,RQ8x4fs", "NSG16", "NSG16,PQ8", "HNSW16,PQ8", "OPQ4,PQ4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factory", UNFILTERED)
+@pytest.mark.parametrize("exact_rows", [0, 2000])
+def test_kinds_that_faiss_cannot_filter_compare_decoded_vectors(factory: str, exact_rows: int) -> None:
+    index = index_of(factory)
+    kept = np.random.default_rng(1).random(len(VECTORS)) < 0.3
+    kept_rows = np.flatnonzero(kept)
+    scores, rows = index.search_rows(QUERIES, 5, allowed_rows=kept, exact_rows=exact_rows)
+    assert kept[rows].all()
+    decoded = index.reconstruct(np.arange(len(VECTORS)))
+    expected = np.sort(-(QUERIES @ decoded[kept_rows].T), axis=1)[:, :5]
+    if (factory, exact_rows) == ("HNSW16,PQ8", 0):  # through the graph
+        assert (scores >= -expected - 0.1).mean() > 0.9
+    else:
+        np.testing.assert_allclose(scores, -expected, atol=1e-5)
+
+
+def test_kinds_that_can_neither_be_filtered_nor_decoded_are_refused() -> None:
+    kept = np.ones(len(VECTORS), bool)
+    for factory in ("RaBitQfs", "PQ8x4fs_64"):
+        reason = r"FAISS cannot filter an Index\w+ \(or decode its codes\); build the index with codes that it can"
+        with pytest.raises(DualencError, match=reason):
+            index_of(factory).search_rows(QUERIES, 5, allowed_rows=kept)
 
 
 WHERES = (["year>=2004"], ["lang=en,de", "open=false"], ["lang!=en"], ["weight<3.5", "year!=2001"], ["year>2100"])
