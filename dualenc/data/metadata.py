@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,6 +13,8 @@ import pyarrow.compute as pc
 
 from dualenc.data.tables import LINE, DataTable
 from dualenc.errors import DualencError, explain
+
+logger = logging.getLogger("dualenc.data")
 
 RESERVED = ("id", "vector", "text", "snippet", "score")
 """Columns that dualenc or an engine adds itself."""
@@ -42,29 +45,37 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
     """The values of some columns in some rows (N,), as large_string, int64, double or bool.
 
     Of lines every value arrives as a text: a column of nothing but numbers is one of numbers. Dates become texts in
-    ISO's order. What is empty or NaN is missing.
+    ISO's order. Numbers of half or single precision become the shortest decimals that stand for them, 0.1 and not
+    0.10000000149. What is empty or not finite is missing; infinite numbers are reported.
     """
     columns: dict[str, pa.ChunkedArray] = {}
     for name in names:
         values = table.column(name).combine_chunks().take(pa.array(rows))
         with explain(f"{table.source}: column {name!r} holds {values.type}, which cannot be kept", "leave it out"):
-            columns[name] = _plain_values(values, from_lines=table.has(LINE))
+            columns[name] = _plain_values(values, table.has(LINE), f"{table.source}: column {name!r}")
     return pa.table(columns)
 
 
 def plain_columns(columns: pa.Table) -> pa.Table:
     """The columns of a typed table as `metadata_columns` gives them."""
-    return pa.table({name: _plain_values(columns[name].combine_chunks(), False) for name in columns.column_names})
+    return pa.table(
+        {
+            name: _plain_values(columns[name].combine_chunks(), False, f"column {name!r}")
+            for name in columns.column_names
+        }
+    )
 
 
-def _plain_values(values: pa.Array, from_lines: bool) -> pa.Array:
+def _plain_values(values: pa.Array, from_lines: bool, name: str) -> pa.Array:
     kind = values.type
     if pa.types.is_boolean(kind):
         return values
     if pa.types.is_integer(kind):
         return values.cast(pa.int64())
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        values = values.cast(pa.float64())
+        values = _as_double(values)
+        if infinite := pc.sum(pc.is_inf(values)).as_py():
+            logger.warning("%s: %d infinite numbers are kept as missing values", name, infinite)
         return pc.if_else(pc.is_finite(values), values, None)
     if pa.types.is_timestamp(kind):
         # Whatever the unit of a file: days where all are whole, and seconds where these have no fraction.
@@ -74,6 +85,21 @@ def _plain_values(values: pa.Array, from_lines: bool) -> pa.Array:
     values = values.cast(pa.large_string())
     values = pc.if_else(pc.equal(pc.utf8_trim_whitespace(values), ""), None, values)
     return _read_as_looks(values) if from_lines else values
+
+
+def _as_double(values: pa.Array) -> pa.Array:
+    """Numbers as float64: whole ones as they are, fractions of less precision as their shortest decimals."""
+    if values.type == pa.float16():
+        # Arrow writes the digits of its float32.
+        distinct, rows = np.unique(values.to_numpy(zero_copy_only=False), return_inverse=True)
+        exact = pa.array(distinct[rows].astype(np.float64))
+        shortest = pa.array(np.array([float(str(value)) for value in distinct])[rows])
+    elif values.type == pa.float32():
+        exact = values.cast(pa.float64())
+        shortest = values.cast(pa.string()).cast(pa.float64())
+    else:
+        return values.cast(pa.float64())
+    return pc.if_else(pc.equal(exact, pc.floor(exact)), exact, shortest)
 
 
 def _read_as_looks(values: pa.Array) -> pa.Array:

@@ -119,11 +119,33 @@ def column_kinds(columns: pa.Table | None) -> dict[str, Kind]:
     return kinds
 
 
+def _in_precision_of(column: pa.ChunkedArray, values: tuple[Value, ...]) -> tuple[Value, ...]:
+    """Round values to the precision that a column had before it was widened: 0.1 to 0.10000000149 among float32.
+
+    Indexes hold the shortest decimals of such columns, 0.1 itself, unless they are of an earlier version.
+    """
+    fractions = [value for value in values if isinstance(value, float) and not value.is_integer()]
+    if not fractions or not types.is_floating(column.type):
+        return values
+    numbers = column.drop_null().to_numpy().astype(np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    for kind in (np.float16, np.float32):
+        with np.errstate(over="ignore"):
+            if (numbers.astype(kind) == numbers).all():
+                # Only what the precision writes so: 0.1, but no fraction with more digits than it has.
+                return tuple(
+                    float(kind(value)) if value in fractions and float(str(kind(value))) == value else value
+                    for value in values
+                )
+    return values
+
+
 def meets(conditions: Sequence[Condition], columns: pa.Table) -> np.ndarray:
     """Evaluate conditions on a table: (N,) bool, the rows that meet all of them; a missing value meets none."""
     combined = pc.scalar(True)
     for name, sign, values in conditions:
         field = pc.field(name)
+        values = _in_precision_of(columns.column(name), values)
         if sign in _ORDERS:
             met = _ORDERS[sign](field, pc.scalar(values[0]))
         else:

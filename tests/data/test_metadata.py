@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dualenc.data import open_corpus
+from dualenc.data.metadata import plain_columns
 from dualenc.errors import DualencError
 from tests.data.make import write_jsonl
 
@@ -97,3 +98,17 @@ def test_what_cannot_be_kept_is_told(tmp_path: Path, names: list[str], told: str
     pq.write_table(pa.Table.from_pylist([{"text": "x", "year": 1, "tags": ["a"]}]), tmp_path / "rows.parquet")
     with pytest.raises(DualencError, match=told):
         open_corpus(tmp_path / "rows.parquet", columns=names)
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32()])
+def test_numbers_of_less_precision_are_kept_as_their_shortest_decimals(kind: pa.DataType) -> None:
+    numbers = np.array([0.1, -0.3, 1e-3, 65504, 2049, np.nan], np.float16 if kind == pa.float16() else np.float32)
+    whole = [float(number) for number in numbers[3:5]]
+    kept = plain_columns(pa.table({"x": pa.array(numbers, kind)})).column("x")
+    assert kept.type == pa.float64()
+    assert kept.to_pylist() == [0.1, -0.3, 1e-3, *whole, None]
+
+
+def test_infinite_numbers_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    assert plain_columns(pa.table({"x": [1.5, np.inf, -np.inf]})).column("x").to_pylist() == [1.5, None, None]
+    assert caplog.messages == ["column 'x': 2 infinite numbers are kept as missing values"]

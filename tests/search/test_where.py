@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualenc.data.metadata import plain_columns
 from dualenc.errors import DualencError
 from dualenc.search.where import (
     Condition,
@@ -86,3 +87,32 @@ def test_values_with_commas_are_quoted(word: str, values: list[str]) -> None:
             Condition("lang", sign, (*values,)),
             Condition("year", "=", (2020,)),
         ]
+
+
+PRECISION = [
+    ("x=0.1", "1000"),
+    ("x!=0.3", "1011"),
+    ("x=0.1,2.5", "1010"),
+    ("x>0.1", "0110"),
+    ("x>=0.1", "1110"),
+    ("x<0.3", "1001"),
+    ("x<=0.3", "1101"),
+    ("x=0.1000000001", "0000"),
+]
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("is_widened", [False, True])
+@pytest.mark.parametrize(("word", "rows"), PRECISION)
+def test_numbers_compare_in_the_precision_of_their_column(kind: Any, is_widened: bool, word: str, rows: str) -> None:
+    """As they are kept now, and as indexes of earlier versions have them: widened to float64."""
+    table = pa.table({"x": np.array([0.1, 0.3, 2.5, -1.1], kind)})
+    table = pa.table({"x": table["x"].to_numpy().astype(np.float64)}) if is_widened else plain_columns(table)
+    met = meets(parse_conditions([word], {"x": "number"}), table)
+    assert "".join("01"[int(each)] for each in met) == rows
+
+
+def test_a_fraction_is_not_rounded_to_a_whole_number() -> None:
+    table = pa.table({"x": [8388608.0, 16777216.0]})
+    for word in ("x=8388608.3", "x=16777217.5"):
+        assert not meets(parse_conditions([word], {"x": "number"}), table).any()
