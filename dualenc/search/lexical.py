@@ -4,9 +4,10 @@
 
 The folder is inside that of the index. A changed index gets a new one with its texts.
 
-Terms are words of any length, without case and in Unicode's form NFKC; English stop words are left out, nothing is
-stemmed. Scripts without spaces, and Hangul for its particles, are split into pairs of neighbouring characters, as by
-Lucene's CJK analyzer; a document's single characters are terms as well, for queries of one character.
+Terms are words of any length, as Unicode's NFKC_Casefold writes them: without case, soft hyphens, zero-width spaces and
+joiners; i with the dot of the Turkish capital is i. English stop words are left out, nothing is stemmed. Scripts
+without spaces, and Hangul for its particles, are split into pairs of neighbouring characters, as by Lucene's CJK
+analyzer; a document's single characters are terms as well, for queries of one character.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from dualenc.reading import read_json_object
 
 FOLDER = "bm25"
 FORMAT = "dualenc bm25"
-VERSION = 2
-"""Of the terms: an index and its queries must be split alike."""
+VERSION = 3
+"""Version of the terms: an index and its queries must be split alike."""
+VERSIONS = (2, VERSION)
+"""Versions that are searched. The second kept characters of no width, which split words, and the dot of an i."""
 K1 = 1.5
 B = 0.75
 """Saturation of the term frequency, strength of the length normalisation."""
@@ -55,6 +58,7 @@ def _import_bm25s() -> ModuleType:
 
 bm25s = _import_bm25s()
 _WORDS = regex.compile(r"\w+")
+_IGNORABLE = regex.compile(r"\p{Default_Ignorable_Code_Point}+")
 # Line breaking class SA: Thai, Lao, Khmer, Myanmar and others of South East Asia.
 _WITHOUT_SPACES = regex.compile(
     r"(?V1)([\w&&[\p{lb=SA}\p{scx=Han}\p{scx=Hiragana}\p{scx=Katakana}\p{scx=Bopomofo}\p{scx=Hangul}]]+)"
@@ -63,10 +67,10 @@ _CHARACTERS = regex.compile(r"\X")
 _STOP_WORDS = frozenset(bm25s.stopwords.STOPWORDS_EN)
 
 
-def split_terms(text: str, *, is_query: bool = False) -> list[str]:
-    """The terms of a document or of a query, in order."""
+def split_terms(text: str, *, is_query: bool = False, version: int = VERSION) -> list[str]:
+    """Split a document or a query into terms, in order, by the rules of a version."""
     terms: list[str] = []
-    for word in _WORDS.findall(unicodedata.normalize("NFKC", text).casefold()):
+    for word in _WORDS.findall(_folded(text, version)):
         if word.isascii():
             terms.append(word)
             continue
@@ -78,12 +82,25 @@ def split_terms(text: str, *, is_query: bool = False) -> list[str]:
     return [term for term in terms if term and term not in _STOP_WORDS]
 
 
+def _folded(text: str, version: int) -> str:
+    """Return the form in which texts are compared."""
+    if text.isascii():
+        return text.lower()
+    folded = unicodedata.normalize("NFKC", text)
+    if version == 2:
+        return folded.casefold()
+    folded = _IGNORABLE.sub("", folded).casefold().replace("i\N{COMBINING DOT ABOVE}", "i")
+    # Case folding takes some characters apart.
+    return unicodedata.normalize("NFKC", folded)
+
+
 class Lexical:
     """BM25 index over the rows of an index (Lucene's variant); create one with `Lexical.build` or `Lexical.open`."""
 
-    def __init__(self, scorer: Any, count: int) -> None:
+    def __init__(self, scorer: Any, count: int, version: int = VERSION) -> None:
         self.scorer = scorer
         self.count = count
+        self.version = version
 
     @classmethod
     def build(cls, texts: Iterable[str]) -> Lexical:
@@ -103,7 +120,7 @@ class Lexical:
             part.mkdir()
             self.scorer.save(str(part), show_progress=False)
             files = recorded(part, sorted(path.name for path in part.iterdir()))
-            head = {"format": FORMAT, "version": VERSION, "count": self.count, "ids": checksum}
+            head = {"format": FORMAT, "version": self.version, "count": self.count, "ids": checksum}
             write_json(part / "meta.json", {**head, **files})
 
     @classmethod
@@ -118,7 +135,7 @@ class Lexical:
         meta = read_json_object(folder / "meta.json", {"version": int, "count": int, "ids": str, "files": dict})
         if meta["ids"] != checksum:
             raise DualencError(f"{folder}: is of other texts than the index; {AGAIN}")
-        if meta["version"] != VERSION:
+        if meta["version"] not in VERSIONS:
             raise DualencError(f"{folder}: splits texts into other words than this version; {AGAIN}")
         verify_files(folder, meta["files"], meta, AGAIN, whole=verify)
         try:
@@ -129,14 +146,15 @@ class Lexical:
         except Exception as error:  # from numpy, json and bm25s
             why = " ".join(str(error).split())[:100]
             raise DualencError(f"{folder}: corrupt ({type(error).__name__}: {why}); {AGAIN}") from None
-        return cls(scorer, meta["count"])
+        return cls(scorer, meta["count"], meta["version"])
 
     def search(self, query: str, k: int, allowed_rows: np.ndarray | None = None) -> list[tuple[int, float]]:
         """The k rows of the highest scores above 0, best first; ties by ascending row.
 
         With `allowed_rows` (N,) bool only those are returned; document frequencies still count all rows.
         """
-        in_vocabulary = [term for term in split_terms(query, is_query=True) if term in self.scorer.vocab_dict]
+        terms = split_terms(query, is_query=True, version=self.version)
+        in_vocabulary = [term for term in terms if term in self.scorer.vocab_dict]
         if not in_vocabulary:
             return []
         scores = self.scorer.get_scores(in_vocabulary)

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualenc.checksums import recorded
 from dualenc.data import Corpus, RetrievalSet
 from dualenc.errors import DualencError
 from dualenc.evaluation.retrieval import bm25_run
@@ -65,11 +66,38 @@ def test_scores_are_those_of_the_formula(texts: list[str], words: list[str], k: 
         ("ｺｰﾋｰ", ["コ", "ー", "ヒ", "ー", "コー", "ーヒ", "ヒー"], ["コー", "ーヒ", "ヒー"]),
         ("서울에", ["서", "울", "에", "서울", "울에"], ["서울", "울에"]),
         ("ที่ดี5", ["ที่", "ดี", "ที่ดี", "5"], ["ที่ดี", "5"]),
+        ("İstanbul I\u0307STANBUL i\u0307stanbul istanbul", ["istanbul"] * 4, None),
+        ("co\u00adoper\u200bation zero\u2060width\ufeff co\u00adop", ["cooperation", "zerowidth", "coop"], None),
+        ("می\u200cخواهم میخواهم", ["میخواهم"] * 2, None),
+        ("ភាសា\u200bខ្មែរ", split_terms("ភាសាខ្មែរ"), split_terms("ភាសាខ្មែរ", is_query=True)),
     ],
 )
 def test_texts_are_split_by_unicode(text: str, document: list[str], query: list[str] | None) -> None:
     assert split_terms(text) == document
     assert split_terms(text, is_query=True) == (query or document)
+
+
+def test_folders_of_the_version_before_are_searched_by_its_terms(tmp_path: Path) -> None:
+    """They hold what it split, so their queries are split likewise; what is built now has the new terms."""
+    texts = ["visit İstanbul", "co\u00adoperation", "istanbul"]
+    old = [split_terms(text, version=2) for text in texts]
+    assert old == [["visit", "i\u0307stanbul"], ["co", "operation"], ["istanbul"]]
+    Lexical.build([" ".join(words) for words in (["visit", "dotted"], ["co", "operation"], ["istanbul"])]).save(
+        tmp_path, "x"
+    )
+    vocabulary = tmp_path / "bm25" / "vocab.index.json"
+    vocabulary.write_text(json.dumps(json.loads(vocabulary.read_text().replace("dotted", "i\u0307stanbul"))))
+    files = recorded(tmp_path / "bm25", sorted(p.name for p in (tmp_path / "bm25").iterdir() if p.name != "meta.json"))
+    head = {"format": "dualenc bm25", "version": 2, "count": 3, "ids": "x"}
+    (tmp_path / "bm25" / "meta.json").write_text(json.dumps(head | files))
+    opened = Lexical.open(tmp_path, "x")
+    assert [row for row, _ in opened.search("İSTANBUL", 3)] == [0]
+    assert [row for row, _ in opened.search("co\u00adoperation", 3)] == [1]
+    built = Lexical.build(texts)
+    assert [row for row, _ in built.search("İSTANBUL", 3)] == [2, 0]
+    assert [row for row, _ in built.search("cooperation", 3)] == [1]
+    built.save(tmp_path, "x")
+    assert json.loads((tmp_path / "bm25" / "meta.json").read_text())["version"] == 3
 
 
 @pytest.mark.slow
