@@ -22,9 +22,18 @@ def test_reciprocal_ranks(rankings: list[list[tuple[str, float]]]) -> None:
     for name in {name for ranking in rankings for name, _ in ranking}:
         ranks = [[other for other, _ in ranking].index(name) + 1 for ranking in rankings if name in dict(ranking)]
         slow[name] = sum(1 / (60 + rank) for rank in ranks)
-    found = fuse(rankings, weights=[1.0] * len(rankings))
+    found = fuse(rankings)
     assert dict(found) == pytest.approx(slow)
+    for weight in (1.0, 1 / len(rankings)):
+        assert dict(fuse(rankings, weights=[weight] * len(rankings))) == pytest.approx(slow)
     assert found == sorted(found, key=lambda pair: (pair[1], pair[0]), reverse=True)
+
+
+def test_weights_of_reciprocal_ranks() -> None:
+    """Cormack, Clarke & Büttcher 2009 have no weights: equal ones give their sum."""
+    a, b = [("x", 3.0), ("y", 1.0)], [("y", 9.0)]
+    assert dict(fuse([a, b])) == pytest.approx({"x": 1 / 61, "y": 1 / 62 + 1 / 61})
+    assert dict(fuse([a, b], weights=[0.75, 0.25])) == pytest.approx({"x": 1.5 / 61, "y": 1.5 / 62 + 0.5 / 61})
 
 
 @given(RANKING, RANKING, st.floats(0.01, 0.99))
