@@ -13,6 +13,7 @@ says that `new-NAME` is complete. `recover` restores the folder if a writer was 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -38,6 +39,9 @@ DESCRIPTIONS = ("meta.json", "settings.json")
 """Files by which folders that are replaced, or resumed, are recognised."""
 _MAX_ATTEMPTS = 100
 """How often a process tries again because another one replaced or removed a folder meanwhile."""
+_FULL_DISK = ("No space left on device", "Disk quota exceeded")
+_NEARLY_FULL = 2**16
+"""Free bytes below which a failed write is taken for one on a full disk."""
 _MAX_SWAP_SECONDS = 5.0
 """How long a reader waits for a living writer that is between the two renames of a folder."""
 
@@ -105,7 +109,8 @@ def atomic_path(target: StrPath) -> Iterator[Path]:
     """Yield a path to write a file to; on success it replaces the target, after an error the old target stays."""
     check_file_target(target)
     work = _Work(target)
-    with work.locked():
+    # Twice: the lock may not fit on the disk, and what was written fills it until the lock is released.
+    with explain_full_disk(target), work.locked(), explain_full_disk(target):
         yield work.new
         _sync(work.new)
         os.replace(work.new, work.target)
@@ -121,7 +126,7 @@ def atomic_folder(target: StrPath, is_ours: Callable[[Path], bool], what: str) -
         what: that kind, in the error: "holds no …".
     """
     work = _Work(target)
-    with work.locked():
+    with explain_full_disk(target), work.locked(), explain_full_disk(target):
         check_folder_target(target, is_ours, what, is_replaced=True)
         yield work.new
         for file in work.new.rglob("*"):
@@ -130,6 +135,34 @@ def atomic_folder(target: StrPath, is_ours: Callable[[Path], bool], what: str) -
         if work.target.is_dir():
             os.replace(work.target, work.old)
         os.replace(work.new, work.target)
+
+
+@contextmanager
+def explain_full_disk(target: StrPath) -> Iterator[None]:
+    """Report in one line which disk is full, whatever the library that writes a target says."""
+    try:
+        yield
+    except Exception as error:
+        path = Path(os.path.abspath(target))
+        folder = next(each for each in path.parents if each.is_dir())
+        usage = shutil.disk_usage(folder)
+        if not _is_full_disk(error, usage.free):
+            raise
+        problem = f"the disk is full ({usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB are free in {folder})"
+        raise DualencError(f"{target}: {problem}; free some space, or name a folder on another disk") from error
+
+
+def _is_full_disk(error: Exception, free: int) -> bool:
+    cause: BaseException | None = error
+    while cause is not None:
+        is_reported = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        # FAISS, safetensors and tokenizers raise errors of their own with the system's words.
+        if is_reported or any(words in str(cause) for words in _FULL_DISK):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    # numpy and torch only count the bytes that were not written.
+    has_no_reason = isinstance(error, RuntimeError) or (isinstance(error, OSError) and error.errno is None)
+    return has_no_reason and free < _NEARLY_FULL
 
 
 def _sync(file: Path) -> None:

@@ -21,6 +21,7 @@ from dualenc.files import (
     atomic_folder,
     check_folder_target,
     consistent_read,
+    explain_full_disk,
     is_folder_of,
     locked,
     recover,
@@ -395,7 +396,7 @@ def write_contents(
     faiss.write_index(index, str(part / "index.faiss"))
     write_items(part, ids, snippets, columns)
     # FAISS only prints that the disk was full at the end of the file.
-    with explain(f"{folder}: FAISS did not write it whole", "is the disk full?"):
+    with explain_full_disk(folder), explain(f"{folder}: FAISS did not write it whole", "is the disk full?"):
         _open_faiss(part)
     entries = recorded(part, sorted(path.name for path in part.iterdir()))
     head = {**meta, "format": FORMAT, "version": FORMAT_VERSION, "faiss": faiss.__version__}

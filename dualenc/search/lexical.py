@@ -27,7 +27,7 @@ import numpy as np
 import regex
 
 from dualenc.checksums import recorded, verify_files
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 from dualenc.files import atomic_folder, is_folder_of, write_json
 from dualenc.reading import read_json_object
 
@@ -140,9 +140,7 @@ class Lexical:
         verify_files(folder, meta["files"], meta, AGAIN, whole=verify)
         try:
             scorer = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
-            arrays = scorer.scores
-            if not len(arrays["data"]) == len(arrays["indices"]) == arrays["indptr"][-1]:
-                raise ValueError("its arrays do not fit together")
+            _check_scorer(scorer, meta["count"])
         except Exception as error:  # from numpy, json and bm25s
             why = " ".join(str(error).split())[:100]
             raise DualencError(f"{folder}: corrupt ({type(error).__name__}: {why}); {AGAIN}") from None
@@ -157,7 +155,9 @@ class Lexical:
         in_vocabulary = [term for term in terms if term in self.scorer.vocab_dict]
         if not in_vocabulary:
             return []
-        scores = self.scorer.get_scores(in_vocabulary)
+        # A row number beyond the last is found now: opening does not read the arrays.
+        with explain("BM25 of the index: corrupt", AGAIN):
+            scores = self.scorer.get_scores(in_vocabulary)
         matches = scores > 0
         if allowed_rows is not None:
             matches &= allowed_rows
@@ -167,6 +167,23 @@ class Lexical:
             rows = rows[scores[rows] >= np.partition(scores[rows], -k)[-k]]
         rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
         return [(row, float(score)) for row, score in zip(rows.tolist(), scores[rows].tolist())]
+
+
+def _check_scorer(scorer: Any, count: int) -> None:
+    """Raise a `ValueError` for parameters, a vocabulary or arrays that no BM25 index of so many texts has."""
+    arrays = scorer.scores
+    if (type(arrays["num_docs"]), arrays["num_docs"]) != (int, count):
+        raise ValueError(f"params has {arrays['num_docs']!r} texts instead of {count}")
+    if np.dtype(scorer.dtype).kind != "f" or np.dtype(scorer.int_dtype).kind not in "iu" or scorer.backend != "numpy":
+        raise ValueError("params has types of numbers that are not those of an index")
+    data, rows, starts = (arrays[name] for name in ("data", "indices", "indptr"))
+    if data.dtype.kind != "f" or not {rows.dtype.kind, starts.dtype.kind} <= {"i", "u"}:
+        raise ValueError("an array has numbers of another type")
+    if not data.ndim == rows.ndim == starts.ndim == 1 or not len(data) == len(rows) == starts[-1]:
+        raise ValueError("its arrays do not fit together")
+    terms = scorer.vocab_dict.values()
+    if not all(type(term) is int and 0 <= term < len(starts) for term in terms):
+        raise ValueError("a term of the vocabulary has no number")
 
 
 def has_lexical(index: str | os.PathLike[str]) -> bool:

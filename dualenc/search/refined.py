@@ -15,6 +15,7 @@ import faiss
 import numpy as np
 
 from dualenc.errors import DualencError
+from dualenc.files import explain_full_disk
 
 if TYPE_CHECKING:
     from dualenc.search.build import Database
@@ -59,6 +60,9 @@ def open_index(path: Path, refine_file: Path | None = None) -> Any:
     """Map an index, and the file of its refinement if there is one, into memory."""
     # With both flags FAISS opens no file that the index names.
     index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_ONDISK_SAME_DIR)
+    # A file may say that it has none.
+    if index is None:
+        raise ValueError("it holds no index")
     return index if refine_file is None else refined_by(index, refine_file)
 
 
@@ -77,7 +81,7 @@ def write_codes(refine: Any, database: Database, path: Path) -> None:
     """
     head = faiss.serialize_index(refine).tobytes()
     size = 0
-    with open(path, "wb") as stream:
+    with explain_full_disk(path), open(path, "wb") as stream:
         stream.write(head)
         for block in database.blocks():
             size += stream.write(refine.sa_encode(block).tobytes())
