@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -89,6 +90,15 @@ def _formats() -> tuple[str, ...]:
     """The formats that this Pillow was built with."""
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def has_image(path: StrPath) -> bool:
+    """True if a file begins as an image that can be decoded, whatever its name."""
+    with suppress(OSError, DualencError, ValueError), open_regular(path) as stream, warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        Image.open(stream, formats=_formats())
+        return True
+    return False
 
 
 def open_image(path: StrPath) -> Image.Image:

@@ -259,7 +259,7 @@ def _open_texts(folder: str, data: str | None, items: SourceOptions) -> Corpus:
     recorded = data or meta.get("data")
     if not isinstance(recorded, str):
         raise DualencError(f"{folder}: does not say what it was made of; name it: index INDEX DATA --texts")
-    reading: dict[str, Any] = {**meta.get("read", {}), **items.given()}
+    reading: dict[str, Any] = {**SourceOptions.recorded(meta, folder), **items.given()}
     return open_corpus(recorded, modality="text", **reading)
 
 

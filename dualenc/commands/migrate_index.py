@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dualenc.commands.options import SourceOptions
 from dualenc.commands.output import open_model, recorded_name, start_processes
 from dualenc.data import Corpus
 from dualenc.data.bad_rows import BadRows
@@ -215,7 +216,7 @@ def _open_texts(folder: str, index: Index, data: str | None, queries: str | None
         store = TextStore(folder, index.items_checksum)
         corpus = Corpus(store.ids, store.texts)
     elif data or (source and Path(source).exists()):
-        corpus = open_corpus(source, modality="text", **index.meta.get("read", {}))
+        corpus = open_corpus(source, modality="text", **SourceOptions.recorded(index.meta, folder))
         corpus = corpus.take(rows_in(corpus, index, folder))
     else:
         raise DualencError(f"{folder}: keeps no texts, and its data {source} is gone; name it by --data")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, convert, validators
@@ -76,6 +76,19 @@ class SourceOptions:
         """What is not as by default, but for the columns to keep and trust: how to read the same items again."""
         kept = {name: value for name, value in vars(self).items() if name not in ("columns", "allow_outside")}
         return {name: value for name, value in kept.items() if value != getattr(type(self), name)}
+
+    @classmethod
+    def recorded(cls, meta: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Return what a meta.json records as `given`, so that the same items are read; refuse anything else."""
+        reading = meta.get("read", {})
+        names = {field.name for field in fields(cls)} - {"columns", "allow_outside"}
+        if isinstance(reading, dict) and names.issuperset(reading):
+            kinds = {"quotes": bool}
+            if all(isinstance(value, kinds.get(name, str)) for name, value in reading.items()):
+                return reading
+        # The meta.json may be a stranger's: paths outside a table's folder are allowed by the user alone.
+        problem = f"'read' in meta.json is {str(reading)[:80]}, not how the data was read"
+        raise DualencError(f"{source}: {problem}; build it again")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
@@ -18,6 +20,8 @@ from dualenc.terminal import printable
 if TYPE_CHECKING:
     from dualenc.search.searcher import Searcher
     from dualenc.types import Modality
+
+logger = logging.getLogger("dualenc.search")
 
 
 def search(
@@ -89,13 +93,26 @@ def _open(index: str, query: str, ranking: RankingOptions, options: SearchOption
 
 
 def _modality(query: str, takes: Sequence[Modality]) -> Modality:
-    """The modality of a query: where the index takes images and texts, an image if it is or looks like a file."""
-    from dualenc.data.images import is_image
+    """The modality of a query: an image if it is a file of one, by its content, or looks like its name; else a text.
 
-    if len(takes) == 1:
-        return takes[0]
+    A path that is searched as a text is reported.
+    """
+    from dualenc.data.images import is_image
+    from dualenc.decoding import has_image
+
     # `Path.is_file` fails for a text that is longer than the name of a file may be.
-    return "image" if is_image(Path(query)) or os.path.isfile(query) else "text"
+    is_file = os.path.isfile(query)
+    is_picture = has_image(query) if is_file else is_image(Path(query))
+    if "image" in takes and is_picture:
+        return "image"
+    if "text" not in takes:
+        return takes[0]
+    if is_file and (is_picture or "image" in takes):
+        reason = "is an image, and the model of this index takes texts" if is_picture else "is not an image"
+        logger.warning("%s: the file %s; its path is searched as a text", printable(query), reason)
+    elif "image" in takes and os.sep in query and os.path.isdir(os.path.dirname(query)) and not re.search(r"\s", query):
+        logger.warning("%s: no such file; the path is searched as a text", printable(query))
+    return "text"
 
 
 def _item(query: str, modality: Modality) -> Any:

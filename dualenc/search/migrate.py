@@ -28,7 +28,7 @@ import numpy as np
 
 from dualenc.data.items import ITEMS, ORDER, rows_of
 from dualenc.data.vector_shards import Embeddings, ShardedVectors
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 from dualenc.files import atomic_folder, atomic_path, recover_inside, remove, save_array, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.documents import ReadRows
@@ -107,7 +107,12 @@ class Migration:
             save_array(part, order)
 
     def _order(self) -> np.ndarray:
-        return np.asarray(np.load(self.work / "order.npy", allow_pickle=False))
+        path = self.work / "order.npy"
+        with explain(f"{path}: corrupt", f"end the migration: dualenc migrate {self.folder} --rollback"):
+            order = np.asarray(np.load(path, allow_pickle=False))
+            if not np.array_equal(np.sort(order), np.arange(len(order))):
+                raise ValueError("it is not an order of rows")
+        return order
 
     def stages(self, sampled: np.ndarray) -> list[Stage]:
         """A stage for each of `SHARES`; rows of the sample (n,) have vectors, and are not embedded again."""

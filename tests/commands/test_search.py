@@ -13,6 +13,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
+from dualenc.data import open_image
 from dualenc.data.vector_shards import Embeddings
 from dualenc.encoders import load_model
 from dualenc.encoders.frozen import IndexEncoder
@@ -20,6 +21,7 @@ from dualenc.errors import DualencError
 from dualenc.search import Index
 from dualenc.search.texts import TextStore
 from tests.commands import toy
+from tests.commands.image_models import save_classes
 from tests.commands.in_process import failure, found, run
 
 
@@ -354,3 +356,42 @@ def test_the_first_components_are_embedded_indexed_and_searched(
         results = found(capsys, tmp_path / name, "a question", "--k", 5)
         assert [result["id"] for result in results] == [f"d{row}" for row in best]
         np.testing.assert_allclose([result["score"] for result in results], scores[best], atol=1e-5)
+
+
+def test_a_path_is_searched_as_what_the_file_holds(
+    tmp_path: Path, toy_clip: Path, index: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever its name; a path that is searched as a text is reported."""
+    pictures = save_classes(tmp_path / "pictures", per_class=2)
+    shutil.copyfile(pictures / "red" / "00.png", tmp_path / "red")
+    (tmp_path / "notes").write_text("a fox")
+    run("index", toy_clip, pictures, "--out", tmp_path / "images")
+    named, unnamed = pictures / "red" / "00.png", tmp_path / "red"
+    expected = found(capsys, tmp_path / "images", named)
+    assert found(capsys, tmp_path / "images", unnamed) == expected
+    assert found(capsys, tmp_path / "images", "fox and/or hen") != expected
+    assert not caplog.messages
+    reported = {
+        (tmp_path / "images", tmp_path / "notes"): "the file is not an image; its path is searched as a text",
+        (tmp_path / "images", tmp_path / "missing"): "no such file; the path is searched as a text",
+        (index, unnamed): "the file is an image, and the model of this index takes texts; its path is searched as a",
+        (index, named): "the file is an image, and the model of this index takes texts; its path is searched as a",
+    }
+    for (folder, query), line in reported.items():
+        caplog.clear()
+        assert found(capsys, folder, query)
+        assert len(caplog.messages) == 1
+        assert caplog.messages[0].startswith(f"{query}: {line}")
+    with pytest.raises(DualencError, match="image cannot be decoded"):
+        open_image(tmp_path / "notes")
+
+
+@pytest.mark.parametrize("read", [None, [], "x", 3, {"a": 1}, {"split": 3}, {"quotes": "x"}, {"allow_outside": True}])
+def test_a_meta_json_that_does_not_say_how_the_data_was_read(
+    index: Path, capsys: pytest.CaptureFixture[str], read: Any
+) -> None:
+    """Nor does it decide what paths of a table may lead to."""
+    meta = json.loads((index / "meta.json").read_text())
+    (index / "meta.json").write_text(json.dumps(meta | {"read": read, "model_checksum": "0"}))
+    for words in (("index", index, "--bm25"), ("index", index, "--texts"), ("migrate", index, meta["model"])):
+        assert f"{index}: 'read' in meta.json is " in failure(capsys, *words)

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import faiss
 import numpy as np
 import pytest
 import safetensors.torch
