@@ -49,6 +49,8 @@ class ClickOptions:
     Args:
         query_column: of a table, with texts or vectors, where it has no usual name.
         document_column: of a table, with ids of documents, where it has no usual name.
+        label_column: of a table, 0 where the document was not clicked or is not relevant; by default a column with a
+            usual name that holds labels, and "" for none.
         split: of a BEIR folder, a folder of tables or a hub name.
         model: the model of the index, if it has moved.
         test: BEIR folder whose test queries are measured, too; its documents are those of the index.
@@ -57,6 +59,7 @@ class ClickOptions:
 
     query_column: str | None = None
     document_column: str | None = None
+    label_column: str | None = None
     split: str = "train"
     model: str | None = None
     test: str | None = None

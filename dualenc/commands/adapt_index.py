@@ -93,6 +93,7 @@ def adapt_index(
             documents,
             query_column=columns.query_column,
             document_column=columns.document_column,
+            label_column=columns.label_column,
             split=columns.split,
         )
         side = QuerySide(

@@ -16,6 +16,7 @@ import numpy as np
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import cache_option
+from dualenc.data.column_names import DOCUMENT_IDS, IDS, LABELS, QUERY_IDS, columns_named, first_of
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.detect import check_split, detect
 from dualenc.data.items import rows_of
@@ -28,7 +29,7 @@ from dualenc.errors import DualencError
 from dualenc.types import OnError
 
 _GRADE = re.compile(r"[+-]?[0-9]{1,6}(\.0+)?")
-_HEADERS = ("score", "relevance", "grade")  # of the last column of a qrels file
+_ID_NAMES = {"corpus": IDS, "queries": ("_id", "id", *QUERY_IDS, *IDS)}
 Judgement = tuple[str, str, str, int]
 """Where it is written (file:line, or row of a hub data set), query, document and grade."""
 NANO_BEIR = "NanoBEIR"
@@ -191,12 +192,13 @@ def read_corpus(
     optional = ["title"]
     if detect(folder) == "hub":
         source = _collection_table(folder, part, bad_rows)
-        id_column = source.default_column(("_id", "id"), "its id")
+        id_column = source.default_column(_ID_NAMES[part], "its id")
     elif detect(folder / part) == "vectors":
         return open_vectors(folder / part, columns=columns, bad_rows=bad_rows)
     elif (folder / f"{part}.parquet").is_file():
         vectors = folder / f"{part}.parquet"
-        return open_vectors(vectors, id_column="_id", columns=columns, bad_rows=bad_rows)
+        id_column = _id_column(TableSource(vectors, bad_rows), part)
+        return open_vectors(vectors, id_column=id_column, columns=columns, bad_rows=bad_rows)
     else:
         files = [folder / f"{part}.jsonl", folder / f"{part}.jsonl.gz"]
         file = next((file for file in files if file.is_file()), None)
@@ -204,7 +206,7 @@ def read_corpus(
             parts = "corpus.jsonl, queries.jsonl and qrels/"
             raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has {parts}")
         source = TableSource(file, bad_rows)
-        id_column = "_id"
+        id_column = _id_column(source, part)
         if titles and part == "corpus":
             # A document may be a title alone.
             optional.append("text")
@@ -216,6 +218,11 @@ def read_corpus(
         id_column=id_column,
         columns=columns,
     )
+
+
+def _id_column(source: TableSource, part: str) -> str:
+    """The column of ids, `_id` in BEIR."""
+    return first_of(source.kinds, _ID_NAMES[part]) or "_id"
 
 
 def _fields_of_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, list[str]]]:
@@ -243,11 +250,15 @@ def _fields_of_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, list[
 def _header_places(names: list[str]) -> list[int]:
     """The places of query, document and grade in a header, which pandas begins with the nameless column of its index;
     none if it is no header."""
-    known = [name for name in ("query-id", "corpus-id") if name in names]
-    if len(known) < 2 and names[-1] not in _HEADERS:
+    query = first_of(names, QUERY_IDS)
+    document = first_of(names, DOCUMENT_IDS)
+    known = [name for name in (query, document) if name is not None]
+    if len(known) < 2 and not columns_named(names[-1:], LABELS):
         return []
     others = [name for name in names if name not in ("", "Unnamed: 0", *known)]
-    return [names.index(name) for name in (*known, *others)]
+    # TREC's column of iterations says nothing.
+    labels = columns_named(others, LABELS) or others
+    return [names.index(name) for name in (*known, *(labels if len(known) == 2 else others))]
 
 
 def _judgements(entries: Iterable[tuple[str, list[str]]], bad_rows: BadRows) -> Iterator[Judgement]:
@@ -307,7 +318,14 @@ def _hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[
     check_split(source, split, splits)
     name = f"{source} {config}"
     rows = splits[split].data
-    check_columns(name, rows.column_names, ["query-id", "corpus-id"])
+    query = first_of(rows.column_names, QUERY_IDS) or "query-id"
+    document = first_of(rows.column_names, DOCUMENT_IDS) or "corpus-id"
+    check_columns(name, rows.column_names, [query, document])
+    grades = columns_named(rows.column_names, LABELS)
+    if len(grades) > 1:
+        problem = f"columns {grades[0]!r} and {grades[1]!r} both look like grades"
+        raise DualencError(f"{name}: {problem}; remove one of them")
     for row, record in enumerate(rows.to_pylist()):
-        fields = [record["query-id"], record["corpus-id"], record.get("score", 1)]
+        grade = record[grades[0]] if grades else 1
+        fields = [record[query], record[document], int(grade) if isinstance(grade, bool) else grade]
         yield f"{name} row {row}", ["" if value is None else str(value) for value in fields]

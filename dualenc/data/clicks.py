@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -9,22 +11,28 @@ import numpy as np
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import is_collection, read_judged_queries, relevant_pairs
+from dualenc.data.column_names import CLICKED, DOCUMENT_IDS, QUERIES, VECTORS, columns_named, normalized
 from dualenc.data.columns import Column, ItemColumn, matrix_faults, read_column, read_ids, usable
 from dualenc.data.detect import detect
+from dualenc.data.id_columns import are_row_numbers
 from dualenc.data.item_lists import Picked, VectorItems, number_items
+from dualenc.data.items import rows_of
 from dualenc.data.pairs import PairDataset
 from dualenc.data.ragged import Ragged, distinct
-from dualenc.data.table_pairs import paired_positions
-from dualenc.data.tables import TableSource
+from dualenc.data.relevance import Labels, label_columns, looks_like_labels, named_labels, read_labels
+from dualenc.data.table_pairs import paired_positions, without_unlabelled
+from dualenc.data.tables import ColumnKind, TableSource, check_columns
 from dualenc.data.vector_shards import Embeddings
+from dualenc.data.written_lists import parse_list
 from dualenc.errors import DualencError
-from dualenc.types import OnError
+from dualenc.types import Modality, OnError
 
-QUERY_NAMES = ("query", "question", "q", "search", "anchor", "text", "vector", "embedding")
-DOCUMENT_NAMES = (
-    *("document", "document_id", "doc_id", "docid", "doc", "corpus-id", "corpus_id", "passage_id"),
-    *("item_id", "item", "product_id", "positive", "positives", "clicked", "id", "_id"),
-)
+logger = logging.getLogger("dualenc.data")
+
+_QUERIES = (*QUERIES, "text", *VECTORS)
+_DOCUMENTS = (*DOCUMENT_IDS, *CLICKED, "id", "_id")
+_NO_CLICKS = "are no clicks"
+_FITS = 0.5  # of the values of a column of ids that are among the documents
 
 
 class IndexPairs(PairDataset):
@@ -41,6 +49,8 @@ class IndexPairs(PairDataset):
         documents: N vectors with ids, see `dualenc.search.documents.open_documents`.
         query_column: of a table, where it has no usual name.
         document_column: the same, of the ids.
+        label_column: 0 in the rows that are no clicks; by default a column with a usual name (clicked, label, score, …)
+            that holds labels. "" reads none.
         split: of a BEIR folder, a folder of tables, a saved data set or a hub name.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
     """
@@ -52,6 +62,7 @@ class IndexPairs(PairDataset):
         *,
         query_column: str | None = None,
         document_column: str | None = None,
+        label_column: str | None = None,
         split: str = "train",
         on_error: OnError = "skip",
     ) -> None:
@@ -62,13 +73,20 @@ class IndexPairs(PairDataset):
         if detect(source) == "beir" or is_collection(source):
             queries, qrels = read_judged_queries(Path(source), split, documents.ids, bad_rows)
             queries, left_id, right_id, _ = relevant_pairs(queries, qrels, documents.ids)
-            items = queries.items
+            # Equal queries, such as one of several sessions, are one item, as those of a table.
+            first, number = number_items(queries.items, np.arange(len(queries)))
+            items = Picked(queries.items, first)
+            left_id = number[left_id]
             modality = queries.modality
         else:
             table = TableSource(source, bad_rows, split=split)
-            left, right = _read_clicks(table, query_column, document_column, documents)
+            left, right, labels = _read_clicks(table, query_column, document_column, label_column, documents)
             modality = left.modality
+            if labels is not None:
+                left, right = without_unlabelled(left, right, labels)
             paired = paired_positions(left, right)
+            if labels is not None:
+                paired = paired[labels.of_pairs(right, paired) > 0]
             used, rows = np.unique(right.rows[paired], return_inverse=True)
             first, number = number_items(left.items, used)
             items = Picked(left.items, first)
@@ -100,20 +118,89 @@ class IndexPairs(PairDataset):
 
 
 def _read_clicks(
-    source: TableSource, query_column: str | None, document_column: str | None, documents: Embeddings
-) -> tuple[ItemColumn, ItemColumn]:
-    """The queries of a table, and the vectors of the documents that it names."""
-    query = query_column or source.default_column(QUERY_NAMES, "query_column")
-    names = document_column or source.default_column(DOCUMENT_NAMES, "document_column", but=query)
-    is_vector = source.kinds.get(query) == "vector"
-    table = source.open({query: "vector" if is_vector else "value", names: "list"})
-    right = read_ids(table, names, documents.ids, VectorItems(documents.vectors))
+    source: TableSource,
+    query_column: str | None,
+    document_column: str | None,
+    label_column: str | None,
+    documents: Embeddings,
+) -> tuple[ItemColumn, ItemColumn, Labels | None]:
+    """The queries of a table, the vectors of the documents that it names, and whether they were clicked."""
+    if query_column is None:
+        query_column = source.default_column(_QUERIES, "query_column", but=document_column)
+    if document_column is None:
+        document_column = _document_column(source, (query_column, label_column), documents.ids)
+    columns: dict[str, ColumnKind] = {query_column: "value", document_column: "list"}
+    if source.kinds.get(query_column) == "vector":
+        columns[query_column] = "vector"
+    elif source.written_lists.get(query_column) == "list":
+        columns[query_column] = "list"
+    likely = label_columns(source.kinds, columns) if label_column is None else []
+    check_columns(source.path, source.kinds, [label_column] if label_column else [])
+    columns |= {name: source.label_kind(name) for name in ([label_column] if label_column else likely)}
+    table = source.open(columns)
+    right = read_ids(table, document_column, documents.ids, VectorItems(documents.vectors))
     if len(right.rows) and not right.usable().any():
-        first = str(Column(table, names, "text", lists=True)[0])
+        first = str(Column(table, document_column, "text", lists=True)[0])
         shown = f"{first[:60]!r}, and the documents' are such as {documents.ids[0][:60]!r}"
-        problem = f"no id of column {names!r} is among the documents (the first is {shown})"
+        problem = f"no id of column {document_column!r} is among the documents (the first is {shown})"
         raise DualencError(f"{source.path}: {problem}; name the column of ids")
-    return read_column(table, query, "vector" if is_vector else "text"), right
+    if label_column:
+        labels: Labels | None = named_labels(table, label_column, right, "label_column", _NO_CLICKS)
+    else:
+        labels = read_labels(table, likely, right, "label_column", effect=_NO_CLICKS)
+    modality: Modality = "vector" if columns[query_column] == "vector" else "text"
+    return read_column(table, query_column, modality), right, labels
+
+
+def _document_column(source: TableSource, but: tuple[str, str | None], ids: Sequence[str]) -> str:
+    """The column of documents' ids: one with a usual name whose values are such ids.
+
+    Labels are no ids, and row numbers are none where the values of another column are.
+    """
+    values = {
+        name: _examined(source, name)
+        for name, kind in source.kinds.items()
+        if name not in but and kind != "vector" and not looks_like_labels(_examined(source, name), name)
+    }
+    usual = columns_named(values, _DOCUMENTS)
+    fitting = [name for name in values if _share_among(values[name], ids) >= _FITS]
+    own = [name for name in usual if name in fitting]
+    # An id alone may be that of the row.
+    own = [name for name in own if normalized(name) not in ("id", "_id")] or own[:1]
+    others = [name for name in fitting if name not in usual and not are_row_numbers(values[name])]
+    fix = "name one as document_column (--document-column)"
+    if len(own) > 1:
+        problem = f"columns {own[0]!r} and {own[1]!r} both hold ids of documents"
+        raise DualencError(f"{source.path}: {problem}; {fix}")
+    if own and others and are_row_numbers(values[own[0]]):
+        problem = f"column {own[0]!r} counts the rows, and the values of {others[0]!r} are ids of documents, too"
+        raise DualencError(f"{source.path}: {problem}; {fix}")
+    if not own and (others or not usual):
+        reason = f"cannot tell which column is document_column; name it (columns: {', '.join(source.kinds)})"
+        hint = f": the values of {others[0]!r} are ids of documents" if others else ""
+        raise DualencError(f"{source.path}: {reason}{hint}")
+    return own[0] if own else usual[0]
+
+
+def _examined(source: TableSource, name: str) -> list[str]:
+    """The examined values of a column, its lists laid flat."""
+    values: list[str] = []
+    for record in source.examined:
+        value = record.get(name)
+        if name in source.written_lists:
+            value = parse_list(value)
+        for entry in value if isinstance(value, list) else [value]:
+            if entry is not None and str(entry).strip():
+                values.append(str(entry))
+    return values
+
+
+def _share_among(values: Sequence[str], ids: Sequence[str]) -> float:
+    """The share of values that are among ids, also as pandas writes whole numbers beside missing ones."""
+    if not values:
+        return 0.0
+    whole = [value.removesuffix(".0") for value in values]
+    return float(np.mean((rows_of(ids, values) >= 0) | (rows_of(ids, whole) >= 0)))
 
 
 class DocumentSplit(NamedTuple):

@@ -287,6 +287,11 @@ class ItemColumn:
         """Which values have no fault, (n,) bool."""
         return usable(self.faults)
 
+    @property
+    def is_empty(self) -> np.ndarray:
+        """Which values are missing or blank, (n,) bool."""
+        return next(iter(self.faults.values()))[0]
+
     def with_fault(self, reason: str, bad: np.ndarray, fix: str) -> ItemColumn:
         """The column with a further reason not to use values; those with another fault count for that one."""
         return replace(self, faults={**self.faults, reason: (bad & self.usable(), fix)})

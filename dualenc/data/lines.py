@@ -175,7 +175,7 @@ def _separated(path: Path, stream: TextIO, bad_rows: BadRows, quotes: bool | Non
     option = "quotes=true if quotes enclose fields"
     if in_quotes:
         option = "quotes=false if quotes are characters"
-    for start, row, fault in _read_rows(rows, header):
+    for start, row, fault in _without_headers(_read_rows(rows, header), header, path, skipped, bad_rows):
         if fault:
             # A stray quote swallows the lines up to the next quote: all of them are lost, and counted.
             lost = max(1, rows.line_num + 1 - start)
@@ -186,6 +186,21 @@ def _separated(path: Path, stream: TextIO, bad_rows: BadRows, quotes: bool | Non
         record = dict(zip(header, map(_unquoted, row) if may_double else row))
         record.pop("", None)  # an index that pandas or R has written
         yield rows.line_num + skipped, record
+
+
+def _without_headers(
+    rows: Iterator[tuple[int, list[str], str]], header: list[str], path: Path, skipped: int, bad_rows: BadRows
+) -> Iterator[tuple[int, list[str], str]]:
+    """The rows of files that were joined as they were, in the order of the first header, without the later ones."""
+    names = header
+    for start, row, fault in rows:
+        if not fault and sorted(row) == sorted(header):
+            bad_rows.add("header inside the file", f"{path}:{start + skipped}", "remove the line")
+            names = row
+            continue
+        if names != header and not fault:
+            row = [dict(zip(names, row))[name] for name in header]
+        yield start, row, fault
 
 
 def _read_rows(rows: Any, header: list[str]) -> Iterator[tuple[int, list[str], str]]:

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from dualenc.data import column_names as names
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import BeirPairs, is_collection, read_corpus
+from dualenc.data.column_names import columns_named, first_of
 from dualenc.data.corpus import Corpus, image_corpus, table_corpus
 from dualenc.data.detect import check_split, detect
+from dualenc.data.id_columns import usual_id_column
 from dualenc.data.images import split_folder
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
-from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
-from dualenc.data.tables import TableSource, first_of
-from dualenc.data.vectors import ID_NAMES, open_vectors
+from dualenc.data.table_pairs import ImageFolderPairs, MinedPairs, TablePairs, are_mined
+from dualenc.data.tables import TableSource
+from dualenc.data.vectors import open_vectors
 from dualenc.data.webdataset import WebDatasetPairs, tar_corpus
 from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
-
-logger = logging.getLogger("dualenc.data")
-
-_SURELY_IMAGES = ("image", "img", "image_path")
-_TEXTS = (
-    *("text", "contents", "content", "passage", "document", "body"),
-    *("abstract", "query", "question", "sentence"),
-)
-_QUERIES = ("query", "question", "anchor", "sentence1")
-_DOCUMENTS = ("document", "positive", "passage", "answer", "sentence2", "text", "abstract")
 
 
 def open_corpus(
@@ -58,7 +50,7 @@ def open_corpus(
             Without it a column `title` is joined in front of the text, but not in a table of queries and documents.
         image_column: by default `image` or another common name.
         vector_column: lists of numbers; by default `vector` or another common name.
-        id_column: ids; by default `_id` or another common name, and the row's number if there is none.
+        id_column: ids; by default `_id` or another common name. Without one, or by "", the row's number.
         label_column: classes of images; by default `label`.
         columns: further columns of a table or BEIR folder, to keep for filters.
         split: of a folder of tables or images, a saved data set or a hub name.
@@ -94,15 +86,17 @@ def open_corpus(
         title_column = None
         if modality == "image":
             label_column = label_column or first_of(source.kinds, ("label",), but=main)
-        elif text_column is None and part == "corpus" and first_of(source.kinds, _QUERIES) is None:
-            title_column = first_of(source.kinds, ("title",), but=main)
+        elif text_column is None and part == "corpus" and first_of(source.kinds, names.QUERIES) is None:
+            title_column = first_of(source.kinds, (names.TITLE,), but=main)
+        if id_column is None:
+            id_column = _usual_ids(source, main, part)
         corpus = table_corpus(
             source,
             main,
             modality,
             title_column=title_column,
             label_column=label_column if modality == "image" else None,
-            id_column=id_column or first_of(source.kinds, ID_NAMES, but=main),
+            id_column=id_column or None,
             columns=columns,
         )
     corpus.skipped = bad_rows.report()
@@ -117,6 +111,7 @@ def open_pairs(
     split: str = "train",
     left_modality: Modality | None = None,
     right_modality: Modality | None = None,
+    weight_column: str | None = None,
     quotes: bool | None = None,
     allow_outside: bool = False,
     on_error: OnError = "skip",
@@ -130,6 +125,7 @@ def open_pairs(
         right_column: of a table; by default `captions`, `document` or another common name.
         left_modality: of a table: "text", "image" or "vector"; by default as the values look.
         right_modality: the same for the right column.
+        weight_column: of a table; as for `TablePairs`.
     """
     kind = detect(path)
     if kind == "beir" or is_collection(path):
@@ -138,17 +134,14 @@ def open_pairs(
         check_split(path, split)
         return WebDatasetPairs(path, on_error=on_error)
     if kind == "images":
-        return ImageFolderPairs(split_folder(path, split), quotes=quotes, on_error=on_error)
+        folder = split_folder(path, split)
+        return ImageFolderPairs(folder, weight_column=weight_column, quotes=quotes, on_error=on_error)
     source = TableSource(path, BadRows(path), split=split, quotes=quotes, allow_outside=allow_outside)
     # Only without named columns: files of mined negatives may have further ones to train on.
-    if left_column is None and right_column is None and {"pos", "positive_passages"} & source.kinds.keys():
+    if left_column is None and right_column is None and are_mined(source):
         return MinedPairs(path, split=split, on_error=on_error)
-    ignored = sorted({"label", "labels"} & source.kinds.keys())
-    if ignored and left_column is None:
-        advice = "each row is a pair; remove those that are none, or take TablePairs with weight_column"
-        logger.warning("%s: column %s is not read: %s", path, ignored[0], advice)
-    left_names = (*_SURELY_IMAGES, *_QUERIES, "filepath", "title", "file_name")
-    right_names = (*CAPTION_NAMES[:2], *_DOCUMENTS, "title")
+    left_names = (*names.IMAGES, *names.QUERIES, "filepath", names.TITLE, "file_name")
+    right_names = (*names.CAPTIONS[:2], *names.DOCUMENTS, names.TITLE)
     left_column = left_column or source.default_column(left_names, "left_column", but=right_column)
     right_column = right_column or source.default_column(right_names, "right_column", but=left_column)
     return TablePairs(
@@ -158,10 +151,21 @@ def open_pairs(
         split=split,
         left_modality=left_modality,
         right_modality=right_modality,
+        weight_column=weight_column,
         quotes=quotes,
         allow_outside=allow_outside,
         on_error=on_error,
     )
+
+
+def _usual_ids(source: TableSource, main: str, part: str) -> str | None:
+    """The column of ids of the texts in the main column, which may be queries."""
+    if part == "queries" or main in columns_named(source.kinds, names.QUERIES):
+        own = usual_id_column(source, main, of_queries=True)
+        # Beside documents their ids are not those of the queries.
+        if own is not None or first_of(source.kinds, names.DOCUMENTS, but=main) is not None:
+            return own
+    return usual_id_column(source, main)
 
 
 def _main_column(
@@ -172,16 +176,16 @@ def _main_column(
         return text_column, "text"
     if image_column is not None:
         return image_column, "image"
-    texts: tuple[str, ...] = _TEXTS
+    texts: tuple[str, ...] = names.TEXTS
     if part == "queries":
-        texts = (*_QUERIES, *_TEXTS)
-    elif first_of(source.kinds, _QUERIES) is not None:
+        texts = (*names.QUERIES, *names.TEXTS)
+    elif first_of(source.kinds, names.QUERIES) is not None:
         # The right column of such pairs, as in `open_pairs`.
-        texts = (*_DOCUMENTS, *_TEXTS)
+        texts = (*names.DOCUMENTS, *names.TEXTS)
     defaults: list[tuple[tuple[str, ...], Modality]]
-    defaults = [(_SURELY_IMAGES, "image"), (texts, "text"), (CAPTION_NAMES, "text"), (IMAGE_NAMES, "image")]
-    for names, kind in defaults:
-        name = first_of(source.kinds, names)
+    defaults = [(names.IMAGES, "image"), (texts, "text"), (names.CAPTIONS, "text"), (names.IMAGE_FILES, "image")]
+    for usual, kind in defaults:
+        name = first_of(source.kinds, usual)
         if name is not None and modality in (kind, None):
             return name, kind
     if len(source.kinds) == 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dualenc.data.bad_rows import BadRows
+from dualenc.data.column_names import CAPTIONS, DOCUMENT_IDS, IMAGE_FILES, QUERY_IDS, first_of
 from dualenc.data.columns import Column, ItemColumn, read_column, read_ids
 from dualenc.data.corpus import image_corpus, table_corpus
 from dualenc.data.detect import CAPTION_FILES, ONLY_SPLIT
@@ -22,14 +24,16 @@ from dualenc.data.item_lists import Joined, Picked, number_items
 from dualenc.data.lines import Record, read_records
 from dualenc.data.pairs import PairDataset
 from dualenc.data.ragged import Ragged, distinct
+from dualenc.data.relevance import Labels, label_columns, read_labels
 from dualenc.data.tables import ColumnKind, DataTable, TableSource
 from dualenc.data.vectors import open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, OnError
 
-IMAGE_NAMES = ("file_name", "image", "filename", "image_path", "path", "file")
-CAPTION_NAMES = ("captions", "caption", "text", "texts", "description")
 _TRUTH = {"true": 1, "True": 1, "false": 0, "False": 0}  # in csv
+
+logger = logging.getLogger("dualenc.data")
+
 _NEGATIVE_NAME = re.compile(r"(?:hard_)?neg(?:ative)?s?(?:_?(\d{1,4}))?")
 
 
@@ -43,6 +47,7 @@ class ColumnPairs(PairDataset):
         negative_columns: Sequence[ItemColumn] = (),
         *,
         weight_column: str | None = None,
+        labels: Labels | None = None,
         deduplicate: bool = True,
         max_negatives: int | None = None,
     ) -> None:
@@ -52,8 +57,15 @@ class ColumnPairs(PairDataset):
             weights = _weights(table, weight_column)
             reason = f"no weight of 0 or more in column {weight_column!r}"
             left = left.with_fault(reason, ~np.isfinite(weights), "fix the row")
+        if labels is not None:
+            left, right = without_unlabelled(left, right, labels)
         paired = paired_positions(left, right)
         rows = right.rows[paired]
+        pair_weights = None if weights is None else weights[rows]
+        if labels is not None:
+            pair_weights = labels.of_pairs(right, paired)
+            if (pair_weights == 1).all():
+                pair_weights = None
         items = right.items
         used = paired
         negatives = None
@@ -72,7 +84,7 @@ class ColumnPairs(PairDataset):
             Picked(items, right_first),
             left_number[pair_row],
             right_number[paired],
-            weights=None if weights is None else weights[rows],
+            weights=pair_weights,
             left_modality=left.modality,
             right_modality=right.modality,
         )
@@ -114,12 +126,22 @@ def paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
     return paired
 
 
+def without_unlabelled(left: ItemColumn, right: ItemColumn, labels: Labels) -> tuple[ItemColumn, ItemColumn]:
+    """The columns with a fault where a row, or an entry of its lists, has no label."""
+    is_missing = np.isnan(labels.values)
+    fault = (f"no label in column {labels.name!r}", is_missing, "fill it in or remove the row")
+    if labels.of_entries:
+        return left, right.with_fault(*fault)
+    return left.with_fault(*fault), right
+
+
 def _read_negatives(
     columns: Sequence[ItemColumn], paired_rows: np.ndarray, start: int, max_negatives: int | None
 ) -> Ragged:
     """The positions, from `start` on, of the negatives' values in each row of the table."""
     for column in columns:
-        column.skip()
+        # An empty cell is no negative, and its pair stays: only what is empty in a list is a bad sample.
+        column.skip(True if column.is_list else ~column.is_empty)
     usable = np.concatenate([column.usable() for column in columns])
     rows = np.concatenate([column.rows for column in columns])
     num_rows = len(columns[0].table)
@@ -162,7 +184,8 @@ class TablePairs(ColumnPairs):
         right_modality: the same for the right column.
         allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         weight_column: numbers, 0 or more, that each row's loss is multiplied by: graded pairs. In evaluations on the
-            pairs a weight of 0 is not relevant, and any other is.
+            pairs a weight of 0 is not relevant, and any other is. By default a column with a usual name (label, score,
+            clicked, …) that holds labels: 0 is a weight of 0, and any grade above one of 1. "" reads none.
         deduplicate: equal texts, vectors and images (by contents or path) of one side share an id.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
@@ -190,35 +213,50 @@ class TablePairs(ColumnPairs):
         )
         kinds = source.kinds
         if negative_column is None:
-            negative_column = _default_negatives(kinds, (left_column, right_column))
+            negative_column = _default_negatives(source, (left_column, right_column))
         negatives = [negative_column] if isinstance(negative_column, str) else list(negative_column)
         columns: dict[str, ColumnKind] = {left_column: "value", right_column: "list"}
         if (left_modality or kinds.get(left_column)) == "vector":
             columns[left_column] = "vector"
+        elif source.written_lists.get(left_column) == "list":
+            columns[left_column] = "list"
         if (right_modality or kinds.get(right_column)) == "vector":
             columns[right_column] = "vector"
         columns |= dict.fromkeys(negatives, columns[right_column])
-        if weight_column is not None:
+        likely = label_columns(kinds, columns) if weight_column is None else []
+        columns |= {name: source.label_kind(name) for name in likely}
+        if weight_column:
             columns[weight_column] = "value"
         table = source.open(columns)
+        left = read_column(table, left_column, left_modality)
         right = read_column(table, right_column, right_modality)
+        beside_images = "image" in (left.modality, right.modality)
         super().__init__(
-            read_column(table, left_column, left_modality),
+            left,
             right,
             [read_column(table, name, right.modality) for name in negatives],
-            weight_column=weight_column,
+            weight_column=weight_column or None,
+            labels=read_labels(table, likely, right, "weight_column", beside_images=beside_images),
             deduplicate=deduplicate,
         )
 
 
-def _default_negatives(columns: Iterable[str], but: tuple[str, str]) -> list[str]:
-    """The columns of mined negatives by their names, in the order of their numbers."""
-    numbers = {}
-    for name in columns:
+def _default_negatives(source: TableSource, but: tuple[str, str]) -> list[str]:
+    """The columns of mined negatives by their names, in the order of their numbers; numbers are none of texts."""
+    place = {}
+    for name in source.kinds:
         match = _NEGATIVE_NAME.fullmatch(name)
         if match and name not in but:
-            numbers[name] = int(match[1] or 0)
-    return sorted(numbers, key=numbers.__getitem__)
+            if source.holds_numbers(name) and not source.holds_numbers(but[1]):
+                logger.warning("%s: column %r holds numbers, and is not read as mined negatives", source.path, name)
+                continue
+            place[name] = int(match[1] or 0)
+    return sorted(place, key=place.__getitem__)
+
+
+def are_mined(source: TableSource) -> bool:
+    """Whether a table has the columns of mined negatives, whose `pos` is no column of numbers, such as a sentiment."""
+    return "positive_passages" in source.kinds or ("pos" in source.kinds and not source.holds_numbers("pos"))
 
 
 class MinedPairs(ColumnPairs):
@@ -256,19 +294,33 @@ class MinedPairs(ColumnPairs):
         bad_rows = BadRows(path, on_error)
         columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
         if queries is None or documents is None:
-            source = TableSource(path, bad_rows, split=split, reshape=_mined_texts)
+            source = _mined_source(path, bad_rows, split, _mined_texts)
             table = source.open(columns, optional=("neg",))
             query, pos, neg = (read_column(table, name, "text") for name in columns)
         else:
             left = open_vectors(queries, bad_rows=bad_rows)
             right = open_vectors(documents, bad_rows=bad_rows)
             # Of vectors the file holds the ids alone.
-            source = TableSource(path, bad_rows, split=split, reshape=_mined_ids)
+            source = _mined_source(path, bad_rows, split, _mined_ids)
             table = source.open(columns, optional=("neg",))
             query = read_ids(table, "query", left.ids, left.items)
             pos = read_ids(table, "pos", right.ids, right.items)
             neg = read_ids(table, "neg", right.ids, right.items)
+        for name in label_columns(source.kinds, columns):
+            if source.kinds[name] == "value":
+                logger.warning("%s: column %r is not read: pos and neg say what matches", path, name)
         super().__init__(query, pos, [neg], max_negatives=max_negatives)
+
+
+def _mined_source(path: str | Path, bad_rows: BadRows, split: str, reshape: Callable[[Record], Record]) -> TableSource:
+    """A table of mined negatives; rows of parquet files with nested passages are read as lines are."""
+    source = TableSource(path, bad_rows, split=split, reshape=reshape)
+    if "positive_passages" in source.kinds and source.dataset is None:
+        return replace(source, as_records=True)
+    if "positive_passages" in source.kinds:
+        problem = "has nested passages, which are read from files"
+        raise DualencError(f'{path}: {problem}; save it by Dataset.to_json("mined.jsonl") and name that file')
+    return source
 
 
 # Named functions, not partials: the cache of a table is keyed by the function's name.
@@ -280,8 +332,8 @@ def _mined_texts(record: Record) -> Record:
 
 
 def _mined_ids(record: Record) -> Record:
-    flat = _flat_passages(record, lambda passage: passage.get("docid"))
-    return {**flat, "query": record.get("query_id")} if flat is not record else record
+    flat = _flat_passages(record, lambda passage: passage.get(first_of(passage, DOCUMENT_IDS) or "id"))
+    return {**flat, "query": record.get(first_of(record, QUERY_IDS) or "query_id")} if flat is not record else record
 
 
 def _flat_passages(record: Record, value_of: Callable[[Record], Any]) -> Record:
@@ -314,13 +366,20 @@ class ImageFolderPairs(ColumnPairs):
 
     Args:
         path: the folder of images; of one that is divided into splits (`train`, `val`, …) its subfolder `train`.
+        weight_column: as for `TablePairs`.
         deduplicate: equal captions, and equal paths of images, are the same item and share an id.
         quotes: as for `TablePairs`.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
     """
 
     def __init__(
-        self, path: str | Path, *, deduplicate: bool = True, quotes: bool | None = None, on_error: OnError = "skip"
+        self,
+        path: str | Path,
+        *,
+        weight_column: str | None = None,
+        deduplicate: bool = True,
+        quotes: bool | None = None,
+        on_error: OnError = "skip",
     ) -> None:
         folder = Path(path)
         file = _captions_file(folder)
@@ -329,6 +388,7 @@ class ImageFolderPairs(ColumnPairs):
             file = _captions_file(folder)
         bad_rows = BadRows(path if file is None else file, on_error)
         names = find_images(folder)
+        likely: list[str] = []
         if file is None:
             table = _table_of_text_files(folder, names, bad_rows)
             image_column = "image"
@@ -336,12 +396,23 @@ class ImageFolderPairs(ColumnPairs):
         else:
             # Links among a folder's images are followed.
             source = TableSource(file, bad_rows, quotes=quotes, allow_outside=True)
-            image_column = source.default_column(IMAGE_NAMES, "image_column")
-            caption_column = source.default_column(CAPTION_NAMES, "caption_column")
-            table = source.open({image_column: "value", caption_column: "list"})
+            image_column = source.default_column(IMAGE_FILES, "image_column")
+            caption_column = source.default_column(CAPTIONS, "caption_column")
+            columns: dict[str, ColumnKind] = {image_column: "value", caption_column: "list"}
+            likely = label_columns(source.kinds, columns) if weight_column is None else []
+            columns |= {name: source.label_kind(name) for name in likely}
+            if weight_column:
+                columns[weight_column] = "value"
+            table = source.open(columns)
             table = _rows_of_files(table, image_column, names)
-        images = read_column(table, image_column, "image")
-        super().__init__(images, read_column(table, caption_column, "text"), deduplicate=deduplicate)
+        captions = read_column(table, caption_column, "text")
+        super().__init__(
+            read_column(table, image_column, "image"),
+            captions,
+            weight_column=weight_column or None,
+            labels=read_labels(table, likely, captions, "weight_column", beside_images=True),
+            deduplicate=deduplicate,
+        )
 
 
 def _captions_file(folder: Path) -> Path | None:

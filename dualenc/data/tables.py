@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pyarrow as pa
 import pyarrow.dataset
@@ -19,13 +21,17 @@ import pyarrow.parquet as pq
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import BATCH_ROWS, cache_option, cached_dataset, record_batches
+from dualenc.data.column_names import first_of
 from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, check_split, detect
-from dualenc.data.lines import Record, file_format, read_records
+from dualenc.data.lines import Numbered, Record, file_format, read_records
+from dualenc.data.written_lists import kind_of_written, parse_list
 from dualenc.errors import DualencError, explain, nearest
 from dualenc.reading import glob_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+logger = logging.getLogger("dualenc.data")
 
 ColumnKind = Literal["value", "list", "vector"]
 FILE = "__file__"
@@ -38,7 +44,9 @@ _TYPES: dict[ColumnKind, pa.DataType] = {
     "vector": pa.large_list(pa.float32()),
 }
 _PARQUET_ADVICE = "write all files with the same types, or fetch it again"
+_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|nan", re.IGNORECASE)
 _RECORDS_EXAMINED = 1000  # of each file, to see what its columns hold
+_FILES_EXAMINED = 8  # whose values are looked at
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,7 @@ class TableSource:
         bad_rows: counts malformed lines.
         dataset: rows that are loaded already; `path` is their name.
         reshape: makes of a line's record the one whose columns are read; a function with a name, by which it is cached.
+        as_records: read the rows of parquet files as lines are, so that `reshape` sees nested columns.
     """
 
     path: str | Path
@@ -107,6 +116,7 @@ class TableSource:
     quotes: bool | None = None
     allow_outside: bool = False
     reshape: Callable[[Record], Record] = dict
+    as_records: bool = False
 
     def __post_init__(self) -> None:
         self.files: list[Path] = []
@@ -117,7 +127,8 @@ class TableSource:
             self.dataset = _load_saved(self.path, self.split)
         elif kind is not None:
             self.files = _find_files(self.path, self.split)
-        self._is_lines = bool(self.files) and file_format(self.files[0]) != ".parquet"
+        is_parquet = bool(self.files) and file_format(self.files[0]) == ".parquet"
+        self._is_lines = bool(self.files) and (self.as_records or not is_parquet)
 
     @cached_property
     def kinds(self) -> dict[str, ColumnKind]:
@@ -126,15 +137,69 @@ class TableSource:
         Lines carry no types: there it is the columns of the first thousand records of each file, and their first value.
         """
         if not self._is_lines:
-            return {column.name: kind_of_type(column.type) for column in self._schema}
-        kinds: dict[str, ColumnKind | None] = {}
+            kinds = {column.name: kind_of_type(column.type) for column in self._schema}
+            return kinds | self.written_lists
+        found: dict[str, ColumnKind | None] = {}
         bad_rows = BadRows(self.path)
         for file in self.files:
-            for _, record in islice(read_records(file, bad_rows, self.quotes), _RECORDS_EXAMINED):
+            for _, record in islice(self._records(file, bad_rows), _RECORDS_EXAMINED):
                 for name, value in self.reshape(record).items():
-                    kinds[name] = kinds.get(name) or _kind_of_value(value)
-        bad_rows.require(len(kinds), "record")
-        return {name: kind or "value" for name, kind in kinds.items()}
+                    found[name] = found.get(name) or _kind_of_value(value)
+        bad_rows.require(len(found), "record")
+        return {name: kind or "value" for name, kind in found.items()} | self.written_lists
+
+    @cached_property
+    def examined(self) -> list[Record]:
+        """The first thousand records of a few files; of typed data without vectors, nested and binary values."""
+        records: list[Record] = []
+        if self._is_lines:
+            for file in self.files[:_FILES_EXAMINED]:
+                first = islice(self._records(file, BadRows(self.path)), _RECORDS_EXAMINED)
+                records += [self.reshape(record) for _, record in first]
+            return records
+        names = [column.name for column in self._schema if _is_plain(column.type)]
+        if self.dataset is not None:
+            return self.dataset.data.table.select(names).slice(0, _RECORDS_EXAMINED).to_pylist()
+        for file in self.files[:_FILES_EXAMINED]:
+            with explain(f"{file}: cannot be read", _PARQUET_ADVICE), pq.ParquetFile(file) as opened:
+                own = [name for name in names if name in opened.schema_arrow.names]
+                batches = opened.iter_batches(batch_size=_RECORDS_EXAMINED, columns=own)
+                # What is damaged is told by the reader of its column.
+                with suppress(UnicodeDecodeError):
+                    records += next(iter(batches), pa.RecordBatch.from_pylist([])).to_pylist()
+        return records
+
+    @cached_property
+    def written_lists(self) -> dict[str, ColumnKind]:
+        """The columns of texts that are lists in every examined record, as pandas writes lists to csv, by kind."""
+        kinds: dict[str, ColumnKind] = {}
+        for name in dict.fromkeys(name for record in self.examined for name in record):
+            values = [record.get(name) for record in self.examined]
+            first = next((value for value in values if isinstance(value, str) and value.strip()), "")
+            if first.lstrip().startswith("[") and (kind := kind_of_written(values)):
+                kinds[name] = cast(ColumnKind, kind)
+        return kinds
+
+    def label_kind(self, name: str) -> ColumnKind:
+        """How a column of labels is read: lists of them as lists, whatever their numbers."""
+        return "value" if self.kinds[name] == "value" else "list"
+
+    def holds_numbers(self, name: str) -> bool:
+        """Whether all examined values of a column, at least one, are numbers."""
+        values = [record.get(name) for record in self.examined]
+        texts = [str(value).strip() for value in values if value is not None]
+        return any(texts) and all(_NUMBER.fullmatch(text) for text in texts if text)
+
+    def _records(self, file: Path, bad_rows: BadRows) -> Iterator[Numbered]:
+        """The numbered records of a file of lines, or rows of a parquet file."""
+        if file_format(file) != ".parquet":
+            yield from read_records(file, bad_rows, self.quotes)
+            return
+        with explain(f"{file}: cannot be read", _PARQUET_ADVICE), pq.ParquetFile(file) as opened:
+            start = 0
+            for batch in opened.iter_batches(batch_size=BATCH_ROWS):
+                yield from enumerate(batch.to_pylist(), start)
+                start += len(batch)
 
     def default_column(self, names: Iterable[str], argument: str, but: str | None = None) -> str:
         """The `first_of` some usual names, for an argument that the user left out; a `DualencError` without any."""
@@ -147,7 +212,13 @@ class TableSource:
     def open(self, columns: Mapping[str, ColumnKind], *, optional: Collection[str] = ()) -> DataTable:
         """Open some columns, each read as its kind; those in `optional` may be missing."""
         check_columns(self.path, self.kinds, [name for name in columns if name not in optional])
+        written = [name for name in self.written_lists if columns.get(name, "value") != "value"]
+        for name in written:
+            logger.warning("%s: column %r is read as lists, which are written as texts in it", self.path, name)
         dataset = self.dataset
+        if dataset is not None and written:
+            problem = f"column {written[0]!r} holds lists that are written as texts"
+            raise DualencError(f"{self.path}: {problem}; save them as lists, or the data set as csv")
         # The name of a data set of the hub is no folder here, so that no path of its rows leads to an image.
         root = Path(self.path)
         if dataset is None:
@@ -164,16 +235,21 @@ class TableSource:
             return record_batches(self._rows_of_lines(columns, bad_rows), schema)
 
         key = (columns, self.quotes, self.bad_rows.on_error, self.reshape.__qualname__)
+        if self.written_lists:
+            key = (*key, self.written_lists)  # type: ignore[assignment]
         return cached_dataset(batches, schema, self.files, key, self.bad_rows)
 
     def _rows_of_lines(self, columns: Mapping[str, ColumnKind], bad_rows: BadRows) -> Iterator[Record]:
         for number, file in enumerate(self.files):
-            for line, record in read_records(file, bad_rows, self.quotes):
+            for line, record in self._records(file, bad_rows):
                 values = self.reshape(record)
                 row = {FILE: number, LINE: line}
                 try:
                     for name, kind in columns.items():
-                        row[name] = _CONVERTERS[kind](values.get(name))
+                        value = values.get(name)
+                        if name in self.written_lists and kind != "value":
+                            value = _written(value)
+                        row[name] = _CONVERTERS[kind](value)
                 except (TypeError, UnicodeEncodeError) as error:
                     bad_rows.add("value of a wrong type", f"{file}:{line}", f"{error}; fix the line")
                 else:
@@ -195,10 +271,14 @@ class TableSource:
                 schemas = [pa.unify_schemas([*schemas, schema], promote_options="permissive")]
         return schemas[0]
 
-    def _read_parquet(self, columns: Iterable[str]) -> Dataset:
+    def _read_parquet(self, columns: Mapping[str, ColumnKind]) -> Dataset:
         """The columns as far as the files have them, null in the rows of a file that lacks them."""
         names = [name for name in self._schema.names if name in columns]
         schema = pa.schema([self._schema.field(name) for name in names], self._schema.metadata)
+        written = [name for name in names if name in self.written_lists and columns[name] != "value"]
+        parsed = schema
+        for name in written:
+            parsed = parsed.set(names.index(name), pa.field(name, _TYPES[columns[name]]))
 
         # Read no further ahead than a batch: otherwise a file is in memory twice.
         options: dict[str, Any] = {"batch_size": BATCH_ROWS, "batch_readahead": 1, "fragment_readahead": 1}
@@ -208,14 +288,45 @@ class TableSource:
             for file in self.files:
                 with explain(f"{file}: cannot be read", _PARQUET_ADVICE):
                     data = pyarrow.dataset.dataset(file, schema=schema, format="parquet")
-                    yield from data.to_batches(**options)
+                    for batch in data.to_batches(**options):
+                        yield _with_lists(batch, parsed) if written else batch
 
-        return cached_dataset(batches, schema, self.files, names, self.bad_rows)
+        key = (names, written) if written else names
+        return cached_dataset(batches, parsed, self.files, key, self.bad_rows)
 
 
-def first_of(columns: Iterable[str], names: Iterable[str], but: str | None = None) -> str | None:
-    """The first of some usual names that a column has."""
-    return next((name for name in names if name in columns and name != but), None)
+def _with_lists(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """A batch whose texts that are lists are lists, as the schema has them."""
+    arrays = []
+    for column, field_ in zip(batch.columns, schema, strict=True):
+        if column.type != field_.type:
+            lists = [parse_list(value) for value in column.to_pylist()]
+            # Numbers, too, where lists of texts are read.
+            lists = [values and _CONVERTERS[_kind_of_lists(field_.type)](values) for values in lists]
+            column = pa.array(lists, field_.type)
+        arrays.append(column)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _kind_of_lists(kind: pa.DataType) -> ColumnKind:
+    return "vector" if pa.types.is_floating(kind.value_type) else "list"
+
+
+def _written(value: Any) -> Any:
+    """The list that a text stands for; None for a blank one."""
+    if not isinstance(value, str) or not value.strip():
+        return None
+    values = parse_list(value)
+    if values is None:
+        raise TypeError("a text where a list written as a text is expected")
+    return values
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Whether values of an Arrow type are texts, numbers or truth values, or lists of texts or whole numbers."""
+    if is_list(kind):
+        return _is_plain(kind.value_type) and not pa.types.is_floating(kind.value_type)
+    return not (pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def check_columns(source: str | Path, columns: Iterable[str], required: Iterable[str]) -> None:
@@ -261,7 +372,7 @@ def _text(value: Any) -> str | None:
 
 
 def _texts(value: Any) -> list[str | None]:
-    if value is None:
+    if value is None or (isinstance(value, str) and not value.strip()):
         return []
     if not isinstance(value, list):
         value = [value]

@@ -10,19 +10,18 @@ import numpy as np
 import pyarrow as pa
 
 from dualenc.data.bad_rows import BadRows
+from dualenc.data.column_names import VECTORS
 from dualenc.data.columns import matrix_faults, usable
 from dualenc.data.corpus import Corpus, distinct_ids, table_corpus
 from dualenc.data.detect import ONLY_SPLIT, check_split, detect
+from dualenc.data.id_columns import usual_id_column
 from dualenc.data.item_lists import Picked, VectorItems, number_items
 from dualenc.data.items import rows_of
 from dualenc.data.pairs import PairDataset
-from dualenc.data.tables import TableSource, check_columns, first_of
+from dualenc.data.tables import TableSource, check_columns
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
 from dualenc.types import OnError
-
-VECTOR_NAMES = ("vector", "embedding", "embeddings", "vectors", "emb")
-ID_NAMES = ("_id", "id", "docid", "doc_id", "document_id")
 
 
 class VectorPairs(PairDataset):
@@ -84,10 +83,13 @@ def open_vectors(
     table = TableSource(source, bad_rows, split=split)
     if column is None:
         lists = [name for name, kind in table.kinds.items() if kind == "vector"]
-        usual = [*VECTOR_NAMES, *lists] if len(lists) == 1 else VECTOR_NAMES
+        usual = [*VECTORS, *lists] if len(lists) == 1 else VECTORS
         column = table.default_column(usual, "the vectors")
-    id_column = id_column or first_of(table.kinds, ID_NAMES)
-    return table_corpus(table, column, "vector", id_column=id_column, columns=columns)
+    if id_column is None:
+        id_column = usual_id_column(table, column)
+        if id_column is None:
+            id_column = usual_id_column(table, column, of_queries=True)
+    return table_corpus(table, column, "vector", id_column=id_column or None, columns=columns)
 
 
 def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) -> Corpus:

@@ -231,15 +231,6 @@ def test_folders_named_like_splits_are_splits_and_no_classes(tmp_path: Path) -> 
     assert open_corpus(tmp_path).class_names == ["plane", "train", "val"]
 
 
-def test_a_column_of_labels_beside_pairs_is_named_as_unread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_csv(tmp_path / "x.csv", ["sentence1", "sentence2", "label"], [["a", "b", 1], ["c", "d", 0]])
-    assert len(open_pairs(path)) == 2
-    assert "column label is not read: each row is a pair" in caplog.text
-    caplog.clear()
-    open_pairs(path, "sentence1", "sentence2")
-    assert not caplog.text
-
-
 def test_columns_of_pairs_by_usual_and_by_given_names(tmp_path: Path) -> None:
     mined = write_jsonl(tmp_path / "mined.jsonl", [{"query": "q", "pos": ["p"], "neg": []}])
     assert isinstance(open_pairs(mined), MinedPairs)
