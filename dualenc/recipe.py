@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from dualenc.arguments import one_or_several
 from dualenc.errors import DualencError
 from dualenc.recipe_check import CLASS_KEYS, build, check_keys, check_value
 from dualenc.recipe_yaml import RecipeLoader
@@ -108,6 +109,7 @@ def read_recipe(
     """
     settings = _read_yaml(Path(path))
     # Outer ones first, and a class before its arguments, which it would drop.
+    overrides = list(one_or_several(overrides))
     changes = sorted(map(_parsed, overrides), key=lambda each: (len(each[0]), each[0][-1] != "class_path"))
     for names, text in changes:
         _apply(settings, names, text)
@@ -116,6 +118,7 @@ def read_recipe(
 
 def make_recipe(settings: Mapping[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()) -> Recipe:
     """A recipe from nested values, as a YAML file holds them, called `source` in errors; else as `read_recipe`."""
+    allow_modules = list(one_or_several(allow_modules))
     check_keys(settings, SECTIONS, "a recipe", f"{source}: ")
     sections = {}
     for name, path in SECTIONS.items():

@@ -28,7 +28,7 @@ def evaluate_image_text(
     """Evaluate retrieval both ways."""
     evaluation = Evaluation("image-text", model, data, output)
     split = split or default_split(data)
-    pairs = open_pairs(data, **vars(columns), split=split)
+    pairs = open_pairs(data, **vars(columns), split=split).relevant()
     if (pairs.left_modality, pairs.right_modality) != ("image", "text"):
         raise DualencError(
             f"{data}: pairs of {pairs.left_modality} and {pairs.right_modality}, not of image and text; "

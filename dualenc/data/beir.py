@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dualenc.arguments import one_or_several
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.cache import cache_option
 from dualenc.data.column_names import DOCUMENT_IDS, IDS, LABELS, QUERY_IDS, columns_named, first_of
@@ -187,6 +188,7 @@ def read_corpus(
     bad_rows: BadRows,
 ) -> Corpus:
     """The documents (part "corpus") or queries (part "queries") of a BEIR folder; `columns` are kept for filters."""
+    columns = list(one_or_several(columns))
     check_column_names(columns)
     folder = Path(folder)
     optional = ["title"]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from dualenc.arguments import check_several
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import Column, read_column
 from dualenc.data.identity import digest_of, items_identity
@@ -19,6 +20,7 @@ from dualenc.data.item_lists import Picked
 from dualenc.data.labels import labels_of_column, labels_of_folders
 from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset, by_position
+from dualenc.data.ragged import distinct
 from dualenc.data.tables import DataTable, TableSource
 from dualenc.decoding import rgb_item
 from dualenc.errors import DualencError
@@ -56,6 +58,8 @@ class Corpus:
         class_names: Sequence[str] | None = None,
         columns: pa.Table | None = None,
     ) -> None:
+        check_several("ids", ids)
+        check_several("items", items)
         self.ids = list(ids)
         self.items = by_position(items)
         self.modality = modality
@@ -123,14 +127,19 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
 
     Of more than `most` right items those of the pairs stay, and a seeded sample of the others. Every right item that is
     a positive of a query, also by pairs that are not among these, is relevant, unless its weight is 0. A right text
-    that is a copy of a query has its id, and so is no result of it, unless it is relevant.
+    that is a copy of a query has its id, and so is no result of it, unless it is relevant. Equal items are one, except
+    in a BEIR folder, which tells them apart by their ids.
     """
     pairs = pairs.relevant()
+    items = np.arange(pairs.num_right)
+    if not hasattr(pairs, "queries"):
+        items = distinct(pairs.first_equal("right"))
+        pairs = pairs.merged()
     queries, _ = used_items(pairs, "left")
     left_ids = np.unique(pairs.left_id)
     positives = pairs.positives("left", left_ids)  # (Q, K)
     relevant = np.unique(positives[positives >= 0])
-    others = np.setdiff1d(np.arange(pairs.num_right), relevant)
+    others = np.setdiff1d(items, relevant)
     if len(others) > most - len(relevant):
         others = np.random.default_rng(0).choice(others, max(0, most - len(relevant)), replace=False)
     kept = np.union1d(relevant, others)

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import ipc
 
+from dualenc.arguments import check_several
 from dualenc.errors import DualencError, explain
 from dualenc.files import atomic_path, save_array
 from dualenc.reading import is_utf8
@@ -114,6 +115,7 @@ class Ids(Texts):
 
 def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
     """(n,) int64, the row of each name among mapped ids or a list; -1 for a name that is not there."""
+    check_several("ids", names)
     if isinstance(ids, Ids):
         return ids.rows(names)
     row_of = {name: row for row, name in enumerate(ids)}
@@ -226,6 +228,7 @@ def write_order(paths: Sequence[Path]) -> None:
 
 def check_ids(ids: Sequence[str]) -> None:
     """Raise a `DualencError` for ids that are no texts, hold line breaks or lone surrogates, or are duplicates."""
+    check_several("ids", ids)
     if isinstance(ids, Ids):  # checked when they were written
         return
     for row, name in enumerate(ids):

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dualenc.arguments import check_several
 from dualenc.data.tables import LINE, DataTable
 from dualenc.errors import DualencError, explain
 
@@ -29,6 +30,7 @@ _LOOKS = {
 
 def check_column_names(names: Sequence[str]) -> None:
     """Raise a `DualencError` for names that a filter or an engine cannot use, and for names given twice."""
+    check_several("columns", names)
     seen: set[str] = set()
     for name in names:
         lower = name.lower()

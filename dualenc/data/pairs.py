@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+from PIL import Image
 
-from dualenc.data.identity import digest_of, items_identity
+from dualenc.data.identity import contents, digest_of, items_identity
 from dualenc.data.item_lists import item_key
 from dualenc.data.ragged import Ragged, distinct
 from dualenc.decoding import rgb_item
@@ -50,6 +50,8 @@ class PairDataset:
     A collection may hold items that no pair names: `NegativeCache`, `FrozenCorpus` and chains with `proposals` of a
     number draw them as negatives, the other objectives only if they are mined.
 
+    Equal texts, vectors and images in memory may have several ids, but are never negatives of one another's partners.
+
     Args:
         left_items: raw left items by left id, (num_left,).
         right_items: raw right items by right id, (num_right,).
@@ -63,10 +65,12 @@ class PairDataset:
     Attributes:
         views: True when left and right are the same image, to be augmented twice (unimodal training).
         skipped: number of bad samples that the reader left out.
+        has_distinct_items: the reader has given equal items of a side one id, or was asked not to look.
     """
 
     views: bool = False
     skipped: int = 0
+    has_distinct_items: bool = False
 
     def __init__(
         self,
@@ -80,8 +84,8 @@ class PairDataset:
         left_modality: Modality = "text",
         right_modality: Modality = "text",
     ) -> None:
-        self.left_items = by_position(left_items)
-        self.right_items = by_position(right_items)
+        self.left_items = _checked_items("left_items", by_position(left_items))
+        self.right_items = _checked_items("right_items", by_position(right_items))
         self.left_modality = left_modality
         self.right_modality = right_modality
         self.left_id = _checked_ids("left_id", left_id, len(left_items))
@@ -103,7 +107,9 @@ class PairDataset:
             self.negatives = negatives.keep(negatives.first_in_row())
         self._positives: dict[Side, Ragged] = {}
         self._positives_of: PairDataset | None = None
-        self._copies: dict[Side, np.ndarray] = {}
+        # Of the items, and so shared by all parts of these pairs.
+        self._contents: dict[Side, np.ndarray] = {}
+        self._alike: dict[Side, Alike | None] = {}
 
     @property
     def num_left(self) -> int:
@@ -182,31 +188,83 @@ class PairDataset:
             self._positives[side] = Ragged.from_pairs(self.item_ids(side), partners, len(self.items(side)))
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
 
+    def contents(self, side: Side) -> np.ndarray:
+        """(N,) a number for each item of a side, the same for equal ones; of texts on both sides also across sides."""
+        if not self._contents:
+            left = self._hashes("left")
+            right = left if self.views else self._hashes("right")
+            is_text = self.left_modality == self.right_modality == "text"
+            numbers = (
+                _numbers_of_hashes([left, right]) if is_text else [_numbers_of_hashes([x])[0] for x in (left, right)]
+            )
+            self._contents["left"], self._contents["right"] = numbers
+        return self._contents[side]
+
+    def _hashes(self, side: Side) -> pa.Array:
+        """(N,) a number for each item of a side, the same for equal ones in this process; null where none is read."""
+        modality = self.left_modality if side == "left" else self.right_modality
+        are_texts = self.left_modality == self.right_modality == "text"
+        if self.has_distinct_items and not are_texts:
+            return pa.nulls(len(self.items(side)), pa.int64())
+        # Images in files are read once, by the reader that numbers them.
+        if modality == "image" and not isinstance(self.items(side), (list, tuple)):
+            return pa.nulls(len(self.items(side)), pa.int64())
+        return _item_hashes(self.items(side))
+
+    def first_equal(self, side: Side) -> np.ndarray:
+        """(N,) the id of the first item of a side that is equal to each of them."""
+        numbers = self.contents(side)
+        if self.has_distinct_items:
+            return np.arange(len(numbers))
+        _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+        return first[inverse]
+
     def copies(self, side: Side) -> np.ndarray | None:
-        """(N,) for each item of a side the opposite id of the same text, or -1; None unless both sides are texts."""
+        """(N,) for each item of a side the first opposite id of the same text, or -1; None unless both are texts."""
         if not self.left_modality == self.right_modality == "text":
             return None
-        # Parts over the same items share it.
-        if not self._copies:
-            left = _text_hashes(self.left_items)
-            right = _text_hashes(self.right_items)
-            self._copies["left"] = _rows_of_equal(left, right)
-            self._copies["right"] = _rows_of_equal(right, left)
-        return self._copies[side]
+        return _first_rows(self.contents(side), self.contents("right" if side == "left" else "left"))
 
     def not_negatives(self, side: Side, ids: np.ndarray) -> np.ndarray:
-        """The `positives` of each id (n,) of a side, and the opposite copy of its text: (n, K), padded by -1."""
+        """What is no negative of each id (n,) of a side: the `positives` of all items equal to it, what is equal to
+        one of these, and opposite copies of its own text; (n, K), padded by -1."""
+        alike = self._alike_positives(side)
+        if alike is not None:
+            return alike.padded(np.asarray(ids, dtype=np.int64))
         positives = self.positives(side, ids)
         copies = self.copies(side)
         if copies is None or (copies[ids] < 0).all():
             return positives
         return np.column_stack([positives, copies[ids]])
 
+    def _alike_positives(self, side: Side) -> Alike | None:
+        """The positives of a side by contents; None where all items of each side are distinct."""
+        if self._positives_of is not None:
+            return self._positives_of._alike_positives(side)
+        if side not in self._alike:
+            opposite: Side = "right" if side == "left" else "left"
+            own, other = self.contents(side), self.contents(opposite)
+            is_distinct = all(len(distinct(numbers)) == len(numbers) for numbers in (own, other))
+            self._alike[side] = None
+            if not is_distinct and not self.views:
+                shared = np.zeros(0, np.int64)
+                if self.left_modality == self.right_modality == "text":
+                    shared = np.intersect1d(own, other)
+                keys = np.concatenate([own[self.item_ids(side)], shared])
+                values = np.concatenate([other[self.item_ids(opposite)], shared])
+                count = int(max(own.max(), other.max())) + 1
+                partners = Ragged.from_pairs(keys, values, count)
+                members = Ragged.from_pairs(other, np.arange(len(other)), count)
+                self._alike[side] = Alike(own, partners, members)
+        return self._alike[side]
+
     def split(self, share: float, seed: int = 0) -> tuple[PairDataset, PairDataset]:
         """Divide the pairs at random into the rest and about a share; all pairs of a left item are in one part."""
-        items = np.random.default_rng(seed).permutation(distinct(self.left_id))
+        # Equal items, such as one query under the ids of several sessions, are in one part.
+        first = self.first_equal("left")[self.left_id]
+        items = np.random.default_rng(seed).permutation(distinct(first))
         chosen = items[: max(1, round(share * len(items)))]
-        in_share = np.isin(self.left_id, chosen)
+        in_share = np.isin(first, chosen)
         if not 0 < share < 1:
             raise DualencError(f"share is {share}; give one between 0 and 1")
         if in_share.all():
@@ -223,7 +281,17 @@ class PairDataset:
         if self.negatives is not None:
             part.negatives = self.negatives.take(rows)
         part._positives = {}
+        part._alike = {}
         part._positives_of = positives_of
+        return part
+
+    def merged(self) -> PairDataset:
+        """The same pairs with the id of the first equal item in place of each; the others are in no pair."""
+        lefts, rights = self.first_equal("left"), self.first_equal("right")
+        known = None if self._positives_of is None else self._positives_of.merged()
+        part = self.take(np.arange(len(self)), known)
+        part.left_id = lefts[self.left_id]
+        part.right_id = rights[self.right_id]
         return part
 
     def relevant(self) -> PairDataset:
@@ -241,20 +309,61 @@ class PairDataset:
         return np.bincount(self.item_ids(side), minlength=len(self.items(side)))
 
 
-def _text_hashes(items: Items) -> pa.Array:
-    """(N,) a number for each text, the same for equal ones in this process; null where none can be read."""
+class Alike(NamedTuple):
+    """Positives by contents: the number of each own item (N,), the partners' numbers of a number, and their items."""
+
+    own: np.ndarray
+    partners: Ragged
+    members: Ragged
+
+    def padded(self, ids: np.ndarray) -> np.ndarray:
+        """(n, K) the opposite items of some own items (n,), padded by -1."""
+        partners = self.partners.take(self.own[ids])
+        members = self.members.take(partners.values)
+        return Ragged(members.values, members.offsets[partners.offsets]).padded(np.arange(len(ids)))
+
+
+def _item_hashes(items: Items) -> pa.Array:
+    """(N,) a number for each text, vector or image; null where none can be read."""
     hashes = np.full(len(items), -1)  # which Python never returns
     for row in range(len(items)):
         with suppress(BadSample):
-            text = item_key(items, row)
-            if isinstance(text, str):
-                hashes[row] = hash(text)
+            item = item_key(items, row)
+            if isinstance(item, (str, bytes)):
+                hashes[row] = hash(item)
+            elif isinstance(item, np.ndarray):
+                hashes[row] = hash(np.ascontiguousarray(item, dtype=np.float32).tobytes())
+            elif isinstance(item, Image.Image):
+                hashes[row] = hash(contents(item))
     return pa.array(hashes, mask=hashes == -1)
 
 
-def _rows_of_equal(values: pa.Array, among: pa.Array) -> np.ndarray:
-    """(n,) the first row of each value (n,) among others, -1 for none and for null."""
-    return pc.index_in(values, value_set=among, skip_nulls=True).fill_null(-1).to_numpy().astype(np.int64)
+def _numbers_of_hashes(parts: list[pa.Array]) -> list[np.ndarray]:
+    """Numbers from 0 for the values of some arrays, the same for equal ones; every null has its own."""
+    joined = pa.chunked_array(parts).combine_chunks()
+    numbers = joined.dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
+    is_null = numbers < 0
+    numbers[is_null] = numbers.max(initial=-1) + 1 + np.arange(is_null.sum())
+    return np.split(numbers, [len(parts[0])])[: len(parts)]
+
+
+def _first_rows(values: np.ndarray, among: np.ndarray) -> np.ndarray:
+    """(n,) the first row of each value (n,) among others (N,), -1 for none."""
+    if not len(among):
+        return np.full(len(values), -1)
+    numbers, first = np.unique(among, return_index=True)
+    places = np.searchsorted(numbers, values).clip(max=len(numbers) - 1)
+    return np.where(numbers[places] == values, first[places], -1)
+
+
+def _checked_items(name: str, items: Items) -> Items:
+    """Items, if they are a collection with a length that is indexed by position."""
+    is_mapping = isinstance(items, (Mapping, str, bytes))
+    if is_mapping or not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+        raise DualencError(
+            f"{name} is of type {type(items).__name__}; give a list of items, or what is indexed like one"
+        )
+    return items
 
 
 def _checked_weights(weights: Sequence[float] | np.ndarray, count: int) -> np.ndarray:

@@ -24,6 +24,7 @@ from dualenc.errors import DualencError
 logger = logging.getLogger("dualenc.data")
 
 MAX_GRADE = 10
+_TEXTS = "its values"
 _MAX_WORDS = 20  # different texts of a column that may be classes
 _MAX_VALUES = 10_000  # different values of a column that may be labels
 _YES = "1 true t yes y relevant match matched matching positive pos correct clicked click duplicate similar paraphrase"
@@ -44,6 +45,15 @@ class Labels:
     def of_pairs(self, right: ItemColumn, paired: np.ndarray) -> np.ndarray:
         """The labels of right values at some positions (n,)."""
         return self.values[paired if self.of_entries else right.rows[paired]]
+
+
+def as_number(value: object) -> object:
+    """1 or 0 for a text that says whether a row matches; any other value as it is."""
+    text = _plain(value)
+    negated = _NOT.fullmatch(text)
+    if negated and text not in _WORDS and negated[1] in _WORDS:
+        return 1 - _WORDS[negated[1]]
+    return _WORDS.get(text, value)
 
 
 def label_columns(columns: Iterable[str], but: Collection[str]) -> list[str]:
@@ -79,7 +89,6 @@ def read_labels(
     Raises:
         DualencError: two columns look like labels, or one whose values do not say which rows match.
     """
-    advice = f"name it as {option} ({_flag(option)}) to read it, or pass {option}='' to read none"
     verdicts = {name: _judge(table, name) for name in columns}
     if beside_images:
         for name, verdict in verdicts.items():
@@ -99,10 +108,11 @@ def read_labels(
     name = likely[0]
     verdict = verdicts[name]
     if isinstance(verdict, str):
-        raise DualencError(f"{table.source}: column {name!r} looks like labels of the pairs, but {verdict}; {advice}")
+        problem = f"column {name!r} looks like labels of the pairs, but {verdict}"
+        raise DualencError(f"{table.source}: {problem}; {_advice(option, not verdict.startswith(_TEXTS))}")
     if beside_images and normalized(name) in CLASS_LABELS:
         problem = "may say which rows match, or be the classes of the images"
-        raise DualencError(f"{table.source}: column {name!r} {problem}; {advice}")
+        raise DualencError(f"{table.source}: column {name!r} {problem}; {_advice(option, True)}")
     assert verdict is not None
     return _checked(table, name, verdict, right, option, effect)
 
@@ -111,7 +121,7 @@ def named_labels(table: DataTable, name: str, right: ItemColumn, option: str, ef
     """The labels of a column that the user named: of any numbers those above 0 match."""
     verdict = _judge(table, name, is_named=True)
     if verdict is None or isinstance(verdict, str):
-        problem = verdict or "its values are not labels"
+        problem = verdict or f"{_TEXTS} are not labels"
         raise DualencError(f"{table.source}: column {name!r}: {problem}; write 1 and 0")
     return _checked(table, name, verdict, right, option, effect)
 
@@ -130,6 +140,11 @@ def _checked(table: DataTable, name: str, values: np.ndarray, right: ItemColumn,
     message = "%s: column %r is read as labels: %s are labelled 0 and %s; %s='' reads none"
     logger.warning(message, table.source, name, counts, effect, option)
     return Labels(name, values, column.is_list)
+
+
+def _advice(option: str, are_numbers: bool) -> str:
+    read = f"name it as {option} ({_flag(option)}) to read it" if are_numbers else "write 1 and 0 in it"
+    return f"{read}, or pass {option}='' to read none"
 
 
 def _flag(option: str) -> str:
@@ -185,7 +200,7 @@ def _meanings(texts: Sequence[str], name: str, is_named: bool) -> dict[str, floa
         return {text: _WORDS[text] if text in _WORDS else 1 - _WORDS[negated[text]] for text in distinct}
     if len(distinct) <= _MAX_WORDS and all(_NAME_OF_CLASS.fullmatch(text) for text in distinct):
         shown = ", ".join(repr(text[:30]) for text in distinct[:3])
-        return f"its values ({shown}{', …' if len(distinct) > 3 else ''}) do not say which rows match: write 1 and 0"
+        return f"{_TEXTS} ({shown}{', …' if len(distinct) > 3 else ''}) do not say which rows match"
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dualenc.arguments import one_or_several
 from dualenc.data import column_names as names
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import BeirPairs, is_collection, read_corpus
@@ -62,6 +63,7 @@ def open_corpus(
         DualencError: nothing there, nothing usable, or columns that have to be named.
         BadSample: an empty item, a missing or repeated id, a malformed line, under on_error="raise".
     """
+    columns = list(one_or_several(columns))
     check_column_names(columns)
     kind = detect(path)
     if columns and kind in ("tars", "images"):

@@ -24,13 +24,11 @@ from dualenc.data.item_lists import Joined, Picked, number_items
 from dualenc.data.lines import Record, read_records
 from dualenc.data.pairs import PairDataset
 from dualenc.data.ragged import Ragged, distinct
-from dualenc.data.relevance import Labels, label_columns, read_labels
+from dualenc.data.relevance import Labels, as_number, label_columns, read_labels
 from dualenc.data.tables import ColumnKind, DataTable, TableSource
 from dualenc.data.vectors import open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, OnError
-
-_TRUTH = {"true": 1, "True": 1, "false": 0, "False": 0}  # in csv
 
 logger = logging.getLogger("dualenc.data")
 
@@ -39,6 +37,8 @@ _NEGATIVE_NAME = re.compile(r"(?:hard_)?neg(?:ative)?s?(?:_?(\d{1,4}))?")
 
 class ColumnPairs(PairDataset):
     """Pairs between the items of two columns of a table, with ids in order of appearance."""
+
+    has_distinct_items = True
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ def _weights(table: DataTable, name: str) -> np.ndarray:
     weights = np.full(len(table), np.nan, np.float32)
     for row, value in enumerate(table.column(name).to_pylist()):
         with suppress(ValueError, TypeError):
-            weights[row] = float(_TRUTH.get(value, value))
+            weights[row] = float(as_number(value))  # type: ignore[arg-type]
     weights[~np.isfinite(weights) | (weights < 0)] = np.nan
     return weights
 

@@ -182,7 +182,8 @@ class TableSource:
 
     def label_kind(self, name: str) -> ColumnKind:
         """How a column of labels is read: lists of them as lists, whatever their numbers."""
-        return "value" if self.kinds[name] == "value" else "list"
+        has_lists = any(isinstance(record.get(name), list) for record in self.examined)
+        return "list" if has_lists or self.kinds[name] != "value" else "value"
 
     def holds_numbers(self, name: str) -> bool:
         """Whether all examined values of a column, at least one, are numbers."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dualenc.arguments import check_several
 from dualenc.checksums import verify_files
 from dualenc.data.items import ORDER, Ids, ItemTable, item_batch, read_batches, rows_of
 from dualenc.errors import DualencError
@@ -57,6 +58,7 @@ class Embeddings:
             raise DualencError(f"vectors have shape {tuple(vectors.shape)}; give a matrix (N, D)")
         if len(ids) != len(vectors):
             raise DualencError(f"{len(ids)} ids for {len(vectors)} vectors; give one id per vector")
+        check_several("ids", ids)
         self.ids: Sequence[str] = ids if isinstance(ids, Ids) else list(ids)
         self.vectors = vectors
         self.meta = dict(meta or {})

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from dualenc.arguments import one_or_several
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.column_names import VECTORS
 from dualenc.data.columns import matrix_faults, usable
@@ -39,6 +40,8 @@ class VectorPairs(PairDataset):
         on_error: "skip" leaves out, counts and reports vectors that are missing, not finite or zero; "raise" stops
             at the first. A table with vectors of two sizes is refused.
     """
+
+    has_distinct_items = True
 
     def __init__(
         self, left: str | Path, right: str | Path, *, deduplicate: bool = True, on_error: OnError = "skip"
@@ -77,6 +80,7 @@ def open_vectors(
     bad_rows: BadRows,
 ) -> Corpus:
     """Open vectors to train on or to embed, without those that are not finite or zero; as for `open_corpus`."""
+    columns = list(one_or_several(columns))
     if detect(source) == "vectors":
         check_split(source, split)
         return _open_matrix(source, columns, bad_rows)

@@ -17,6 +17,7 @@ from tokenizers.normalizers import Sequence as Normalizers
 from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel, Sequence
 from tokenizers.processors import BertProcessing
 
+from dualenc.arguments import check_several
 from dualenc.errors import DualencError, explain
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def train_tokenizer(
     """
     from transformers import PreTrainedTokenizerFast
 
+    check_several("texts", texts)
     if vocab_size < MIN_VOCABULARY:
         raise DualencError(f"vocab_size is {vocab_size}: give {MIN_VOCABULARY} or more, for all bytes")
     remaining = iter(texts)

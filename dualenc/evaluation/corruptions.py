@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from dualenc.arguments import one_or_several
 from dualenc.data.images import is_image
 from dualenc.decoding import open_image
 from dualenc.errors import DualencError, nearest
@@ -79,6 +80,7 @@ class GeneratedCorruptions(CorruptedImages):
     """Corruptions generated on the fly from images of at least 32 × 32; picklable if `clean` is."""
 
     def __init__(self, clean: CleanImages, corruptions: Sequence[str] = ALL, *, seed: int = 0):
+        corruptions = tuple(one_or_several(corruptions))
         for name in corruptions:
             _function(name)
         self.clean = clean
@@ -210,7 +212,7 @@ def _available(folder: Path, suffix: str) -> list[str]:
 def _choose(folder: Path, suffix: str, requested: Sequence[str]) -> tuple[str, ...]:
     """The requested corruptions, by default all of the folder; one that it lacks is an error."""
     available = _available(folder, suffix)
-    chosen = requested or available or ALL[:1]
+    chosen = tuple(one_or_several(requested)) or available or ALL[:1]
     for name in chosen:
         if name not in available:
             listed = ", ".join(available) or "none; is it CIFAR-C or Tiny-ImageNet-C?"

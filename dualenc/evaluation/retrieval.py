@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualenc import distributed
+from dualenc.arguments import check_several
 from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores, remove_self_matches, score_queries
 from dualenc.evaluation.runs import ranked, write_per_query, write_trec
 from dualenc.search.exact import exact_search
@@ -43,6 +44,8 @@ def retrieve(
         qrels: judgements; with them one more takes the place of an unjudged document whose id is the query's.
         device: where to search, as in `exact_search`.
     """
+    check_several("query_ids", query_ids)
+    check_several("document_ids", document_ids)
     # One document more than wanted takes the place of a self-match.
     scores, columns = exact_search(queries, documents, depth + 1, document_ids=document_ids, device=device)
     run = {}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from dualenc.arguments import check_several, one_or_several
 from dualenc.errors import DualencError, explain
 from dualenc.evaluation.metrics import Scores
 from dualenc.evaluation.probe import unit_rows
@@ -59,6 +60,8 @@ def readable_class(name: str) -> str:
 
 def class_prompts(class_names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> list[str]:
     """Every template filled with every class, (C · T) texts, all of the first class first."""
+    check_several("class_names", class_names)
+    templates = list(one_or_several(templates))
     return [template.replace("{}", name) for name in class_names for template in templates]
 
 

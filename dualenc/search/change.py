@@ -17,6 +17,7 @@ import faiss
 import numpy as np
 import pyarrow as pa
 
+from dualenc.arguments import check_several
 from dualenc.data.items import check_ids, rows_of
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
@@ -61,6 +62,7 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings, corpus: Corpu
 
 def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
     """Remove vectors from an index by id, with their snippets, columns and texts."""
+    check_several("ids", ids)
     with locked(folder):
         index = Index.open(folder)
         rows = rows_of(index.ids, ids)

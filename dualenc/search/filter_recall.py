@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dualenc.arguments import one_or_several
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.lines import read_records
 from dualenc.data.vector_shards import Embeddings, is_embeddings
@@ -163,6 +164,7 @@ def tune(index: Searched, queries: np.ndarray, filters: Sequence[str], target: f
     Returns:
         The measurement of the chosen settings by the queries of odd number; the index's meta holds the settings.
     """
+    filters = list(one_or_several(filters))
     to_choose = Workload(index, queries[::2], filters)
     to_check = Workload(index, queries[1::2], filters)
     for settings in index.ladder():

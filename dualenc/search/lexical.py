@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import regex
 
+from dualenc.arguments import check_several
 from dualenc.checksums import recorded, verify_files
 from dualenc.errors import DualencError, explain
 from dualenc.files import atomic_folder, is_folder_of, write_json
@@ -105,6 +106,7 @@ class Lexical:
     @classmethod
     def build(cls, texts: Iterable[str]) -> Lexical:
         """Split and index N texts."""
+        check_several("texts", texts)
         vocabulary: dict[str, int] = {}
         ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in split_terms(text)] for text in texts]
         if not vocabulary:

@@ -93,6 +93,7 @@ def mine_negatives(
         device: to search on, see `exact_search`.
     """
     rule = rule or Rule()
+    pairs = pairs.relevant()  # what is labelled as no match may be mined
     left, right = corpora(pairs)
     check_modalities(left, right, form)
     if queries.dim != documents.dim:

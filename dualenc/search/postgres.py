@@ -28,6 +28,7 @@ from psycopg import sql
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
+from dualenc.arguments import check_several
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, first_line
 from dualenc.reading import check_fields
@@ -320,6 +321,7 @@ class PostgresIndex(Engine):
                 raise DualencError(f"{reason}, such as \"year >= 2020 AND lang = 'en'\"") from None
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
+        check_several("ids", ids)
         statement = sql.SQL("SELECT id, embedding FROM {} WHERE id = ANY(%s)").format(self.table)
         rows = self._read(statement, [[list(ids)]], self._session({}))[0]
         kind = VALUE_TYPES[self.meta["type"]]

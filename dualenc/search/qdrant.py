@@ -24,6 +24,7 @@ import qdrant_client
 from qdrant_client import models
 from qdrant_client.http.exceptions import ResponseHandlingException
 
+from dualenc.arguments import check_several
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search.pushed import REPLACED, Engine, Rows, Settings, State
@@ -134,6 +135,7 @@ class QdrantIndex(Engine):
             raise DualencError(problem) from None
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
+        check_several("ids", ids)
         with self.one_line_errors():
             points = [_point(name) for name in ids]
             records = self.client.retrieve(self.collection, points, ["id"], with_vectors=True)

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import dataset, types
 
+from dualenc.arguments import one_or_several
 from dualenc.errors import DualencError
 
 Kind = Literal["text", "integer", "number", "truth"]
@@ -47,7 +48,7 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
         kinds: types of the columns, by name.
     """
     conditions: list[Condition] = []
-    for name, sign, texts in _split(words):
+    for name, sign, texts in _split(list(one_or_several(words))):
         if name not in kinds:
             remedy = f"there are {', '.join(kinds)}" if kinds else "none were kept; embed with --columns"
             raise DualencError(f"condition: no column {name!r}; {remedy}")

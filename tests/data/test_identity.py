@@ -47,7 +47,7 @@ def test_texts_have_one_identity_in_memory_in_csv_in_parquet_and_picked(tmp_path
 def test_every_text_id_label_and_negative_counts() -> None:
     texts = [["abc", "d"], ["ab", "d"], ["abc", ""], ["d", "abc"], ["abc", "D"], ["abc", "d", "d"]]
     assert len({items_identity(other) for other in texts}) == len(texts)
-    corpora = [Corpus(ids, ["x", "y"], labels=labels) for ids in ("ab", "ba") for labels in ([0, 1], [1, 0])]
+    corpora = [Corpus(list(ids), ["x", "y"], labels=labels) for ids in ("ab", "ba") for labels in ([0, 1], [1, 0])]
     assert len({corpus.identity() for corpus in corpora}) == 2
     assert len({corpus.identity(labels=True) for corpus in corpora}) == 4
 
