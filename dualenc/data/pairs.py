@@ -239,6 +239,8 @@ class PairDataset:
 
     def _alike_positives(self, side: Side) -> Alike | None:
         """The positives of a side by contents; None where all items of each side are distinct."""
+        if self.views:
+            return None
         if self._positives_of is not None:
             return self._positives_of._alike_positives(side)
         if side not in self._alike:
@@ -246,7 +248,7 @@ class PairDataset:
             own, other = self.contents(side), self.contents(opposite)
             is_distinct = all(len(distinct(numbers)) == len(numbers) for numbers in (own, other))
             self._alike[side] = None
-            if not is_distinct and not self.views:
+            if not is_distinct:
                 shared = np.zeros(0, np.int64)
                 if self.left_modality == self.right_modality == "text":
                     shared = np.intersect1d(own, other)

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualenc.data import BeirPairs, read_beir
+from dualenc.data import BeirPairs, IndexPairs, read_beir
+from dualenc.data.corpus import held_out
+from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_beir, write_jsonl
@@ -35,6 +37,23 @@ def test_pairs_are_the_relevant_judgements_and_the_corpus_is_whole(folder: Path)
     assert (pairs.queries.ids, pairs.corpus.ids) == (["q0", "q2"], ["d0", "d1", "d2", "d3"])
     assert pairs.positives("left", np.array([0])).tolist() == [[1, 3]]
     assert pairs.positives("right", np.array([3, 0])).tolist() == [[0, 1], [-1, -1]]
+
+
+def test_documents_of_equal_texts_are_no_negatives(tmp_path: Path) -> None:
+    """Under several ids, each of which is judged; ids decide where a collection is evaluated."""
+    documents = [{"_id": name, "text": text} for name, text in zip("abc", ["same", "same", "other"])]
+    queries = [{"_id": name, "text": name.strip("2")} for name in ("q", "r", "q2")]
+    qrels = [["q", "a", 1], ["r", "b", 1], ["q2", "c", 1]]
+    folder = write_beir(tmp_path / "x", documents, queries, {"train": qrels})
+    pairs = BeirPairs(folder)
+    assert (pairs.num_left, pairs.num_right, len(pairs)) == (3, 3, 3)
+    listed = [set(row) - {-1} for row in pairs.not_negatives("left", np.arange(3)).tolist()]
+    assert listed == [{0, 1, 2}, {0, 1}, {0, 1, 2}]
+    assert read_beir(folder, "train").qrels == {"q": {"a": 1}, "r": {"b": 1}, "q2": {"c": 1}}
+    assert held_out(pairs).qrels["left-0"] == {"right-0": 1}
+    vectors = Embeddings(["a", "b", "c"], np.eye(3, dtype=np.float32))
+    clicks = IndexPairs(folder, vectors)
+    assert (clicks.num_left, clicks.left_id.tolist()) == (2, [0, 1, 0])
 
 
 def test_titles_grades_and_weights(folder: Path) -> None:

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from dualenc.data import Mixture, Pair, PairDataset, Ragged
+from dualenc.data.corpus import held_out
 from dualenc.errors import DualencError
+from dualenc.types import Modality, Side
 
 
 def test_rows_are_pairs_with_stable_index() -> None:
@@ -46,6 +49,52 @@ def test_the_copy_of_a_text_on_the_other_side_is_no_negative() -> None:
     images = PairDataset(["a", "b"], ["b", "a"], left_modality="image")
     assert images.copies("left") is None
     assert images.not_negatives("left", np.array([0])).tolist() == [[0]]
+
+
+QUESTIONS = ["how to cook rice", "rice cooking?", "capital of france", "capital of france"]
+ANSWERS = ["boil it", "boil it", "paris", "the city of paris"]
+ALIKE = [{0, 1}, {0, 1}, {2, 3}, {2, 3}]
+
+
+def listed(pairs: PairDataset, side: Side) -> list[set[int]]:
+    return [set(row) - {-1} for row in pairs.not_negatives(side, np.arange(4)).tolist()]
+
+
+@pytest.mark.parametrize("kind", ["texts", "vectors", "images"])
+def test_equal_items_are_never_negatives_of_one_anothers_partners(kind: str) -> None:
+    """Whatever their ids: as in a table of the same rows, where they have one."""
+    items: list = [QUESTIONS, ANSWERS]
+    if kind == "vectors":
+        items = [[np.full(3, len(text), np.float32) for text in texts] for texts in items]
+    elif kind == "images":
+        items = [[Image.new("RGB", (2, 2), (len(text), 0, 0)) for text in texts] for texts in items]
+    modality: Modality = {"texts": "text", "vectors": "vector", "images": "image"}[kind]  # type: ignore[assignment]
+    pairs = PairDataset(*items, left_modality=modality, right_modality=modality)
+    assert (pairs.num_right, pairs.right_id.tolist()) == (4, [0, 1, 2, 3])
+    assert listed(pairs, "left") == listed(pairs, "right") == ALIKE
+    rest, part = pairs.split(0.3)
+    assert {rest.left_id.min(), part.left_id.min()} == {0, 2}, "equal questions are in one part"
+    assert listed(part, "left") == ALIKE
+    assert listed(pairs.take(np.arange(1)), "left")[0] == {0, 1}
+    assert listed(Mixture({"one": pairs.take(np.arange(4))}), "left")[:2] == ALIKE[:2] or kind == "images"
+
+
+def test_a_text_on_both_sides_and_under_several_ids() -> None:
+    pairs = PairDataset(["a", "b", "a"], ["b", "a", "a"])
+    assert [set(row) - {-1} for row in pairs.not_negatives("left", np.arange(3)).tolist()] == [{0, 1, 2}] * 3
+
+
+def test_equal_documents_are_one_where_pairs_are_evaluated() -> None:
+    collection = held_out(PairDataset(QUESTIONS, ANSWERS))
+    assert collection.corpus.ids == ["right-0", "right-2", "right-3"]
+    assert collection.qrels["left-1"] == {"right-0": 1}
+    assert collection.qrels["left-2"] == {"right-2": 1, "right-3": 1}
+
+
+@pytest.mark.parametrize("items", [(text for text in "ab"), "ab", {"a": 1}, {"a"}, None])
+def test_items_are_a_collection_by_position(items: object) -> None:
+    with pytest.raises(DualencError, match=r"left_items is of type .*; give a list of items"):
+        PairDataset(items, ["x", "y"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
