@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +22,13 @@ from tqdm.auto import tqdm
 from dualenc.decoding import rgb_item
 from dualenc.encoders.batchnorm import keep_frozen_statistics
 from dualenc.encoders.card import render_card
+from dualenc.encoders.lora import without_weights
 from dualenc.errors import BadSample, DualencError, explain
 from dualenc.files import atomic_folder
 from dualenc.targets import check_outside
 from dualenc.types import Inputs, Modality, Side
+
+logger = logging.getLogger("dualenc.encoders")
 
 SIDES: tuple[Side, Side] = ("left", "right")
 
@@ -45,6 +50,13 @@ ITEM_TYPES: dict[Modality, tuple[tuple[type, ...], str]] = {
     "image": ((Image.Image,), "a PIL image"),
     "vector": ((np.ndarray, Tensor), "an array (D,) of finite numbers"),
 }
+
+ZERO_VECTOR: dict[Modality, str] = {
+    "text": "the model knows none of the text's tokens",
+    "image": "the model sees nothing in the image",
+    "vector": "the vector holds zeros alone",
+}
+"""Why the vector of an item is zero, which is similar to nothing."""
 
 
 class Prepare:
@@ -229,6 +241,18 @@ class DualEncoder(nn.Module):
         """Write configuration, preprocessing and weights into an empty folder."""
         raise NotImplementedError
 
+    def check_savable(self) -> None:
+        """Raise a `DualencError` where a library refuses to save this model, before hours are spent on training it."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                without_weights(self).write(Path(folder))
+            except Exception:
+                # A model of one's own may write what it computes of its weights.
+                shutil.rmtree(folder)
+                Path(folder).mkdir()
+                with explain("the model cannot be saved", "correct its settings, such as config.json"):
+                    self.write(Path(folder))
+
     def push_to_hub(self, repo: str, card: dict[str, Any] | None = None, private: bool = True) -> str:
         """Upload the model to the Hugging Face hub and return the address of the commit; log in first: `hf auth login`.
 
@@ -300,6 +324,8 @@ def _encode_windows(tower: Tower, items: Sequence[Any], batch_size: int, bar: tq
         vectors = torch.cat(parts)
         if not torch.isfinite(vectors).all():
             raise DualencError("the model gives vectors that are not finite; check its weights")
+        if num_zero := int((~vectors.any(dim=1)).sum()):
+            logger.warning("%d of %d vectors are zero: %s", num_zero, len(vectors), ZERO_VECTOR[tower.modality])
         yield vectors[torch.argsort(torch.cat(chunks))].numpy()
 
 

@@ -71,7 +71,7 @@ class IndexEncoder(DualEncoder):
         super().__init__(left, right, kind="query-index")
         self.documents: dict[str, Any] = facts
         self.trained_ids: list[str] = []
-        self.base = queries.base
+        self.base = dict(queries.base)
         prompts = getattr(queries, "prompts", {})
         self.prompts = {name: prompt for name, prompt in prompts.items() if name.endswith("_query")}
         if isinstance(left, VectorTower):

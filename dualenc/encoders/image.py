@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,16 +22,21 @@ from torchvision.transforms import v2
 from dualenc.encoders.card import base_metadata
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import model_folder
-from dualenc.encoders.weights import check_safetensors, load_weights, save_weights
+from dualenc.encoders.limits import check_sizes
+from dualenc.encoders.weights import check_safetensors, count_weights, load_weights, save_weights, settle_missing
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
-from dualenc.reading import read_json_object
+from dualenc.reading import check_fields, read_json_object
 from dualenc.types import Inputs
 
 logger = logging.getLogger("dualenc.encoders")
 
 WEIGHTS_FILE = "model.safetensors"
 PROJECTOR_FILE = "projector.safetensors"
+MAX_DIM = 2**20
+"""Larger projectors are mistakes."""
+MIN_CROP, MAX_CROP = 0.1, 10
+"""Bounds of crop_pct: by a smaller share an image would become too large to be cropped."""
 SMALL = 64
 """Images of at most this many pixels per side get the small-image stem, and are not cropped for evaluation."""
 
@@ -80,7 +86,14 @@ class ImageEncoder(DualEncoder):
             model.set_grad_checkpointing(True)
         config = _data_config(model.pretrained_cfg, image_size)
         with torch.no_grad(), explain(f"{backbone}: does not encode an image", "check its arguments"):
-            features = int(model.eval()(torch.zeros(1, *config["input_size"])).shape[-1])
+            evaluate = create_transform(**config, is_training=False)
+            # Of a foreign folder, both may be anything.
+            pixels = checked_pixels(evaluate, config["input_size"])
+            shape = tuple(model.eval()(pixels[None]).shape)
+            normalize = {name: list(config[name]) for name in ("mean", "std")}
+        if len(shape) != 2:
+            raise DualencError(f"{backbone}: gives features {shape}, not one vector; set global_pool (backbone_args)")
+        features = shape[1]
         head = nn.Identity() if projector_dim is None else projector(features, projector_dim)
         if augment is None:
             crops = v2.RandomResizedCrop(config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC)
@@ -89,8 +102,7 @@ class ImageEncoder(DualEncoder):
             augment = partial(seeded_transform, transform=views)
         else:
             _report_other_size(augment, config["input_size"][1:])
-        evaluate = create_transform(**config, is_training=False)
-        augmented = partial(normalized, augment=augment, mean=list(config["mean"]), std=list(config["std"]))
+        augmented = partial(normalized, augment=augment, **normalize)
         prepare = ImagePrepare(evaluate, augmented, config)
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
         super().__init__(tower, tower, kind="image", views=True)
@@ -162,8 +174,8 @@ class ProjectedTower(Tower):
 
 def projector(features: int, dim: int) -> nn.Sequential:
     """Two linear layers from features to D, with batch normalisation and ReLU between them (SimCLR, section 4.2)."""
-    if dim < 1:
-        raise DualencError(f"projector_dim is {dim}: give a positive number, or null for none")
+    if type(dim) is not int or not 1 <= dim <= MAX_DIM:
+        raise DualencError(f"projector_dim is {str(dim)[:40]}: give a number from 1 to {MAX_DIM:,}, or null for none")
     first = nn.Linear(features, features, bias=False)
     return nn.Sequential(first, nn.BatchNorm1d(features), nn.ReLU(), nn.Linear(features, dim, bias=False))
 
@@ -197,6 +209,9 @@ def load_backbone(
         config = read_json_object(folder / "config.json")
         if "architecture" not in config:
             raise DualencError(f"{folder / 'config.json'}: names no timm architecture; give another folder")
+        optional = {name: dict for name in ("model_args", "pretrained_cfg") if name in config}
+        check_fields(config, {"architecture": str, **optional}, folder / "config.json")
+        check_sizes(config, folder / "config.json", count_weights(folder / WEIGHTS_FILE))
         source = f"local-dir:{folder}"
         saved = config.get("model_args", {})
         fixed_size = config.get("pretrained_cfg", config).get("fixed_input_size")
@@ -213,14 +228,39 @@ def load_backbone(
             raise DualencError(f"{source}: {key} is no argument of an architecture (backbone_args); leave it out")
     size: dict[str, Any] = {"img_size": image_size} if fixed_size and image_size is not None else {}
     with explain(f"{source}: timm does not make the model", "check name, weights and arguments"):
-        model: Any = timm.create_model(source, pretrained=pretrained, num_classes=0, **size, **args)
-    side = image_size or model.pretrained_cfg["input_size"][-1]
+        with missing_weights() as missing:
+            model: Any = timm.create_model(source, pretrained=pretrained, num_classes=0, **size, **args)
+        if missing:
+            pixels = torch.zeros(2, *model.pretrained_cfg["input_size"])
+            settle_missing(model, missing, [model.eval()(pixels)], source.removeprefix("local-dir:"))
+    side = _data_config(model.pretrained_cfg, image_size)["input_size"][-1]
     small = side <= SMALL and is_plain_resnet(model) if small_stem is None else small_stem
     if small:
         replace_stem(model)
         if folder is not None:  # timm does not know this stem, so its weights go in here
             load_weights(model, folder / WEIGHTS_FILE)
     return model, {**saved, **args, **size}, small
+
+
+@contextmanager
+def missing_weights() -> Iterator[list[str]]:
+    """Collect the weights that timm misses in a file; of another classifier it accepts any, and only logs them."""
+    missing: list[str] = []
+
+    def collect(record: logging.LogRecord) -> bool:
+        if found := re.match(r"Missing keys \((.*)\) discovered", record.getMessage()):
+            missing.extend(found[1].split(", "))
+        return record.levelno > logging.INFO
+
+    builder = logging.getLogger("timm.models._builder")
+    level = builder.level
+    builder.addFilter(collect)
+    builder.setLevel(logging.INFO)
+    try:
+        yield missing
+    finally:
+        builder.removeFilter(collect)
+        builder.setLevel(level)
 
 
 def is_plain_resnet(backbone: nn.Module) -> bool:
@@ -247,6 +287,12 @@ def _data_config(known: dict[str, Any], image_size: int | None) -> dict[str, Any
     """timm's description of a model's preprocessing, for images of another size if one is given."""
     from timm.data import resolve_data_config
 
+    size = known.get("input_size")
+    if not (isinstance(size, Sequence) and len(size) == 3 and all(type(side) is int and side > 0 for side in size)):
+        raise DualencError(f"input_size is {str(size)[:40]}; give channels, height and width")
+    share = known.get("crop_pct")
+    if share and not (isinstance(share, (int, float)) and MIN_CROP <= share <= MAX_CROP):
+        raise DualencError(f"crop_pct is {str(share)[:40]}; give a share of the image from {MIN_CROP} to {MAX_CROP}")
     settings: dict[str, Any] = {}
     if image_size is not None:
         settings["input_size"] = (known["input_size"][0], image_size, image_size)
@@ -279,6 +325,17 @@ class ImagePrepare(Prepare):
         else:
             pixels = [self.augment(image, seed) for image, seed in zip(items, seeds, strict=True)]
         return {"image": torch.stack(pixels)}
+
+
+def checked_pixels(evaluate: Callable[[Image.Image], Tensor], size: Sequence[int]) -> Tensor:
+    """Pixels (3, H, W) of a gray image; raises where a preprocessing does not give finite pixels of this size."""
+    pixels = evaluate(Image.new("RGB", (SMALL, SMALL), (128, 128, 128)))
+    if tuple(pixels.shape) != tuple(size) or not torch.isfinite(pixels).all():
+        raise DualencError(
+            f"the preprocessing gives pixels {tuple(pixels.shape)}, which must be {tuple(size)} and finite; "
+            "correct its input_size, mean, std and interpolation"
+        )
+    return pixels
 
 
 def seeded_transform(image: Image.Image, seed: int, transform: Callable[[Image.Image], Tensor]) -> Tensor:

@@ -18,13 +18,14 @@ from torch.func import functional_call
 from dualenc.encoders.card import base_metadata
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import model_folder, quiet_loading
-from dualenc.encoders.image import ImagePrepare, check_crop_scale, seeded_transform
+from dualenc.encoders.image import ImagePrepare, check_crop_scale, checked_pixels, seeded_transform
+from dualenc.encoders.limits import check_sizes
 from dualenc.encoders.lora import add_adapters, merge_adapters
 from dualenc.encoders.tokenizer import forget_last_call, load_tokenizer
-from dualenc.encoders.weights import save_weights
+from dualenc.encoders.weights import count_weights, save_weights
 from dualenc.errors import DualencError, explain
 from dualenc.files import write_json
-from dualenc.reading import read_json_object
+from dualenc.reading import check_fields, read_json_object
 from dualenc.types import Inputs
 
 if TYPE_CHECKING:
@@ -96,9 +97,18 @@ class ImageTextEncoder(DualEncoder):
                 add_adapters(half, lora_rank, lora_targets)
         _freeze_unused(clip)
         dim = int(own_config["embed_dim"])
+        source = name or "config"
+        _check_vocabulary_size(tokenize, clip, source)
+        # Of a foreign folder, these settings may be anything.
+        with explain(f"{source}: does not prepare images and texts", "correct its preprocessing and tokenizer"):
+            prepare_image = _image_prepare(visual.preprocess_cfg, crop_scale)
+            height, width = (visual.image_size,) * 2 if isinstance(visual.image_size, int) else visual.image_size
+            checked_pixels(prepare_image.evaluate, (3, height, width))
+            prepare_text = ClipTextPrepare(tokenize, _end_token(clip))
+            prepare_text(["a", "a " * dim])
         super().__init__(
-            ClipImageTower(visual, _image_prepare(visual.preprocess_cfg, crop_scale), dim),
-            ClipTextTower(clip, ClipTextPrepare(tokenize, _end_token(clip)), dim),
+            ClipImageTower(visual, prepare_image, dim),
+            ClipTextTower(clip, prepare_text, dim),
             kind="image-text",
         )
         self.config = own_config
@@ -291,6 +301,7 @@ def load_clip(
             folder = model_folder(str(name))
             own = _folder_config(folder)
             weights = _folder_weights(folder)
+            _check_size_of_weights(own, folder / CONFIG_FILE, count_weights(weights))
             place = f"local-dir:{folder}"
         where = "config" if config is not None else place.removeprefix("local-dir:")
         check_config(own, where)
@@ -343,6 +354,16 @@ def _folder_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _check_size_of_weights(config: dict[str, Any], where: Path, num_weights: int) -> None:
+    """Refuse a configuration that describes far larger towers than the weights beside it."""
+    check_sizes(config, where, num_weights)
+    text = config.get("text_cfg")
+    sizes = [text.get(name) for name in ("vocab_size", "width")] if isinstance(text, dict) else []
+    if all(type(size) is int for size in sizes) and math.prod(sizes) > num_weights:
+        problem = f"vocab_size × width of text_cfg is above the {num_weights:,} weights of the model"
+        raise DualencError(f"{where}: {problem}; correct the file")
+
+
 def _folder_weights(folder: Path) -> Path:
     for name in WEIGHTS_FILES:
         if (folder / name).is_file():
@@ -357,6 +378,8 @@ def check_config(config: dict[str, Any], where: str) -> None:
     missing = [section for section in SECTIONS if section not in config]
     if missing:
         raise DualencError(f"{where}: {', '.join(missing)} missing; open_clip needs {', '.join(SECTIONS)}")
+    check_fields(config, {"embed_dim": int, "vision_cfg": dict, "text_cfg": dict}, where)
+    check_sizes(config, where)
     text = config["text_cfg"]
     for key in text.get("tokenizer_kwargs") or {}:
         if key not in TOKENIZER_ARGUMENTS:
@@ -369,6 +392,21 @@ def check_config(config: dict[str, Any], where: str) -> None:
         problem = f"{where}: text_cfg.hf_model_name {name} does not load without code of its own, which is not run"
         with explain(problem, "choose another"):
             AutoConfig.from_pretrained(str(name), trust_remote_code=False)
+
+
+def _check_vocabulary_size(tokenize: Any, clip: Any, where: str) -> None:
+    """Refuse a tokenizer with an id that has no row in the table of the text tower."""
+    text = getattr(clip, "text", clip)
+    table = getattr(text, "token_embedding", None)
+    if table is None and hasattr(getattr(text, "transformer", None), "get_input_embeddings"):
+        table = text.transformer.get_input_embeddings()
+    if not isinstance(table, nn.Embedding):
+        return
+    is_foreign = hasattr(tokenize, "tokenizer")
+    last = max(tokenize.tokenizer.get_vocab().values()) if is_foreign else tokenize.vocab_size - 1
+    if last >= table.num_embeddings:
+        problem = f"the tokenizer gives ids up to {last}, but the model has {table.num_embeddings} token vectors"
+        raise DualencError(f"{where}: {problem}; give the model its own tokenizer")
 
 
 def _check_image_size(visual: Any, vision: dict[str, Any], where: str) -> None:

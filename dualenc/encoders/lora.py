@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dualenc.errors import DualencError, explain
+
+Module = TypeVar("Module", bound=nn.Module)
 
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 """Matrices of torch's attention, which are no layers of their own."""
@@ -59,6 +62,19 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
     for weight in module.parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()
+
+
+def without_weights(module: Module) -> Module:
+    """A copy whose weights have no numbers, and whose adapters are left out: of the same structure, and small."""
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = torch.empty(0, dtype=tensor.dtype)
+        copies[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+    copied = copy.deepcopy(module, copies)
+    for name, layer in reversed(list(copied.named_modules())):
+        if hasattr(layer, "get_base_layer"):
+            copied.set_submodule(name, layer.get_base_layer())
+    return copied
 
 
 @torch.no_grad()

@@ -44,7 +44,8 @@ def _older_settings(kind: str, settings: dict[str, Any], max_length: int) -> dic
     """A module's settings in their older form; None where there is none."""
     if kind == "Transformer":
         is_newer = settings["modality_config"].keys() != {"text"} or any(settings.get(name) for name in NEWER)
-        return None if is_newer else {"max_seq_length": max_length, "do_lower_case": False}
+        lower = settings.get("do_lower_case", False)
+        return None if is_newer else {"max_seq_length": max_length, "do_lower_case": lower}
     if kind == "Pooling":
         mode = settings["pooling_mode"]
         if not isinstance(mode, str):

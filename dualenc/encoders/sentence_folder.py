@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dualenc.encoders.limits import check_sizes
 from dualenc.encoders.tokenizer import check_vocabulary
-from dualenc.encoders.weights import check_safetensors
+from dualenc.encoders.weights import check_floats, check_safetensors
 from dualenc.errors import DualencError, explain
-from dualenc.reading import read_json
+from dualenc.reading import read_json, read_json_object
 
 WITH_WEIGHTS = ("StaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling")
 IN_ROUTERS = ("Transformer", "Pooling", "Normalize", "Dropout", *WITH_WEIGHTS)
@@ -22,6 +23,16 @@ MODULES = (*IN_ROUTERS, "Router", "Asym")
 ACTIVATION = re.compile(r"torch\.nn\.(modules\.(activation\.|linear\.)?)?[A-Z]\w*")
 """Names of activations that a folder may give: classes of torch, whose making runs nothing else."""
 ARGUMENTS = re.compile("(model|config|tokenizer|processor)_(args|kwargs)|tokenizer_name_or_path")
+
+WITH_SIZES = ("config.json", "tokenizer_config.json")
+"""Files by whose sizes something is built; others, such as data_config.json, count rows of training data."""
+PURPOSES = {"config_sentence_transformers.json": "model_type", "sentence_bert_config.json": "transformer_task"}
+"""Files that say what a folder of sentence-transformers is for, and where."""
+OTHER_PURPOSE = re.compile("CrossEncoder|sequence-classification")
+OTHER_HEAD = re.compile(r"\w+For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)\b")
+"""Architectures of transformers whose head gives scores or labels."""
+TABLES = ("embedding.weight", "embeddings")
+"""Names of a table of token vectors, by sentence-transformers and by model2vec."""
 
 
 def check_sentence_folder(folder: Path) -> list[Path]:
@@ -33,7 +44,11 @@ def check_sentence_folder(folder: Path) -> list[Path]:
     for path in sorted(folder.rglob("*config*.json")):
         if path.name == "adapter_config.json":
             raise DualencError(f"{path}: adapters of another model; merge them into it and save that")
-        check_settings(read_json(path), str(path))
+        settings = read_json(path)
+        check_settings(settings, str(path))
+        if path.name in WITH_SIZES:
+            check_sizes(settings, path)
+    _check_purpose(folder)
     if (folder / "modules.json").is_file():
         with explain(f"{folder / 'modules.json'}: is no list of modules", "restore the file"):
             entries = [(entry["path"], entry["type"]) for entry in read_json(folder / "modules.json")]
@@ -46,7 +61,25 @@ def check_sentence_folder(folder: Path) -> list[Path]:
             check_vocabulary(place)
         elif kind in WITH_WEIGHTS:
             check_safetensors(place, "model.safetensors")
+            check_floats(place / "model.safetensors", TABLES)
     return [place for kind, place in modules if kind == "Transformer"]
+
+
+def _check_purpose(folder: Path) -> None:
+    """Refuse a model that gives scores or labels, whose head would be left out in silence."""
+    kind = None
+    for file, key in PURPOSES.items():
+        if (folder / file).is_file() and not kind:
+            kind = OTHER_PURPOSE.search(str(read_json_object(folder / file).get(key)))
+    # Modules make vectors of any transformer, whatever it was trained for before.
+    if not kind and not (folder / "modules.json").is_file() and (folder / "config.json").is_file():
+        kind = OTHER_HEAD.search(str(read_json_object(folder / "config.json").get("architectures")))
+    if kind:
+        problem = f"{kind[0]}, a model of scores or labels for texts, not of vectors"
+        raise DualencError(
+            f"{folder}: {problem}; rerank results with it in CrossEncoder of sentence-transformers, "
+            "or save what AutoModel of transformers loads from it, to train an encoder that begins there"
+        )
 
 
 def check_settings(settings: Any, where: str) -> None:

@@ -19,6 +19,7 @@ from sentence_transformers.sentence_transformer.modules import (
     Router,
     StaticEmbedding,
     Transformer,
+    WeightedLayerPooling,
 )
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerBase
@@ -28,8 +29,8 @@ from dualenc.encoders.lora import add_adapters, merge_adapters
 from dualenc.encoders.older_layout import write_older_layout
 from dualenc.encoders.sentence_folder import check_sentence_folder, check_settings
 from dualenc.encoders.tokenizer import forget_last_call, load_tokenizer, pad_behind
+from dualenc.encoders.weights import settle_missing
 from dualenc.errors import DualencError, explain
-from dualenc.reading import read_json
 
 logger = logging.getLogger("dualenc.encoders")
 
@@ -39,6 +40,8 @@ MAX_LENGTH = 512
 """Longest input in tokens where neither the model nor the tokenizer nor the user sets a limit."""
 NO_LIMIT = 1_000_000
 """Lengths from here on stand for none."""
+MAX_LACKING = 4
+"""How many times as many weights as it has a folder may lack: of T5, the decoder behind the encoder."""
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 
@@ -78,6 +81,7 @@ def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
     """Load a folder of sentence-transformers or transformers; code in it is never run, and pickles are not read."""
     places = check_sentence_folder(folder)
     with quiet_loading(), explain(f"{folder}: does not load", "restore it, or choose another model"):
+        missing = [_missing_weights(place, AutoModel) for place in places]
         model = SentenceTransformer(
             str(folder),
             device="cpu",
@@ -85,23 +89,34 @@ def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
             trust_remote_code=False,
             model_kwargs={"dtype": dtype, "use_safetensors": True},
         )
-        transformers = [module.model for module in model.modules() if isinstance(module, Transformer)]
-        for place in places:
-            _check_weights(place, {one.config.model_type: type(one) for one in transformers})
+        # In the order in which the folder names them.
+        transformers = [module for module in model.modules() if isinstance(module, Transformer)]
+        for place, lacks_weights, module in zip(places, missing, transformers, strict=True):
+            # For some kinds, sentence-transformers loads the encoder alone.
+            if lacks_weights and (names := _missing_weights(place, type(module.model))):
+                features = module(module.preprocess(["a"]))
+                outputs = (module.module_output_name, "all_layer_embeddings")
+                encoded = [features[name] for name in outputs if name in features]
+                settle_missing(module.model, names, encoded, place)
     return model
 
 
-def _check_weights(place: Path, classes: dict[str, Any]) -> None:
-    """Refuse a folder that lacks weights of its kind of transformer, which would be drawn at random."""
-    kind = read_json(place / "config.json").get("model_type")
-    if kind not in classes:
-        return
-    # On the meta device names and shapes alone are read.
-    options = {"device_map": "meta", "use_safetensors": True, "local_files_only": True}
-    _, report = classes[kind].from_pretrained(place, output_loading_info=True, **options)
-    missing = sorted(key for key in report["missing_keys"] if "pooler." not in key)
-    if missing:
-        raise DualencError(f"{place}: {len(missing)} weights are missing, {missing[0]} first; restore it")
+def _missing_weights(place: Path, model_class: Any) -> list[str]:
+    """The weights of a transformer that its folder lacks; other shapes than its configuration says are an error."""
+    # On the meta device names and shapes alone are read, before anything is allocated by the configuration.
+    options = {"device_map": "meta", "use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    model, report = model_class.from_pretrained(
+        place, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    for name, *shapes in sorted(report["mismatched_keys"]):
+        has, needs = (tuple(shape) for shape in shapes)
+        raise DualencError(f"{place}: {name} is {has}, but config.json makes it {needs}; restore its files")
+    missing = sorted(report["missing_keys"])
+    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+    lacking = sum(sizes.get(name, 0) for name in missing)
+    if lacking > MAX_LACKING * (sum(sizes.values()) - lacking):
+        raise DualencError(f"{place}: {len(missing)} weights are missing, {missing[0]} first; restore its files")
+    return missing
 
 
 def new_model(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> SentenceTransformer:
@@ -153,6 +168,7 @@ def set_up(
     if max_length is not None and max_length < MIN_LENGTH:
         raise DualencError(f"max_length is {max_length}: give at least {MIN_LENGTH} tokens")
     modules = list(model.modules())
+    reads_layers = any(isinstance(module, WeightedLayerPooling) for module in modules)
     if pooling is not None and not any(isinstance(module, Pooling) for module in modules):
         raise DualencError(f"pooling is {pooling!r}, but the model has no Pooling module; leave it out")
     for module in modules:
@@ -166,6 +182,7 @@ def set_up(
             module.tokenizer.enable_truncation(max_length)
         elif isinstance(module, Transformer):
             _set_up_transformer(module, max_length)
+            _make_savable(module, reads_layers)
             if lora_rank:
                 add_adapters(module.model, lora_rank, lora_targets)
 
@@ -182,9 +199,41 @@ def _set_up_transformer(module: Any, max_length: int | None) -> None:
     requested = max_length or module.max_seq_length or NO_LIMIT
     limits = [limit for limit in (requested, positions) if limit and 0 < limit < NO_LIMIT]
     module.max_seq_length = min(limits, default=MAX_LENGTH)
+    if module.max_seq_length < MIN_LENGTH:
+        raise DualencError(f"texts are cut to {module.max_seq_length} tokens; set max_length to {MIN_LENGTH} or more")
     if module.max_seq_length < requested < NO_LIMIT:
         warnings.warn(f"texts are cut to {positions} tokens, the model's positions", stacklevel=4)
     pad_behind(module.tokenizer)
+
+
+def _make_savable(module: Any, reads_layers: bool) -> None:
+    """Leave out settings that vectors do not depend on and transformers does not save, and save one that it drops."""
+    config = module.config
+    config.output_attentions = False
+    config.output_hidden_states = reads_layers
+    # Of text generation, as in the config.json of older models.
+    for name in config._get_generation_parameters():
+        delattr(config, name)
+    if module.do_lower_case:
+        module.config_keys = [*module.config_keys, "do_lower_case"]
+
+
+def check_vocabulary_sizes(model: SentenceTransformer, where: str) -> None:
+    """Refuse a tokenizer some of whose tokens have no row in the table of vectors, where a text would fail."""
+    for module in model.modules():
+        if isinstance(module, StaticEmbedding):
+            num_rows = module.num_embeddings
+        elif isinstance(module, Transformer):
+            table = module.model.get_input_embeddings()
+            if not isinstance(table, nn.Embedding):
+                continue
+            num_rows = table.num_embeddings
+        else:
+            continue
+        token, number = max(module.tokenizer.get_vocab().items(), key=lambda item: item[1])
+        if number >= num_rows:
+            problem = f"the tokenizer gives {token[:40]!r} the id {number}, but the model has {num_rows} vectors"
+            raise DualencError(f"{where}: {problem}; resize its embeddings, or remove the token")
 
 
 def text_input(module: Any) -> Any:

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from dualenc import distributed
 from dualenc.data.identity import MAX_IMAGES, digest_of, identities, plain_values
 from dualenc.data.vector_shards import Embeddings
-from dualenc.encoders.dual import Prepare, Tower, check_item, chunk_rows, take, unit_norm, window_rows
+from dualenc.encoders.dual import ZERO_VECTOR, Prepare, Tower, check_item, chunk_rows, take, unit_norm, window_rows
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.embeddings import EmbeddingWriter, Skipped, shard_ranges, skipped_entries
 from dualenc.types import Inputs, OnError, Output
@@ -233,16 +233,31 @@ class _Encoder:
         was_training = self.tower.training
         self.tower.eval()
         try:
-            for inputs, bad in prepared:
+            for window, (inputs, bad) in zip(ranges, prepared):
+                bar.update(len(bad))
+                if inputs is not None:
+                    vectors, zero = self._without_zeros(self._encode(inputs, bar), window, bad)
+                    parts.append(vectors)
+                    bad = sorted([*bad, *zero])
                 if bad and self.on_error == "raise":
                     raise BadSample(bad[0][1])
                 skipped.extend(bad)
-                bar.update(len(bad))
-                if inputs is not None:
-                    parts.append(self._encode(inputs, bar))
         finally:
             self.tower.train(was_training)
         return torch.cat(parts).numpy() if parts else np.empty((0, self.dim), np.float32), skipped
+
+    def _without_zeros(self, vectors: Tensor, window: range, bad: Skipped) -> tuple[Tensor, Skipped]:
+        """The vectors of a window's usable rows without zero vectors, which no search tells apart; and the others."""
+        has_direction = vectors.any(dim=1)
+        if self.forward == self.tower.features or has_direction.all():
+            return vectors, []
+        unusable = {row for row, _ in bad}
+        usable = [row for row in window if row not in unusable]
+        reason = f"its vector is zero: {ZERO_VECTOR[self.corpus.modality]}"
+        zero = [(row, reason) for row, is_used in zip(usable, has_direction.tolist()) if not is_used]
+        if self.on_error == "raise":
+            raise BadSample(f"item {self.corpus.ids[zero[0][0]]}: {reason}; correct or remove it")
+        return vectors[has_direction], zero
 
     def _encode(self, inputs: Inputs, bar: tqdm) -> Tensor:
         """Encode prepared rows in batches of similar length; (rows, D) float32 on the CPU, in the rows' order."""

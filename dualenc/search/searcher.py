@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dualenc.decoding import rgb_item
-from dualenc.encoders.dual import DualEncoder, unit_norm
+from dualenc.encoders.dual import ZERO_VECTOR, DualEncoder, unit_norm
 from dualenc.encoders.frozen import IndexEncoder
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
@@ -149,15 +149,17 @@ class Searcher:
         allowed_rows = None
         if conditions and self.index.columns is not None:
             allowed_rows = meets(conditions, self.index.columns)
-        vector = self._vector(item, side)
+        vector = self._vector(item, side, may_be_zero=hybrid is not None)
         hits = self.index.search(vector, depth, allowed_rows=allowed_rows, **self.settings)[0]
+        # A zero vector is as similar to each item as to any other; BM25 alone decides then.
+        hits = [hit for hit in hits if vector.any()]
         if hybrid is not None and self.lexical is not None:
             rows = self.lexical.search(item, depth, allowed_rows)
             hits = _fused(hits, [self.index.hit(row, score) for row, score in rows], hybrid, weight)
         return hits[:k]
 
     @torch.inference_mode()
-    def _vector(self, item: Any, side: Side) -> np.ndarray:
+    def _vector(self, item: Any, side: Side, may_be_zero: bool = False) -> np.ndarray:
         """The vector (D,) of a query, of the size of the index, which may contain the first components only."""
         tower = self.encoder.tower(side)
         forward = tower.features if self.index.meta.get("output", "embedding") == "features" else tower
@@ -169,6 +171,8 @@ class Searcher:
         vector = encoded.cpu().numpy()[0]
         if not np.isfinite(vector).all():
             raise DualencError("the model gives vectors that are not finite; check its weights")
+        if not vector.any() and not may_be_zero:
+            raise DualencError(f"the query has a zero vector: {ZERO_VECTOR[tower.modality]}; search for something else")
         return vector
 
 

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from dualenc import distributed
 from dualenc.data.pairs import Pair, PairDataset
-from dualenc.encoders.dual import SIDES, check_item
+from dualenc.encoders.dual import SIDES, ZERO_VECTOR, check_item
+from dualenc.encoders.text import TextPrepare
 from dualenc.errors import BadSample, DualencError
 from dualenc.seeds import derive_seed
 from dualenc.training.signals import forgive_one_sigterm
@@ -124,6 +125,9 @@ class BatchLoader:
     def build(self, indices: np.ndarray, epoch: int) -> Batch:
         """Read and prepare the pairs of (b,) indices; what a worker does. The epoch enters the augmentation's seeds."""
         pairs, bad = self._read(indices)
+        if without := self._without_tokens(pairs):
+            bad += without
+            pairs = [pair for pair in pairs if pair.index not in dict(without)]
         numbers = [pair.index for pair in pairs]
         left_id = np.array([pair.left_id for pair in pairs], dtype=np.int64)
         right_id = np.array([pair.right_id for pair in pairs], dtype=np.int64)
@@ -158,6 +162,25 @@ class BatchLoader:
                     raise BadSample(f"pair {index}: {error}") from None
                 bad.append((index, str(error)))
         return pairs, bad
+
+    def _without_tokens(self, pairs: list[Pair]) -> list[tuple[int, str]]:
+        """(index, reason) of the pairs with a text of no token, whose vector would be zero."""
+        bad: dict[int, str] = {}
+        for side in SIDES:
+            items = [(pair.index, pair.left) for pair in pairs]
+            if side == "right":
+                items = [(pair.index, item) for pair in pairs for item in (pair.right, *pair.negatives)]
+            prepare = self.prepare[side]
+            if not items or not (isinstance(prepare, TextPrepare) and prepare.may_be_empty()):
+                continue
+            mask = prepare([item for _, item in items])["attention_mask"]
+            for (index, item), num_tokens in zip(items, mask.sum(dim=1).tolist(), strict=True):
+                if not num_tokens:
+                    bad.setdefault(index, f"{side} is {item[:40]!r}: {ZERO_VECTOR['text']}")
+        if bad and self.on_error == "raise":
+            index, reason = next(iter(bad.items()))
+            raise BadSample(f"pair {index}: {reason}")
+        return list(bad.items())
 
     def _prepared(self, side: Side, items: list[Any], seeds: list[int]) -> Inputs:
         return dict(self.prepare[side](items, seeds)) if items else {}

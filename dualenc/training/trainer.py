@@ -101,6 +101,8 @@ class Trainer(TrainerSettings):
             pairs, evaluator = self._hold_out(pairs, batching, is_recipe=recipe is not None)
         batching = self._batching(pairs, batching)
         self._check_parts(model, pairs, objective, batching, evaluator)
+        # Not after the last step.
+        model.check_savable()
         accelerator = start_accelerator(self, output)
         with (
             StopSignals(saves=self.save_every is not None) as signals,

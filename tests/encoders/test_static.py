@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,10 +11,17 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
-from dualenc.encoders import StaticEncoder, load_model
+from dualenc.cli import main
+from dualenc.data import PairDataset
+from dualenc.encoders import StaticEncoder, TextEncoder, load_model
 from dualenc.encoders.token_table import TokenTable
-from dualenc.errors import DualencError
+from dualenc.errors import BadSample, DualencError
+from dualenc.objectives import InfoNCE
+from dualenc.training import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,3 +94,46 @@ def test_what_a_user_gets_wrong(words: str, tokenizer: PreTrainedTokenizerBase, 
     StaticEncoder(words).save(tmp_path / "static")
     with pytest.raises(DualencError, match="has no transformer; open it as a TextEncoder"):
         StaticEncoder(str(tmp_path / "static"))
+
+
+@pytest.fixture
+def latin(tmp_path: Path) -> str:
+    """A table of Latin letters, whose tokenizer leaves out all others."""
+    inner = Tokenizer(BPE({letter: number for number, letter in enumerate(ascii_lowercase)}, []))
+    inner.pre_tokenizer = Whitespace()
+    model = SentenceTransformer(modules=[StaticEmbedding(inner, embedding_dim=8)], device="cpu")
+    model.save(str(tmp_path / "latin"), create_model_card=False)
+    return str(tmp_path / "latin")
+
+
+def test_texts_of_unknown_tokens_are_told(latin: str, tmp_path: Path, capsys: Any, caplog: Any) -> None:
+    """By encoding, by an index and by a search in it."""
+    model = load_model(latin)
+    assert not model.encode(["a cat", "東京"])[1].any()
+    assert "1 of 2 vectors are zero: the model knows none of the text's tokens" in caplog.text
+    (tmp_path / "d.jsonl").write_text('{"id": "1", "text": "a cat"}\n{"id": "2", "text": "東京"}\n', encoding="utf-8")
+    index = str(tmp_path / "index")
+    assert main(["index", latin, str(tmp_path / "d.jsonl"), "--out", index, "--factory", "Flat"]) == 0
+    assert "left out 1 of 2 items; the first, 2: its vector is zero: the model knows none" in capsys.readouterr().err
+    assert main(["search", index, "東京"]) == 2
+    assert "the query has a zero vector: the model knows none of the text's tokens" in capsys.readouterr().err
+    assert main(["search", index, "cat"]) == 0
+
+
+def test_training_leaves_out_pairs_of_unknown_tokens(latin: str, tmp_path: Path) -> None:
+    pairs = PairDataset(["a cat", "東京", "dog", "map"], ["cat", "dog", "東京", "a map"])
+    settings: dict[str, Any] = {"output": tmp_path / "run", "batch_size": 4, "epochs": 1, "progress": False}
+    result = Trainer(**settings).fit(TextEncoder(latin), pairs, InfoNCE())
+    assert result.skipped == 2
+    with pytest.raises(
+        BadSample, match=r"pair [12]: (left|right) is '東京': the model knows none of the text's tokens"
+    ):
+        Trainer(**settings, on_error="raise", overwrite=True).fit(TextEncoder(latin), pairs, InfoNCE())
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_reported_in_one_line(tmp_path: Path) -> None:
+    inner = Tokenizer(WordLevel({"a": 0, "cat": 1}, unk_token="[UNK]"))
+    model = SentenceTransformer(modules=[StaticEmbedding(inner, embedding_dim=8)], device="cpu")
+    model.save(str(tmp_path / "words"), create_model_card=False)
+    with pytest.raises(DualencError, match=r"the tokenizer fails on a text \(WordLevel error: Missing \[UNK\]"):
+        load_model(tmp_path / "words").encode(["a", "dog"])

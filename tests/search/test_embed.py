@@ -104,6 +104,23 @@ def test_a_bad_sample_can_stop_everything(tmp_path: Path, num_workers: int) -> N
         embed(PixelTower(), images(4, broken=(0, 1, 2, 3)), tmp_path / "none", num_workers=num_workers, progress=False)
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_zero_vectors_are_left_out_counted_and_named(tmp_path: Path, on_disk: bool) -> None:
+    """Of tokens that a model does not know: a search would find them with score 0."""
+    tower = LetterTower()
+    with torch.no_grad():
+        tower.letters.weight[ord("x")] = 0
+    data = Corpus(["a", "b", "c"], ["ant", "xx", "bee"])
+    embeddings = embed(tower, data, tmp_path / "e" if on_disk else None, progress=False)
+    assert embeddings.ids == ["a", "c"]
+    assert np.asarray(embeddings.vectors[:]).any(axis=1).all()
+    reason = "its vector is zero: the model knows none of the text's tokens"
+    assert embeddings.meta["first_skipped"] == [{"id": "b", "reason": reason}]
+    with pytest.raises(BadSample, match=f"^item b: {reason}"):
+        embed(tower, data, progress=False, on_error="raise")
+    assert len(embed(tower, data, output="features", progress=False)) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_shards")
 @pytest.mark.parametrize("num_workers", [0, 2])

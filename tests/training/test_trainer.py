@@ -420,3 +420,16 @@ def test_deterministic_algorithms_hold_for_the_training_alone() -> None:
         assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+
+def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Unsavable(TinyEncoder):
+        def write(self, folder: Path) -> None:
+            raise ValueError("a setting that the library refuses")
+
+    evaluator = FixedEvaluator()
+    evaluator.scores = [1.0]
+    with pytest.raises(DualencError, match=r"the model cannot be saved \(a setting that the library refuses\); corr"):
+        train(tmp_path / "run", model=Unsavable(), evaluator=evaluator)
+    assert evaluator.scores == [1.0]
+    assert not (tmp_path / "run").exists()
