@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-DESCRIPTIONS = ("meta.json", "settings.json")
+DESCRIPTIONS = ("meta.json", "settings.json", "plan.json")
 """Files by which folders that are replaced, or resumed, are recognised."""
 _MAX_ATTEMPTS = 100
 """How often a process tries again because another one replaced or removed a folder meanwhile."""
@@ -84,9 +84,17 @@ class _Work:
             # Another process may remove the folder between these two lines.
             with suppress(FileNotFoundError, FileExistsError):
                 self.folder.mkdir(parents=True, exist_ok=True)
+                if others := self.others():
+                    problem = f"holds {others[0]!r}, which dualenc did not write"
+                    raise DualencError(f"{self.folder}: {problem}; move it away")
                 self.lock.acquire(timeout)
                 return
-        raise DualencError(f"{self.folder}: cannot be locked; remove it")
+        raise DualencError(f"{self.folder}: cannot be locked; move it away")
+
+    def others(self) -> list[str]:
+        """What somebody else has put into a folder of this name."""
+        own = (self.new.name, self.old.name, "lock", ".nfs")
+        return [name for name in sorted(os.listdir(self.folder)) if not name.startswith(own)]
 
     def _settle(self) -> None:
         if self.is_swapping():
@@ -189,6 +197,24 @@ def locked(target: StrPath, wait: bool = True, option: str = "--out") -> Iterato
         yield
 
 
+def is_locked(target: StrPath) -> bool:
+    """Whether another process writes an output."""
+    work = _Work(target)
+    try:
+        if work.folder.is_dir():
+            with work.locked(0):
+                pass
+    except Timeout:
+        return True
+    return False
+
+
+def was_replaced_by_killed(target: StrPath) -> bool:
+    """Whether a writer that replaced a folder was killed before it removed the old one."""
+    work = _Work(target)
+    return work.old.exists() and work.target.exists()
+
+
 def recover(target: StrPath, *, unfinished: bool = False) -> None:
     """Restore a folder whose writer was killed between the two renames; call it before a folder is opened.
 
@@ -198,7 +224,7 @@ def recover(target: StrPath, *, unfinished: bool = False) -> None:
     """
     work = _Work(target)
     is_missing = work.is_swapping()
-    if not is_missing and not (unfinished and work.folder.is_dir()):
+    if not is_missing and not (unfinished and work.folder.is_dir() and not work.others()):
         return
     try:
         # A missing target may be that of a living writer, for a moment.

@@ -22,7 +22,7 @@ from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.evaluation.plots import MISSING, can_draw, lines
-from dualenc.evaluation.report import Figure, Table, print_table, write_report
+from dualenc.evaluation.report import Figure, Table, check_report_target, print_table, write_report
 from dualenc.evaluation.retrieval import divide_by_training
 from dualenc.files import check_folder_target, check_writable, remove, removed_if_refused, write_json
 from dualenc.objectives import FrozenCorpus
@@ -79,6 +79,7 @@ def adapt_index(
     check_outside(folder)
     check_writable(folder)
     check_folder_target(folder, _is_own_folder, "adaptation")
+    check_report_target(folder / "report.html")
     if (folder / "training").exists() and not resume:
         remedy = "continue it with --resume, or choose another --out"
         raise DualencError(f"{folder}: holds an adaptation, finished or not; {remedy}")

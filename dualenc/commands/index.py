@@ -19,6 +19,7 @@ from dualenc.commands.options import (
 )
 from dualenc.errors import DualencError
 from dualenc.files import remove as remove_path
+from dualenc.files import was_replaced_by_killed
 from dualenc.reading import read_json_object
 from dualenc.terminal import printable
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from dualenc.data import Corpus
     from dualenc.search import Embeddings, Index
 
+MADE_BY = "dualenc index"
+"""Recorded with the embeddings beside an index, by which they are known from a user's own."""
 RECALL_TOLERANCE = 0.01  # below the target: recall is measured with a few hundred queries
 
 
@@ -68,8 +71,9 @@ def index(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.commands.output import embed_into, start_processes, writing
+    from dualenc.commands.output import start_processes, writing
     from dualenc.search import Index
+    from dualenc.search.migration_folder import check_unmigrated
 
     _check_together(data, out, build, append, remove, verify, bm25, texts, side, items)
     if verify:
@@ -84,25 +88,23 @@ def index(
     corpus = _open_texts(source, data, items) if needs_texts else None
     folder = Path(source)
     grown = Index.open(out) if append else None
+    is_done = False
     with ExitStack() as lock:
         if data is not None:
             start_processes(device)
+            was_killed = was_replaced_by_killed(out)
             lock.enter_context(writing(out, wait=append))
-            # Beside the index, and there after a failed build: a factory string that FAISS refuses does not cost the
-            # embedding.
-            target = Path(os.path.abspath(out))
-            folder = target.with_name(f".{target.name}.embeddings")
+            check_unmigrated(out)
             options = EmbedOptions(batch_size=batch_size, dim=build.dim)
             if grown is not None:
                 items, options = _as_grown(grown, items, options)
             work = open_work(source, data, side, items, options, device)
-            if grown is not None:
-                _check_growth(grown, work, out)
-            # Nobody else writes this folder: what other embeddings are in it were left by a failed build.
-            describe(embed_into(folder, work.tower, work.corpus, side=work.side, **work.settings), folder)
+            folder, is_done = _embed_beside(out, work, grown, was_killed)
         if not distributed.is_main():
             return None
-        if grown is not None:
+        if is_done:
+            print(printable(f"these vectors were appended before a process was killed → {out}"))
+        elif grown is not None:
             _append(folder, grown, out, build.dim, corpus)
         else:
             _build(folder, out, build, corpus, bm25=bm25, texts=texts)
@@ -141,6 +143,39 @@ def _check_together(
     if data is None:
         read = given_options(items) if not (bm25 or texts or append) else {}
         refuse_together("EMBEDDINGS without DATA", {"--side": side, **read})
+
+
+def _embed_beside(out: str, work: Work, grown: Index | None, was_killed: bool) -> tuple[Path, bool]:
+    """Embed into a folder beside an index; returns it, and whether a killed process has appended these vectors already.
+
+    The folder is there after a failed build: a factory string that FAISS refuses does not cost the embedding.
+    `was_killed` says that a process was killed after it had replaced the index.
+    """
+    from dualenc.commands.output import embed_into
+    from dualenc.data.items import rows_of
+    from dualenc.search.embeddings import check_embeddings_target
+
+    target = Path(os.path.abspath(out))
+    folder = target.with_name(f".{target.name}.embeddings")
+    left = read_json_object(folder / "meta.json") if check_embeddings_target(folder) else {}
+    if left and left.get("made_by") != MADE_BY:
+        problem = "holds embeddings that no build of the index has left"
+        raise DualencError(f"{folder}: {problem}; move the folder away, or remove it")
+    if was_killed and grown is not None:
+        present = rows_of(grown.ids, work.corpus.ids)
+        present = present[present >= 0]
+        if len(present) and present.tolist() == list(range(len(grown) - len(present), len(grown))):
+            return folder, True
+    # Of items that were embedded some may have been left out.
+    last = [] if grown is None else grown.ids[max(0, len(grown) - sum(left.get("shard_rows", ()))) :]
+    has_grown = bool(left) and bool(last) and set(last) <= set(work.corpus.ids)
+    if grown is not None and not has_grown:
+        _check_growth(grown, work, out)
+    work.settings["notes"]["made_by"] = MADE_BY
+    # Nobody else writes this folder: what other embeddings are in it were left by a failed build.
+    embedded = embed_into(folder, work.tower, work.corpus, side=work.side, **work.settings)
+    describe(embedded, folder)
+    return folder, has_grown and embedded.meta["files"] == left.get("files")
 
 
 def _add_texts(source: str, data: str | None, items: SourceOptions, *, bm25: bool, texts: bool) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from dualenc.commands.options import BatchSize, refuse_together
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
+
+if TYPE_CHECKING:
+    from dualenc.search.migrate import RolledBack
 
 
 def migrate(
@@ -18,6 +22,7 @@ def migrate(
     report_only: bool = False,
     anyway: bool = False,
     rollback: bool = False,
+    discard: bool = False,
     batch_size: BatchSize = 32,
     device: str | None = None,
 ) -> None:
@@ -26,8 +31,8 @@ def migrate(
     A sample is embedded with the new model, and maps between the two spaces are learned from it. The report compares
     the old model, mapped vectors and the new model. Then the index answers with the new model over mapped vectors,
     which give way to new ones as documents are embedded; where mapped vectors find significantly less, or no judgements
-    tell, it stays the old one until enough are. The same command resumes an interrupted migration. The work folder is
-    INDEX.migration, the report INDEX.migration.html.
+    tell, it stays the old one until enough are. The same command resumes an interrupted migration. Until it has ended
+    the index takes no other change. The work folder is INDEX.migration, the report INDEX.migration.html.
 
     Args:
         index: an index of texts.
@@ -38,7 +43,8 @@ def migrate(
         report_only: stop after the report; the same command without it goes on.
         anyway: go on although the report shows that the new model finds significantly less than the old one; without
             judgements, serve mapped vectors.
-        rollback: put the old index back and end the migration.
+        rollback: put the old index back and end the migration; vectors that were embedded stay, to go on with later.
+        discard: with --rollback, remove these vectors, too.
         batch_size: texts per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
@@ -51,14 +57,16 @@ def migrate(
         raise DualencError("dualenc migrate runs in one process; start it without accelerate")
     if new_model is None and not rollback:
         raise DualencError("dualenc migrate needs a model; name it: dualenc migrate INDEX NEW_MODEL")
+    if discard and not rollback:
+        raise DualencError("--discard removes what a migration has embedded; give it with --rollback, or leave it out")
     from dualenc.commands.migrate_index import migrate_index
     from dualenc.files import locked
-    from dualenc.search.migrate import roll_back, work_folder
+    from dualenc.search.migrate import roll_back
+    from dualenc.search.migration_folder import work_folder
 
     with locked(work_folder(index), wait=False, option="INDEX"):
         if rollback or new_model is None:
-            done = "the old index is back" if roll_back(index) else "the report is gone, the index as it was"
-            print(printable(f"{done} → {index}"))
+            print(printable(f"{_told(index, roll_back(index, discard))} → {index}"))
         else:
             migrate_index(
                 index,
@@ -70,3 +78,15 @@ def migrate(
                 batch_size=batch_size,
                 device=device,
             )
+
+
+def _told(index: str, done: RolledBack) -> str:
+    """Return what a rollback did and left."""
+    if done.was_over:
+        return "the rest of an ended migration is removed, the index is as it was"
+    state = "the old index is back" if done.replaced else "nothing had been replaced, the index is as it was"
+    name = done.model or "NEW_MODEL"
+    if done.kept:
+        more = f"go on: dualenc migrate {index} {name}, or remove them: dualenc migrate {index} --rollback --discard"
+        return f"{state}; {done.kept:,} vectors of {name} stay in {index}.migration; {more}"
+    return f"{state}; removed: the measurements and {done.removed:,} vectors of {name}"

@@ -19,14 +19,17 @@ from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration as measures
 from dualenc.evaluation.metrics import Qrels
-from dualenc.evaluation.report import Table, print_table, write_report
-from dualenc.files import write_json
+from dualenc.evaluation.report import Table, check_report_target, print_table, write_report
+from dualenc.files import locked, write_json
+from dualenc.reading import check_fields
 from dualenc.search import Embeddings, Index, maps
 from dualenc.search.build import new_index
 from dualenc.search.documents import open_documents
 from dualenc.search.embed import embed, tower_checksum
+from dualenc.search.filter_recall import RESULT, VECTORS
 from dualenc.search.index import rows_in
-from dualenc.search.migrate import SHARES, Migration, is_started, order_by_hits, remove_work, sample_rows
+from dualenc.search.migrate import SHARES, Migration, order_by_hits, sample_rows
+from dualenc.search.migration_folder import read_plan, remove_work, work_folder
 from dualenc.search.pushed import is_pushed
 from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.search.texts import TextStore, has_texts
@@ -64,8 +67,57 @@ def migrate_index(
     """Start or resume a migration, whose work folder is locked; the arguments are those of the command."""
     if is_pushed(folder):
         raise DualencError(f"{folder}: an engine does not migrate; migrate the embeddings and push again")
-    index = Index.open(folder)
-    meta = index.meta
+    # Whoever changes the index comes before this, and is refused afterwards.
+    with locked(folder, wait=False, option="INDEX"):
+        index = Index.open(folder)
+        _check_kind(folder, index.meta)
+        encoder = open_model(name, ("query-document",), start_processes(device))
+        checksum = tower_checksum(encoder.right)
+        mapped = index.meta.get("mapped", 0)
+        if index.meta.get("model_checksum") == checksum and not mapped:
+            _clean_up(folder, checksum)
+            print(printable(f"all {len(index):,} vectors are of this model → {folder}"))
+            return
+        plan = read_plan(folder)
+        page = Path(f"{work_folder(folder)}.html")
+        check_report_target(page, "move it away")
+        if mapped and (plan is None or "ended" in plan):
+            raise DualencError(f"{folder}: {mapped:,} vectors are mapped, and its work folder is gone; rebuild it")
+        if len(index) < MIN_DOCUMENTS:
+            problem = f"{len(index)} documents are too few to learn maps from"
+            raise DualencError(f"{folder}: {problem}; build the index again with the new model")
+        # The kind of index must fit the new dimension, too.
+        new_index(encoder.right.dim, index.meta["factory"], index.meta["metric"], len(index))
+        texts = _open_texts(folder, index, data, queries)
+        notes = {"model": recorded_name(name), "model_checksum": checksum, "side": "right", "kind": encoder.kind}
+        past = "" if texts.past is None else texts.past.identity()
+        migration = Migration(folder, notes, {"texts": texts.corpus.identity(), "queries": past})
+    steps = _Steps(migration, texts, encoder, batch_size)
+    report = migration.report
+    report = steps.measure() if report is None else report
+    measures.check_report(report, migration.work / "report.json")
+    systems = report["systems"]
+    if anyway and not measures.is_judged(systems):
+        report["served"] = list(SHARES)
+    _show(report, page)
+    model = migration.notes["model"]
+    if report_only:
+        verdict = f"{model}: {measures.verdict(systems)}; nothing is replaced"
+        print(printable(f"{verdict}; next: dualenc migrate {folder} {name}"))
+        return
+    if measures.is_below(systems, measures.NEW) and not anyway:
+        remedy = "choose another model, or go on with --anyway"
+        raise DualencError(f"{name}: finds significantly less than the old model; {remedy}")
+    print(printable(f"until the last replacement the old index comes back by: dualenc migrate {folder} --rollback"))
+    steps.embed_all(report["served"])
+    old = migration.old.meta.get("model", "the old model")
+    verdict = f"{model} has replaced {old}: {measures.verdict(systems)}"
+    rest = "the old index is removed, and no rollback is left"
+    print(printable(f'{verdict}; {rest}; next: dualenc search {folder} "…"'))
+
+
+def _check_kind(folder: str, meta: Mapping[str, Any]) -> None:
+    """Refuse an index that is not of the documents of a query-document model, or does not say of what kind it is."""
     if "modality" not in meta:
         raise DualencError(f"{folder}: does not say which model made it; build it from what `dualenc embed` writes")
     expected = {"kind": "query-document", "modality": "text", "side": "right", "output": "embedding"}
@@ -73,37 +125,20 @@ def migrate_index(
     if about != expected:
         what = ", ".join(map(str, about.values()))
         raise DualencError(f"{folder}: holds {what}; only documents of a query-document model migrate")
-    encoder = open_model(name, ("query-document",), start_processes(device))
-    checksum = tower_checksum(encoder.right)
-    mapped = meta.get("mapped", 0)
-    if meta.get("model_checksum") == checksum and not mapped:
+    check_fields(meta, {"factory": str}, Path(folder) / "meta.json")
+
+
+def _clean_up(folder: str, checksum: str) -> None:
+    """Remove what is left of the migration to a model that the index has; others and other folders stay."""
+    try:
+        plan = read_plan(folder)
+    except DualencError:  # somebody else's
+        return
+    if plan is None or "ended" in plan or plan.get("model") == checksum:
         remove_work(folder)
-        print(printable(f"all {len(index):,} vectors are of this model → {folder}"))
         return
-    if mapped and not is_started(folder):
-        raise DualencError(f"{folder}: {mapped:,} vectors are mapped, and its work folder is gone; rebuild it")
-    if len(index) < MIN_DOCUMENTS:
-        problem = f"{len(index)} documents are too few to learn maps from"
-        raise DualencError(f"{folder}: {problem}; build the index again with the new model")
-    # The kind of index must fit the new dimension, too.
-    new_index(encoder.right.dim, meta["factory"], meta["metric"], len(index))
-    texts = _open_texts(folder, index, data, queries)
-    notes = {"model": recorded_name(name), "model_checksum": checksum, "side": "right", "kind": encoder.kind}
-    past = "" if texts.past is None else texts.past.identity()
-    migration = Migration(folder, notes, {"texts": texts.corpus.identity(), "queries": past})
-    steps = _Steps(migration, texts, encoder, batch_size)
-    report = migration.report
-    report = steps.measure() if report is None else report
-    measures.check_report(report, migration.work / "report.json")
-    if anyway and not measures.is_judged(report["systems"]):
-        report["served"] = list(SHARES)
-    _show(report, Path(f"{migration.work}.html"))
-    if report_only:
-        return
-    if measures.is_below(report["systems"], measures.NEW) and not anyway:
-        remedy = "choose another model, or go on with --anyway"
-        raise DualencError(f"{name}: finds significantly less than the old model; {remedy}")
-    steps.embed_all(report["served"])
+    back = f"dualenc migrate {folder} --rollback"
+    print(printable(f"{work_folder(folder)}: a migration to {plan.get('name', 'another model')} stays; end it: {back}"))
 
 
 class _Steps:
@@ -203,16 +238,27 @@ class _Steps:
                 name = f"embeddings-{stage.stop}"
                 embedded.append(self._embed_documents(stage.rows, name, f"embed up to {stage.share:.0%}"))
             if stage.share in served and self.migration.is_ahead(stage.stop):
+                self._report_dropped()
                 self.migration.swap(self.old, embedded, stage.stop)
                 done = f"{stage.stop:,} of {len(self.old):,} vectors are of the new model"
                 print(printable(f"{done} → {self.migration.folder}"))
         remove_work(self.migration.folder)
+
+    def _report_dropped(self) -> None:
+        """Say which measurements of the index are of vectors that it will not have any more."""
+        folder = self.migration.folder
+        dropped = " and ".join(name for name in (RESULT, VECTORS) if (folder / name).is_file())
+        if dropped:
+            again = f"measure again: dualenc evaluate engine {folder} --filters FILE"
+            print(printable(f"{dropped} are of the old vectors and are dropped, the settings stay; {again}"))
 
 
 def _open_texts(folder: str, index: Index, data: str | None, queries: str | None) -> Texts:
     """Open the documents that an index was made of, checked against it, and queries."""
     source = data or str(index.meta.get("data", ""))
     if has_texts(folder):
+        if data is not None and not Path(data).exists():
+            raise DualencError(f"--data {data}: no such file or folder; name a BEIR folder, or leave --data out")
         store = TextStore(folder, index.items_checksum)
         corpus = Corpus(store.ids, store.texts)
     elif data or (source and Path(source).exists()):
@@ -221,6 +267,9 @@ def _open_texts(folder: str, index: Index, data: str | None, queries: str | None
     else:
         raise DualencError(f"{folder}: keeps no texts, and its data {source} is gone; name it by --data")
     judged = _open_judged(Path(source), corpus.ids)
+    if data is not None and judged is None:
+        without = "no test judgements of these documents (qrels/test.tsv)"
+        print(printable(f"{data}: has {without}; what is measured does without"))
     past = None
     if queries is not None:
         past = open_corpus(queries, part="queries", modality="text")

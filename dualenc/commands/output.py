@@ -16,7 +16,7 @@ from dualenc import distributed
 from dualenc.data.identity import digest_of
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, first_line
-from dualenc.evaluation.report import Table, print_table, write_report
+from dualenc.evaluation.report import Table, check_report_target, print_table, write_report
 from dualenc.files import check_file_target, check_folder_target, check_writable, locked, remove, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.embed import embed, tower_checksum
@@ -60,7 +60,7 @@ class Evaluation:
         check_writable(self.folder)
         check_folder_target(self.folder, self._is_own_folder, f"evaluation of {task}")
         check_file_target(self.folder / RESULT)
-        check_file_target(self.folder / PAGE)
+        check_report_target(self.folder / PAGE)
         self.device = start_processes(output.device)
         self._lock = ExitStack()
         self._lock.enter_context(writing(self.folder))

@@ -1,6 +1,7 @@
 """Item tables: ids, texts and columns of N items in memory-mapped Arrow files, and the row of an id.
 
-    *.arrow      Arrow IPC files with the columns id, text where texts are kept, and the user's columns
+    *.arrow      Arrow IPC files with the columns id, text where texts are kept (their beginnings), text:hash, which
+                 tells whole texts apart, and the user's columns
     order.npy    (N,) uint32: the rows in the order of their ids, for binary search
 
 Besides its characters an id takes 8 bytes on disk and none in memory. Files may be damaged or made by somebody else:
@@ -10,6 +11,7 @@ structure and offsets of strings are checked when they are opened.
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +30,8 @@ from dualenc.reading import is_utf8
 
 ITEMS = "items.arrow"
 ORDER = "order.npy"
+HASH = "text:hash"
+"""Column of `text_hash`; columns of users have no colon."""
 BATCH_ROWS = 2**14
 MANY_IDS = 1000
 """For more ids than this, one pass over all of them is faster than a binary search for each."""
@@ -123,9 +127,9 @@ def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
 
 
 class ItemTable:
-    """N = `count` items in Arrow files: their `batches`, `ids`, and `texts` and the user's `columns`, or None.
+    """N = `count` items in Arrow files: their `batches`, `ids`, and `texts`, `hashes` and the user's `columns`.
 
-    `fix` tells in error messages how to repair the files.
+    What was not kept is None. `fix` tells in error messages how to repair the files.
     """
 
     def __init__(self, paths: Sequence[Path], count: int, fix: str) -> None:
@@ -139,11 +143,15 @@ class ItemTable:
                 raise ValueError("it has no column of ids, or two columns of one name")
             if len(table) != count:
                 raise ValueError(f"it has {len(table)} rows instead of {count}")
-            columns = table.drop_columns([name for name in ("id", "vector", "text") if name in names])
+            columns = table.drop_columns([name for name in ("id", "vector", "text", HASH) if name in names])
             columns.validate(full=True)
         self.texts = Texts(table.column("text"), location, fix) if "text" in names else None
         self.ids = Ids(table.column("id"), location, fix, paths[0].with_name(ORDER))
         self.columns = columns if columns.column_names else None
+        self.hashes = None
+        if HASH in names:
+            with explain(f"{location}: corrupt", fix):
+                self.hashes = table.column(HASH).cast(pa.uint64()).to_numpy()
 
 
 def read_batches(path: Path, fix: str) -> list[pa.RecordBatch]:
@@ -166,14 +174,17 @@ def item_batch(
     texts: Sequence[str] | None = None,
     columns: pa.Table | None = None,
     vectors: np.ndarray | None = None,
+    hashes: np.ndarray | None = None,
 ) -> pa.RecordBatch:
-    """A record batch of n items: ids, and texts, rows of the user's columns and vectors (n, D) if there are any."""
+    """A record batch of n items: ids, and texts, hashes (n,), rows of the user's columns and vectors (n, D), if any."""
     arrays: dict[str, pa.Array] = {"id": pa.array(ids, pa.string())}
     if vectors is not None:
         values = pa.array(np.ascontiguousarray(vectors).reshape(-1))
         arrays["vector"] = pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])
     if texts is not None:
         arrays["text"] = pa.array([in_utf8(text) for text in texts], pa.large_string())
+    if hashes is not None:
+        arrays[HASH] = pa.array(hashes, pa.uint64())
     if columns is not None:
         for name in columns.column_names:
             arrays[name] = columns.column(name).combine_chunks()
@@ -183,6 +194,11 @@ def item_batch(
 def in_utf8(text: str) -> str:
     """A text with lone surrogates replaced by "?"."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def text_hash(text: str) -> int:
+    """64 bits that tell a whole text from an edited one; never 0, which stands for a text that is not known."""
+    return int.from_bytes(hashlib.blake2b(in_utf8(text).encode(), digest_size=8).digest(), "little") or 1
 
 
 def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
@@ -200,21 +216,35 @@ def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
 
 
 def write_items(
-    folder: Path, ids: Iterable[str], texts: Iterable[str] | None = None, columns: pa.Table | None = None
+    folder: Path,
+    ids: Iterable[str],
+    texts: Iterable[str] | None = None,
+    columns: pa.Table | None = None,
+    hashes: np.ndarray | None = None,
 ) -> None:
-    """Write items.arrow and order.npy: ids (N,), at least one, that have passed `check_ids`, and texts and columns."""
-    write_batches(folder / ITEMS, _item_batches(iter(ids), None if texts is None else iter(texts), columns))
+    """Write items.arrow and order.npy: ids (N,), at least one, that have passed `check_ids`, and what is kept of each.
+
+    Args:
+        folder: for both files.
+        ids: (N,) ids.
+        texts: (N,) texts, or their beginnings.
+        columns: (N,) rows of the user's columns.
+        hashes: (N,) `text_hash` of the whole texts.
+    """
+    own_texts = None if texts is None else iter(texts)
+    write_batches(folder / ITEMS, _item_batches(iter(ids), own_texts, columns, hashes))
     write_order([folder / ITEMS])
 
 
 def _item_batches(
-    ids: Iterator[str], texts: Iterator[str] | None, columns: pa.Table | None
+    ids: Iterator[str], texts: Iterator[str] | None, columns: pa.Table | None, hashes: np.ndarray | None
 ) -> Iterator[pa.RecordBatch]:
     start = 0
     while block := list(itertools.islice(ids, BATCH_ROWS)):
         own_texts = None if texts is None else list(itertools.islice(texts, len(block)))
         own_columns = None if columns is None else columns.slice(start, len(block))
-        yield item_batch(block, own_texts, own_columns)
+        own_hashes = None if hashes is None else hashes[start : start + len(block)]
+        yield item_batch(block, own_texts, own_columns, hashes=own_hashes)
         start += len(block)
 
 

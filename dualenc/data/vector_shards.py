@@ -1,7 +1,8 @@
 """Embeddings: N vectors with their ids, texts and columns, in memory or in a folder of Arrow files.
 
-    data-00000.arrow …   id (string), vector (fixed-size list of float16 or float32), text where texts are kept, and the
-                         user's columns; what the shard was made of is in the metadata of its schema
+    data-00000.arrow …   id (string), vector (fixed-size list of float16 or float32), text (its beginning) and text:hash
+                         (of all of it) where items are texts, and the user's columns; what the shard was made of is in
+                         the metadata of its schema
     order.npy            the rows in the order of their ids
     meta.json            model, side, dtype, dimension, rows per shard, what was skipped, size and SHA-256 of each file
 
@@ -44,6 +45,7 @@ class Embeddings:
         meta: what is known about them (`model`, `side`, `modality`, `dtype`, …).
         snippets: (N,) texts to show with the ids, if any.
         columns: (N,) rows of the user's columns, if any.
+        hashes: (N,) uint64 of the whole texts (`dualenc.data.items.text_hash`), if any; 0 where it is not known.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Embeddings:
         meta: dict[str, Any] | None = None,
         snippets: Sequence[str] | None = None,
         columns: pa.Table | None = None,
+        hashes: np.ndarray | None = None,
     ) -> None:
         if len(vectors.shape) != 2:
             raise DualencError(f"vectors have shape {tuple(vectors.shape)}; give a matrix (N, D)")
@@ -64,6 +67,7 @@ class Embeddings:
         self.meta = dict(meta or {})
         self.snippets = snippets
         self.columns = columns
+        self.hashes = hashes
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Embeddings:
@@ -79,7 +83,7 @@ class Embeddings:
         verify_files(folder, [path.name for path in paths] + [ORDER], meta, AGAIN, verify)
         table = ItemTable(paths, sum(meta["shard_rows"]), AGAIN)
         shards = [vectors_of(batch, meta["dim"], meta["dtype"], folder) for batch in table.batches]
-        return cls(table.ids, ShardedVectors(shards), meta, table.texts, table.columns)
+        return cls(table.ids, ShardedVectors(shards), meta, table.texts, table.columns, table.hashes)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -105,7 +109,8 @@ class Embeddings:
                 short = short / np.where(lengths == 0, 1, lengths)
             # A copy in any case: a view would keep its whole block in memory.
             parts.append(short.astype(self.vectors.dtype))
-        return Embeddings(self.ids, np.concatenate(parts), {**self.meta, "dim": dim}, self.snippets, self.columns)
+        meta = {**self.meta, "dim": dim}
+        return Embeddings(self.ids, np.concatenate(parts), meta, self.snippets, self.columns, self.hashes)
 
     def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
         """The vectors in order as float32 matrices of at most `rows` rows; one at a time is in memory."""

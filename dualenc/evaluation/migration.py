@@ -101,6 +101,19 @@ def is_judged(rows: Sequence[Mapping[str, Any]]) -> bool:
     return "ndcg@10" in rows[0]
 
 
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the report says of the new model beside the old one, as a clause."""
+    if not is_judged(rows):
+        return "without judgements nothing tells whether it finds more than the old one"
+    old, new = (next(row for row in rows if row["system"] == name) for name in (OLD, NEW))
+    gain, low, high = new["ndcg@10 - old"]
+    found = "neither significantly more nor less"
+    if low > 0 or high < 0:
+        found = f"significantly {'more' if low > 0 else 'less'}"
+    scores = f"nDCG@10 {old['ndcg@10'][0]:.3f} → {new['ndcg@10'][0]:.3f}, {gain:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return f"on the sample it finds {found} than the old one ({scores})"
+
+
 def served_shares(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """Shares of new vectors at which judgements do not show the mixed index below the old model, and 1 in any case."""
     return [s for s in SHARES if s == 1 or (is_judged(rows) and not is_below(rows, mixed_name(s)))]

@@ -115,15 +115,15 @@ def write_report(
         part.write_text(page, encoding="utf-8")
 
 
-def check_report_target(path: StrPath) -> None:
-    """Refuse to write a page over a folder, or a file that is no page of dualenc."""
+def check_report_target(path: StrPath, remedy: str = "name another --out") -> None:
+    """Refuse to write a page over a folder, or over a file that is not a page of dualenc."""
     check_outside(path)
     check_file_target(path)
     if os.path.exists(path):
         with open_regular(path) as stream:
             beginning = stream.read(1 << 16)
         if beginning and STYLE not in beginning:
-            raise DualencError(f"{os.fspath(path)}: exists and is no report of dualenc; name another --out")
+            raise DualencError(f"{os.fspath(path)}: exists and is not a report of dualenc; {remedy}")
 
 
 def _visible(value: object) -> object:

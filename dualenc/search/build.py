@@ -35,6 +35,8 @@ MIN_GAIN = 0.002
 NEIGHBOURS = 10
 """k of the measured recall and latency."""
 MAX_FACTORY_NUMBER = 2**24
+MAX_FACTORY_LENGTH = 256
+"""FAISS parses a factory string by recursion, which thousands of parts take beyond the end of the stack."""
 OTHER_FACTORIES = "try auto, Flat, HNSW32 or IVF256,Flat"
 FACTORY_LIMITS = {
     "links of a vector": (r"(?:HNSW|NSG)(\d+)", 2, 1024),
@@ -146,6 +148,9 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
     `HNSW0`, `PQ4x0` and `IVF10_HNSW1,Flat` end in an assertion in C++, a division by zero or a wild pointer at the
     first vector, which no exception handler catches; `IVF999999999,Flat` exhausts the memory of the machine.
     """
+    if len(factory) > MAX_FACTORY_LENGTH:
+        length = f"is {len(factory):,} characters long, more than {MAX_FACTORY_LENGTH}"
+        raise _unfit(factory, length)
     # By their length first: Python refuses to convert thousands of digits.
     numbers = re.findall(r"\d+", factory)
     if any(len(number) > 9 or not 1 <= int(number) <= MAX_FACTORY_NUMBER for number in numbers):

@@ -21,11 +21,12 @@ from dualenc.arguments import check_several
 from dualenc.data.items import check_ids, rows_of
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
-from dualenc.files import atomic_folder, locked
+from dualenc.files import atomic_folder, locked, was_replaced_by_killed
 from dualenc.search.build import Database
 from dualenc.search.filter_recall import RESULT, VECTORS
 from dualenc.search.index import Index, is_index, rows_in, write_contents
 from dualenc.search.lexical import Lexical, has_lexical
+from dualenc.search.migration_folder import check_unmigrated
 from dualenc.search.refined import split
 from dualenc.search.texts import TextStore, has_texts, write_texts
 from dualenc.search.where import column_kinds
@@ -37,9 +38,16 @@ MEASURED = ("target_recall", "recall_at_10", "recall_queries", "recall_queries_f
 
 
 def append(folder: str | os.PathLike[str], embeddings: Embeddings, corpus: Corpus | None = None) -> Index:
-    """Append vectors with new ids to an index; an index with whole texts needs the `corpus` that was embedded."""
+    """Append vectors with new ids to an index; an index with whole texts needs the `corpus` that was embedded.
+
+    Where a process that did so was killed before it removed the old index, nothing is left to do.
+    """
+    was_killed = was_replaced_by_killed(folder)
     with locked(folder):
+        check_unmigrated(folder)
         index = Index.open(folder)
+        if was_killed and are_last(index, embeddings.ids):
+            return index
         check_addition(index, {**embeddings.meta, "dimension": embeddings.dim}, embeddings.ids, folder)
         texts = _whole_texts(index, folder)
         if texts is not None:
@@ -57,15 +65,29 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings, corpus: Corpu
             for block in Database(embeddings, index.meta["metric"]).blocks():
                 changed.add(block)
         meta = _changed_meta(index, "appended", len(embeddings))
-        return _replace(folder, changed, [*index.ids, *embeddings.ids], snippets, columns, meta, texts)
+        hashes = None
+        if index.hashes is not None or embeddings.hashes is not None:
+            # 0 where an earlier version has recorded none.
+            parts = [
+                np.zeros(len(each), np.uint64) if each.hashes is None else each.hashes for each in (index, embeddings)
+            ]
+            hashes = np.concatenate(parts)
+        return _replace(folder, changed, [*index.ids, *embeddings.ids], snippets, columns, meta, texts, hashes)
 
 
 def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
-    """Remove vectors from an index by id, with their snippets, columns and texts."""
+    """Remove vectors from an index by id, with their snippets, columns and texts.
+
+    Where a process that did so was killed before it removed the old index, nothing is left to do.
+    """
     check_several("ids", ids)
+    was_killed = was_replaced_by_killed(folder)
     with locked(folder):
+        check_unmigrated(folder)
         index = Index.open(folder)
         rows = rows_of(index.ids, ids)
+        if was_killed and len(rows) and (rows < 0).all():
+            return index
         if not len(rows) or (rows < 0).any():
             missing = f"has no item {ids[int(np.argmin(rows))]!r}" if len(rows) else "no ids were given"
             raise DualencError(f"{folder}: {missing}; give ids that it has")
@@ -82,7 +104,14 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
         snippets = None if index.snippets is None else itertools.compress(index.snippets, stays)
         columns = None if index.columns is None else index.columns.filter(pa.array(stays))
         meta = _changed_meta(index, "removed", len(removed))
-        return _replace(folder, changed, list(itertools.compress(index.ids, stays)), snippets, columns, meta, texts)
+        hashes = None if index.hashes is None else index.hashes[stays]
+        ids_left = list(itertools.compress(index.ids, stays))
+        return _replace(folder, changed, ids_left, snippets, columns, meta, texts, hashes)
+
+
+def are_last(index: Index, ids: Sequence[str]) -> bool:
+    """Whether the last items of an index are these, in their order."""
+    return 0 < len(ids) < len(index) and index.ids[len(index) - len(ids) :] == list(ids)
 
 
 def _read(index: Index, folder: str | os.PathLike[str]) -> Any:
@@ -102,11 +131,13 @@ def _replace(
     columns: pa.Table | None,
     meta: dict[str, Any],
     texts: Iterable[str] | None,
+    hashes: np.ndarray | None,
 ) -> Index:
     has_bm25 = has_lexical(folder)
     with atomic_folder(folder, is_index, "index") as part:
         part.mkdir()
-        checksum = write_contents(part, Path(folder), changed, ids, snippets, columns, meta)
+        contents = (changed, ids, snippets, columns, meta)
+        checksum = write_contents(part, Path(folder), *contents, hashes=hashes)
         for name in (RESULT, VECTORS):
             if Path(folder, name).is_file():
                 shutil.copyfile(Path(folder, name), part / name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +28,7 @@ from dualenc.data.identity import digest_of
 from dualenc.data.vector_shards import Embeddings, ShardedVectors, is_embeddings
 from dualenc.data.vectors import load_npy
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, remove, write_json
+from dualenc.files import atomic_path, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.build import STORED_TOLERANCE, Database, as_queries, subtracts_mean
 from dualenc.search.engines import open_engine
@@ -259,10 +260,11 @@ def _are_unit(documents: Embeddings) -> bool:
 def _write_once(documents: Embeddings, path: Path, source: str, *, scale: bool) -> None:
     """Write the vectors as float16, scaled to length one or as they are, unless they are there already."""
     note = path.with_name(NOTE)
-    if note.is_file() and path.is_file() and read_json_object(note).get("source") == source:
+    noted = read_json_object(note) if note.is_file() else {}
+    if path.is_file() and noted.get("source") == source:
         return
-    # Without the note first: after a kill it must not describe other vectors.
-    remove(note)
+    if noted.keys() != {"source"} and any(os.path.lexists(each) for each in (note, path)):
+        raise DualencError(f"{path.parent}: holds a {path.name} that dualenc did not write; name another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     header = {"descr": "<f2", "fortran_order": False, "shape": (len(documents), documents.dim)}
     blocks = Database(documents, "cosine" if scale else "ip").blocks()
@@ -275,4 +277,6 @@ def _write_once(documents: Embeddings, path: Path, source: str, *, scale: bool) 
         for block in blocks:
             stream.write(block.astype(np.float16).tobytes())
             bar.update(len(block))
+        # Before the vectors: after a kill it must not describe others, but tell who wrote them.
+        write_json(note, {"source": None})
     write_json(note, {"source": source})

@@ -133,6 +133,7 @@ def _embed_into(
         contents=functools.partial(_contents, corpus),
         snippet=corpus.text if corpus.modality == "text" else None,
         columns=corpus.columns,
+        whole_text=corpus.items.__getitem__ if corpus.modality == "text" else None,
     )
     with tqdm(total=len(corpus), **bar_options) as bar:
 

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from dualenc import distributed
 from dualenc.checksums import recorded
-from dualenc.data.items import ORDER, check_ids, item_batch, write_batches, write_order
+from dualenc.data.items import ORDER, check_ids, item_batch, text_hash, write_batches, write_order
 from dualenc.data.vector_shards import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
 from dualenc.errors import DualencError
 from dualenc.files import recover_inside, remove, version_of, write_json
@@ -82,6 +82,7 @@ class EmbeddingWriter:
         notes: further entries of meta.json that may differ (`model`, …).
         contents: fingerprint of the items of a range of rows; a shard whose items have changed is written again.
         snippet: the text to show for a row; None keeps no texts.
+        whole_text: the text of a row, of which a hash is kept; None keeps none.
         columns: (N,) rows of the user's columns, to filter search results by.
     """
 
@@ -96,6 +97,7 @@ class EmbeddingWriter:
         contents: Callable[[range], str] | None = None,
         snippet: Callable[[int], str] | None = None,
         columns: pa.Table | None = None,
+        whole_text: Callable[[int], str] | None = None,
     ) -> None:
         check_ids(ids)
         digest = hashlib.sha256()
@@ -111,6 +113,7 @@ class EmbeddingWriter:
         self.contents = functools.cache(contents or (lambda _: ""))
         self.snippet = snippet
         self.columns = columns
+        self.whole_text = whole_text
         self._has_checked = False
         self._create()
         # Killed workers leave lock files behind.
@@ -224,7 +227,10 @@ class EmbeddingWriter:
         ids = [self.ids[row] for row in rows]
         texts = None if self.snippet is None else [self.snippet(row) for row in rows]
         columns = None if self.columns is None else self.columns.take(list(rows))
-        return item_batch(ids, texts, columns, vectors)
+        hashes = None
+        if self.whole_text is not None:
+            hashes = np.array([text_hash(self.whole_text(row)) for row in rows], np.uint64)
+        return item_batch(ids, texts, columns, vectors, hashes)
 
     def finish(self) -> Embeddings:
         """Write the order of the ids and the final meta.json, after all shards, of which one has a vector."""

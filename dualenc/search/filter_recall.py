@@ -28,6 +28,7 @@ from dualenc.reading import read_json_object
 from dualenc.search.engines import embeddings_fingerprint, open_engine
 from dualenc.search.filtered import default_exact_rows
 from dualenc.search.index import Hit, Index
+from dualenc.search.migration_folder import check_unmigrated
 from dualenc.search.pushed import RESULT, Engine, is_pushed, refuse_url
 from dualenc.search.where import meets, parse_conditions
 
@@ -232,6 +233,7 @@ def tune_folder(
     folder: Path, index: Searched, queries: np.ndarray, filters: Sequence[str], target: float
 ) -> Measurement:
     """Choose settings as `tune` does, and write them and the measurement into the folder of the index."""
+    check_unmigrated(folder)
     measured = tune(index, queries, filters, target)
     meta = read_json_object(folder / "meta.json")
     write_json(folder / "meta.json", meta | {"settings": index.meta["settings"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from dualenc.checksums import recorded, verify_files
-from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, rows_of, write_items
+from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, rows_of, text_hash, write_items
 from dualenc.data.metadata import plain_columns
 from dualenc.data.vector_shards import Embeddings, read_head
 from dualenc.errors import DualencError, explain
@@ -44,6 +45,7 @@ from dualenc.search.build import (
 from dualenc.search.decoded import decode, restore_quantizer
 from dualenc.search.filtered import default_exact_rows, search_among
 from dualenc.search.kinds import choose_factory, machine_memory
+from dualenc.search.migration_folder import check_unmigrated
 from dualenc.search.refined import REFINE, bytes_per_vector, can_be_file, check_refinement, link, open_index, split
 from dualenc.search.where import column_kinds
 from dualenc.targets import check_outside
@@ -88,6 +90,7 @@ class Index:
         snippets: (N,) texts to show with the ids, if any.
         columns: (N,) rows of the columns that searches can be filtered by, if any.
         refine_file: the file of the codes that refine it, if they are in one of their own.
+        hashes: (N,) uint64 of the whole texts (`dualenc.data.items.text_hash`), if any; 0 where it is not known.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Index:
         snippets: Sequence[str] | None = None,
         columns: pa.Table | None = None,
         refine_file: Path | None = None,
+        hashes: np.ndarray | None = None,
     ) -> None:
         self.faiss = faiss_index
         self.ids: Sequence[str] = ids if isinstance(ids, Ids) else list(ids)
@@ -107,6 +111,7 @@ class Index:
         self.columns = columns
         self.column_kinds = column_kinds(columns)
         self.refine_file = refine_file
+        self.hashes = hashes
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -165,7 +170,8 @@ class Index:
             meta["bytes_per_vector"] = bytes_per_vector(filled)
             meta |= _tune_and_measure(filled, database, queries, recall_queries, target_recall)
             columns = None if embeddings.columns is None else plain_columns(embeddings.columns)
-            index = cls(filled, embeddings.ids, meta, embeddings.snippets, columns, refine_file)
+            about = (embeddings.snippets, columns, refine_file, embeddings.hashes)
+            index = cls(filled, embeddings.ids, meta, *about)
             if folder is not None:
                 index.save(folder)
         return cls.open(folder) if folder is not None and is_apart else index
@@ -174,9 +180,10 @@ class Index:
         """Save to a folder: `index.faiss`, `items.arrow` with ids, snippets and columns, `order.npy`, `meta.json`."""
         check_outside(folder)
         with atomic_folder(folder, is_index, "index") as part:
+            check_unmigrated(folder)
             part.mkdir(parents=True)
             contents = (self.ids, self.snippets, self.columns, self.meta)
-            write_contents(part, Path(folder), self.faiss, *contents, self.refine_file)
+            write_contents(part, Path(folder), self.faiss, *contents, self.refine_file, self.hashes)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Index:
@@ -206,7 +213,7 @@ class Index:
         if refine_file is not None and "k_factor_rf" in meta["search_parameters"]:
             set_parameter(index, "k_factor_rf", meta["search_parameters"]["k_factor_rf"])
         items = ItemTable([folder / ITEMS], index.ntotal, REBUILD)
-        return cls(index, items.ids, meta, items.texts, items.columns, refine_file)
+        return cls(index, items.ids, meta, items.texts, items.columns, refine_file, items.hashes)
 
     @property
     def items_checksum(self) -> str:
@@ -321,6 +328,8 @@ def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | N
 def _building(target: Path) -> Iterator[Path]:
     """A new folder `.NAME.building` beside an index, in this context; it replaces that of a killed build."""
     work = target.with_name(f".{target.name}.building")
+    if os.path.lexists(work) and not (work.is_dir() and set(os.listdir(work)) <= {REFINE}):
+        raise DualencError(f"{work}: exists and was not left by the build of an index; move it away")
     remove(work)
     work.mkdir()
     try:
@@ -363,9 +372,10 @@ def is_index(folder: str | os.PathLike[str]) -> bool:
 
 
 def check_target(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that is not new, not empty, and no index to replace, or that lies in one."""
+    """Refuse a folder that is not new, not empty, and not an index to replace, or whose model is being changed."""
     check_outside(folder)
     check_folder_target(folder, is_index, "index", is_replaced=True)
+    check_unmigrated(folder)
 
 
 def check_recorded(path: Path, meta: Mapping[str, Any], remedy: str) -> None:
@@ -388,13 +398,14 @@ def write_contents(
     columns: pa.Table | None,
     meta: dict[str, Any],
     refine_file: Path | None = None,
+    hashes: np.ndarray | None = None,
 ) -> str:
     """Write the files of an index to `part`, whose final name will be `folder`; returns its `items_checksum`."""
     if refine_file is not None:
         link(refine_file, part / REFINE)
         index = split(index)[0]
     faiss.write_index(index, str(part / "index.faiss"))
-    write_items(part, ids, snippets, columns)
+    write_items(part, ids, snippets, columns, hashes)
     # FAISS only prints that the disk was full at the end of the file.
     with explain_full_disk(folder), explain(f"{folder}: FAISS did not write it whole", "is the disk full?"):
         _open_faiss(part)
@@ -420,13 +431,19 @@ def _open_faiss(folder: Path, refine_file: Path | None = None) -> Any:
 
 
 def rows_in(corpus: Corpus, index: Index | Embeddings, folder: str | os.PathLike[str]) -> list[int]:
-    """The corpus row of each item of an index or of embeddings."""
+    """The corpus row of each item of an index or of embeddings, whose texts must be those that were embedded.
+
+    Whole texts are compared by their hashes; in folders of earlier versions only the beginnings that are shown.
+    """
     rows = rows_of(corpus.ids, index.ids).tolist()
     if -1 in rows:
         name = index.ids[rows.index(-1)]
         raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name its data and columns")
-    for row, snippet in zip(rows, index.snippets or ()):
-        if snippet != in_utf8(corpus.text(row)):
+    snippets = index.snippets or itertools.repeat(None)
+    hashes = itertools.repeat(0) if index.hashes is None else index.hashes.tolist()
+    for row, snippet, expected in zip(rows, snippets, hashes):
+        is_other_text = bool(expected) and text_hash(corpus.items[row]) != expected
+        if is_other_text or (snippet is not None and snippet != in_utf8(corpus.text(row))):
             problem = f"the text of {corpus.ids[row][:80]!r} in the data is not what was embedded"
             raise DualencError(f"{folder}: {problem}; embed and index the data again")
     return rows

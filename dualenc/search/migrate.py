@@ -2,7 +2,7 @@
 
 Beside the index, in `INDEX.migration`, until all documents are embedded with the new model:
 
-    plan.json           the new model, the items and their texts; a folder without it is debris
+    plan.json           the new model, the items and their texts; whether it was rolled back, or has ended
     old/                the index as it was, by hard links: for its vectors, and for a rollback
     documents.npy       its vectors (`dualenc.search.documents`)
     sample/             embeddings of a sample of the documents with the new model
@@ -14,31 +14,45 @@ Beside the index, in `INDEX.migration`, until all documents are embedded with th
 
 INDEX is only ever replaced whole. Its meta.json names the model of its vectors, and `mapped` counts those that are
 mapped from the old space. Every file is written atomically and is a function of the plan: the same command resumes.
+What would change INDEX meanwhile is refused (`dualenc.search.migration_folder`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dualenc.data.items import ITEMS, ORDER, rows_of
+from dualenc.data.items import ITEMS, ORDER, read_batches, rows_of
 from dualenc.data.vector_shards import Embeddings, ShardedVectors
 from dualenc.errors import DualencError, explain
-from dualenc.files import atomic_folder, atomic_path, recover_inside, remove, save_array, write_json
+from dualenc.files import atomic_folder, atomic_path, locked, recover_inside, remove, save_array, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.documents import ReadRows
 from dualenc.search.index import Index, is_index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.maps import NEIGHBOURS, LinearMap
+from dualenc.search.migration_folder import (
+    FORMAT,
+    PLAN,
+    has_begun,
+    is_over,
+    is_replaced,
+    read_plan,
+    remove_work,
+    work_folder,
+)
 from dualenc.search.refined import REFINE, link
 from dualenc.search.texts import FOLDER as TEXTS_FOLDER
 
-FORMAT = "dualenc migration"
+logger = logging.getLogger("dualenc.search")
+
 FORMAT_VERSION = 2
 SHARES = (0.0, 0.05, 0.2, 0.5, 1.0)
 """Shares of documents with new vectors at which the index is replaced."""
@@ -55,7 +69,7 @@ class Stage(NamedTuple):
 
 
 class Migration:
-    """A migration that is started or resumed; whoever does holds the lock of its work folder.
+    """A migration that is started or resumed; whoever does holds the locks of its work folder and of the index.
 
     Args:
         folder: the index.
@@ -63,7 +77,8 @@ class Migration:
         inputs: what must be equal to resume, beside the model and the items: checksums of `texts` and `queries`.
 
     Raises:
-        DualencError: the work folder is of another migration that has begun to embed, or the items are others.
+        DualencError: the work folder is somebody else's, or of another migration that has begun to embed, or the items
+            or the vectors of the index are others.
     """
 
     def __init__(self, folder: str | os.PathLike[str], notes: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
@@ -73,9 +88,9 @@ class Migration:
         plan = {"format": FORMAT, "version": FORMAT_VERSION, "items": Index.open(folder).items_checksum}
         plan |= {"model": self.notes["model_checksum"], **inputs}
         if not self._resumes(plan):
-            remove(self.work)
+            remove_work(folder)
             self.work.mkdir()
-            write_json(self.work / "plan.json", plan)
+        write_json(self.work / PLAN, {**plan, "name": self.notes.get("model")})
         recover_inside(self.work)
         if not is_index(self.work / "old"):
             with atomic_folder(self.work / "old", is_index, "index") as part:
@@ -84,16 +99,38 @@ class Migration:
 
     def _resumes(self, plan: Mapping[str, Any]) -> bool:
         """Whether the work folder is of this plan; one of another, which has only measured, gives way to it."""
-        present = read_json_object(self.work / "plan.json") if is_started(self.folder) else {}
+        present = read_plan(self.folder)
+        if present is None or "ended" in present:
+            return False
         different = [name for name, value in plan.items() if present.get(name) != value]
+        if not different and not self._is_as_planned():
+            different = ["vectors"]
+        if not different:
+            return True
         # What was measured by judged queries is not measured again without them.
         loses_queries = "model" not in different and present.get("queries") and not plan["queries"]
-        has_begun = is_replaced(self.folder) or any(self.work.glob("embeddings-*"))
-        if present and different and (has_begun or loses_queries):
-            what = "another model" if "model" in different else f"other {different[0]}"
-            remedy = f"resume it with them, or end it: dualenc migrate {self.folder} --rollback"
-            raise DualencError(f"{self.work}: a migration with {what} is under way; {remedy}")
+        count = embedded_count(self.folder)
+        what = "another model" if "model" in different else f"other {different[0]}"
+        if not present:
+            what = f"a damaged {PLAN}"
+        if has_begun(self.folder) or loses_queries:
+            back = f"dualenc migrate {self.folder} --rollback"
+            problem = f"a migration with {what} is under way"
+            remedy = f"resume it with them, or end it: {back}" if present else f"end it: {back}"
+            if is_over(present):
+                problem = f"holds {count:,} vectors of a migration with {what} that was rolled back"
+                remedy = f"remove them: {back} --discard"
+            raise DualencError(f"{self.work}: {problem}; {remedy}")
+        logger.warning("%s: the report of %s and its sample of %s vectors give way", self.work, what, f"{count:,}")
         return not different
+
+    def _is_as_planned(self) -> bool:
+        """Whether INDEX is the old index, or one that this migration has put there."""
+        old = self.work / "old"
+        if not is_index(old) or is_replaced(self.folder):
+            return True
+        files = [read_json_object(folder / "meta.json", {"files": dict})["files"] for folder in (self.folder, old)]
+        return files[0] == files[1]
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -165,7 +202,15 @@ class Migration:
             link(self.work / "old" / name, target / name)
             for entry in ("files", "sizes"):
                 meta[entry][name] = old_meta[entry][name]
-        _replace(self.folder, target, meta)
+        with locked(self.folder):
+            if not self._is_as_planned():
+                problem = "something else has replaced it while its model was being changed, and it stays as it is"
+                back = f"dualenc migrate {self.folder} --rollback --discard"
+                raise DualencError(f"{self.folder}: {problem}; end the migration: {back}")
+            settings = read_json_object(self.folder / "meta.json").get("settings")
+            if settings is not None:
+                meta["settings"] = settings
+            _replace(self.folder, target, meta)
         remove(target)
 
 
@@ -185,44 +230,63 @@ def mixed_vectors(old: Any, to_new: LinearMap, new: Any, new_row: np.ndarray) ->
     return ReadRows(len(old), dim, read)
 
 
-def work_folder(folder: str | os.PathLike[str]) -> Path:
-    """The work folder beside an index, INDEX.migration."""
-    target = Path(os.path.realpath(folder))
-    return target.with_name(f"{target.name}.migration")
+class RolledBack(NamedTuple):
+    """What a rollback did.
+
+    Attributes:
+        model: the new model, where it is known.
+        replaced: whether the old index was put back; otherwise it was there.
+        kept: vectors of the new model that stay in the work folder.
+        removed: vectors of the new model that are gone.
+        was_over: whether the migration had ended, and only its rest was removed.
+    """
+
+    model: str | None
+    replaced: bool = False
+    kept: int = 0
+    removed: int = 0
+    was_over: bool = False
 
 
-def is_started(folder: str | os.PathLike[str]) -> bool:
-    """Whether a migration of an index is under way."""
-    return (work_folder(folder) / "plan.json").is_file()
+def roll_back(folder: str | os.PathLike[str], discard: bool = False) -> RolledBack:
+    """Put the old index back; vectors that were embedded stay for a resumption, unless they are to be discarded.
 
-
-def remove_work(folder: str | os.PathLike[str]) -> None:
-    """Remove the work folder of an index; the plan goes first, so that nothing resumes what is half removed."""
-    remove(work_folder(folder) / "plan.json")
-    remove(work_folder(folder))
-
-
-def is_replaced(folder: str | os.PathLike[str]) -> bool:
-    """Whether the migration that is under way has replaced the index."""
-    plan = work_folder(folder) / "plan.json"
-    return plan.is_file() and Index.open(folder).meta.get("model_checksum") == read_json_object(plan)["model"]
-
-
-def roll_back(folder: str | os.PathLike[str]) -> bool:
-    """Put the old index back, and remove the work folder; whether it was replaced.
+    Those of the sample alone are removed with the measurements.
 
     Raises:
-        DualencError: no migration is under way.
+        DualencError: no migration is under way, or the work folder is somebody else's.
     """
-    if not is_started(folder):
+    plan = read_plan(folder)
+    if plan is None or "ended" in plan:
+        is_rest = work_folder(folder).exists()
+        remove_work(folder)
+        if is_rest and (plan is None or plan["ended"] == "rolled back"):
+            return RolledBack(None, was_over=True)
         remedy = "a finished one has no old index; build it again"
         raise DualencError(f"{folder}: no migration is under way; {remedy}")
-    replaced = is_replaced(folder)
-    if replaced:
-        old = work_folder(folder) / "old"
-        _replace(Path(os.path.realpath(folder)), old, Index.open(old).meta)
-    remove_work(folder)
-    return replaced
+    work = work_folder(folder)
+    with locked(folder):
+        replaced = not Path(folder).exists() or is_replaced(folder)
+        if replaced:
+            old = work / "old"
+            _replace(Path(os.path.realpath(folder)), old, Index.open(old).meta)
+    count = embedded_count(folder)
+    model = plan.get("name")
+    if any(work.glob("embeddings-*")) and count and not discard:
+        write_json(work / PLAN, {**plan, "format": FORMAT, "rolled_back": True})
+        return RolledBack(model, replaced, kept=count)
+    remove_work(folder, "rolled back")
+    return RolledBack(model, replaced, removed=count)
+
+
+def embedded_count(folder: str | os.PathLike[str]) -> int:
+    """How many documents are embedded with the new model in the work folder, those of the sample included."""
+    count = 0
+    for name in ("sample", "embeddings-*"):
+        for path in work_folder(folder).glob(f"{name}/data-*.arrow"):
+            with suppress(DualencError):  # a damaged one is embedded again
+                count += sum(map(len, read_batches(path, "migrate again")))
+    return count
 
 
 def embedded_at(share: float, count: int) -> int:

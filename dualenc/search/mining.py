@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, check_file_target, remove, removed_if_refused, write_json
 from dualenc.hard_negatives import Negatives, Rule, choose_negatives, search_depth
-from dualenc.reading import open_regular, read_json
+from dualenc.reading import open_regular, read_json, read_json_object
 from dualenc.search.exact import exact_search
 from dualenc.targets import check_outside
 from dualenc.types import Vectors
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 Form = Literal["flagembedding", "sentence-transformers"]
 
+SETTINGS = "settings.json"
+_WORK_NAMES = r"settings\.json|rows-\d+\.jsonl|\..*\.part"
 SUFFIXES = (".jsonl", ".json", ".ndjson")
 QUERIES_PER_BLOCK = 256
 PAIRS_PER_BLOCK = 4096
@@ -100,7 +103,7 @@ def mine_negatives(
         raise DualencError(f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike")
     check_mined(out)
     target = Path(out)
-    folder = target.with_name(f".{target.name}.mining")
+    folder = _work_folder(target)
     settings = [json.dumps(asdict(rule)), form]
     settings += [pairs.identity(), digest_of(left.ids), digest_of(right.ids)]
     for source in (queries, documents):
@@ -109,7 +112,7 @@ def mine_negatives(
         settings += [digest_of(source.ids), json.dumps(files) if files else digest_of(*source.blocks())]
     fingerprint = {"settings": digest_of(settings)}
     is_main = distributed.is_main()
-    path = folder / "settings.json"
+    path = folder / SETTINGS
     if is_main and path.exists() and read_json(path) != fingerprint:
         remove(folder)
     with removed_if_refused(folder, "rows-*.jsonl") if is_main else nullcontext():
@@ -133,12 +136,33 @@ def mine_negatives(
     return report
 
 
+def _work_folder(target: Path) -> Path:
+    return target.with_name(f".{target.name}.mining")
+
+
+def _is_work(folder: Path) -> bool:
+    """Whether a folder is empty, or holds what an interrupted call has left, and nothing else."""
+    if not folder.is_dir():
+        return False
+    names = set(os.listdir(folder))
+    if SETTINGS in names:
+        try:
+            is_known = read_json_object(folder / SETTINGS).keys() == {"settings"}
+        except DualencError:
+            is_known = False
+        return is_known and all(re.fullmatch(_WORK_NAMES, name) for name in names)
+    return names <= {f".{SETTINGS}.part"}
+
+
 def check_mined(path: str | os.PathLike[str]) -> None:
-    """Refuse to write a file that exists, is not empty, and was not written by `mine_negatives`."""
+    """Refuse a file, or its work folder, that exists, is not empty, and was not written by `mine_negatives`."""
     check_outside(path)
     check_file_target(path)
     if Path(path).suffix not in SUFFIXES:
         raise DualencError(f"{path}: mined negatives are lines of JSON; name a file {' or '.join(SUFFIXES)}")
+    work = _work_folder(Path(path))
+    if os.path.lexists(work) and not _is_work(work):
+        raise DualencError(f"{work}: exists and was not left by mining; move it away")
     if not os.path.exists(path):
         return
     with open_regular(path) as stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import shutil
 import time
 from pathlib import Path
@@ -130,7 +131,7 @@ def test_a_model_that_finds_less_is_not_taken(
     run("migrate", index, made / "new", "--report-only")  # another model in its place
     assert report_of(index)[0]["new model"] == str(made / "new")
     run("migrate", index, "--rollback")
-    assert "the report is gone, the index as it was" in capsys.readouterr().out
+    assert "nothing had been replaced, the index is as it was; removed: the measurements and" in capsys.readouterr().out
     run(*words, "--anyway")
     assert Index.open(index).meta["model"] == str(tmp_path / "blind")
 
@@ -208,6 +209,9 @@ REFUSALS = {
     "few": "300 documents are too few to learn maps from; build the index again with the new model",
     "lost": "7 vectors are mapped, and its work folder is gone",
     "dimension": "factory 'PQ5' does not work for dimension 32",
+    "length": "is 25,000 characters long, more than 256; try auto, Flat",
+    "no factory": "lacks 'factory'; write it again",
+    "mistyped": "--data nope: no such file or folder; name a BEIR folder, or leave --data out",
     "twice": "another dualenc process is writing",
     "model": "needs a model; name it",
     "texts": "keeps no texts, and its data gone is gone; name it by --data",
@@ -229,6 +233,7 @@ def test_refusals_in_one_line(
         "vectors": {"kind": "vector", "modality": "vector"},
         "lost": {"mapped": 7},
         "dimension": {"factory": "PQ5"},
+        "length": {"factory": "Flat," * 5000},
         "texts": {"data": "gone"},
     }
     change_meta(index, **entries.get(kind, {}))
@@ -245,6 +250,11 @@ def test_refusals_in_one_line(
             time.sleep(0.01)
     elif kind == "model":
         words.pop()
+    elif kind == "mistyped":
+        words += ["--data", "nope"]
+    elif kind == "no factory":
+        meta = json.loads((index / "meta.json").read_text())
+        (index / "meta.json").write_text(json.dumps({name: meta[name] for name in meta if name != "factory"}))
     elif kind == "texts":
         shutil.rmtree(index / "texts")
     try:
@@ -253,6 +263,76 @@ def test_refusals_in_one_line(
         if holder.pid is not None:
             holder.kill()
             holder.join()
+
+
+@pytest.mark.slow
+def test_data_without_judgements_is_said(
+    made: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Texts come from the index, and judgements from nowhere."""
+    shutil.copy(made / "beir" / "corpus.jsonl", tmp_path / "docs.jsonl")
+    other = toy.write_beir(tmp_path / "other", documents=20, queries=4)
+    judged = (other / "qrels" / "test.tsv").read_text()
+    (other / "qrels" / "test.tsv").write_text(judged.replace("\td", "\tunknown"))
+    for data in (tmp_path / "docs.jsonl", other):
+        capsys.readouterr()
+        run("migrate", index, made / "new", "--data", data, "--report-only")
+        told = f"{data}: has no test judgements of these documents (qrels/test.tsv); what is measured does without"
+        assert told in capsys.readouterr().out
+        run("migrate", index, "--rollback")
+
+
+@pytest.mark.slow
+def test_a_text_that_was_edited_after_its_snippet_is_noticed(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "wing flow " * 40
+    for name, last in (("docs", "drag"), ("edited", "lift")):
+        rows = [{"_id": f"d{i}", "text": f"title {i} {long}{last if i == 7 else ''}"} for i in range(120)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("index", made / "old", tmp_path / "docs.jsonl", "--out", tmp_path / "index")
+    words = ("migrate", tmp_path / "index", made / "new", "--report-only", "--data")
+    line = failure(capsys, *words, tmp_path / "edited.jsonl")
+    assert "the text of 'd7' in the data is not what was embedded" in line
+    run(*words, tmp_path / "docs.jsonl")
+
+
+@pytest.mark.slow
+def test_the_last_line_is_the_verdict(made: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = made / "old", made / "new"
+
+    def last_line(*words: Any) -> str:
+        capsys.readouterr()
+        run("migrate", index, new, *words)
+        return capsys.readouterr().out.splitlines()[-1]
+
+    line = last_line("--report-only")
+    scores = report_of(index)[1]
+    before, after = (scores[f"{name} model, {name} vectors"]["ndcg@10"][0] for name in ("old", "new"))
+    found = r"on the sample it finds (significantly more|neither significantly more nor less) than the old one"
+    numbers = rf"\(nDCG@10 {before:.3f} → {after:.3f}, [+-]\d\.\d+ \[[+-]\d\.\d+, [+-]\d\.\d+\]\)"
+    assert re.fullmatch(rf"{new}: {found} {numbers}; nothing is replaced; next: dualenc migrate {index} {new}", line)
+    line = last_line()
+    end = rf'the old index is removed, and no rollback is left; next: dualenc search {index} "…"'
+    assert re.fullmatch(rf"{new} has replaced {old}: {found} {numbers}; {end}", line)
+
+
+@pytest.mark.slow
+def test_settings_stay_and_measurements_by_old_vectors_go_with_a_word(
+    made: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "workload.jsonl").write_text('{"filter": ""}\n')
+    measure = ("evaluate", "engine", index, "--filters", tmp_path / "workload.jsonl")
+    run(*measure)
+    settings = Index.open(index).meta["settings"]
+    before = contents(index)
+    run("migrate", index, made / "new")
+    told = "recall.json and queries.npy are of the old vectors and are dropped, the settings stay; measure again: dua"
+    assert capsys.readouterr().out.count(told) == 1
+    assert {"recall.json", "queries.npy"} <= before.keys()
+    assert {path.name for path in index.iterdir()}.isdisjoint({"recall.json", "queries.npy"})
+    assert Index.open(index).meta["settings"] == settings
+    run(*measure)
 
 
 def hold(index: Path, sign: Path) -> None:

@@ -101,7 +101,9 @@ PQ4,Refine(HNSW0) Residual0,PQ4
 """
 
 
-@pytest.mark.parametrize("factory", [*BAD.split(), "", ",", "Flat,Flat", "\x00", "IVF16,Flat\n", "(" * 1000])
+@pytest.mark.parametrize(
+    "factory", [*BAD.split(), "", ",", "Flat,Flat", "\x00", "IVF16,Flat\n", "(" * 1000, "Flat," * 5000]
+)
 def test_a_bad_string_is_refused_in_a_line_and_never_ends_the_process(factory: str) -> None:
     """HNSW0 aborts in C++, HNSW1 and PQ4x0 crash, NSG0 hangs: only a process apart may try what is new in this list."""
     vectors = np.random.default_rng(0).normal(size=(700, 16)).astype(np.float32)
