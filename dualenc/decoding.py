@@ -48,6 +48,19 @@ def decode_image(data: bytes, where: str) -> Image.Image:
     raise BadSample(f"{where}: image cannot be decoded ({reason}); replace or remove it")
 
 
+def has_image_format(data: bytes) -> bool:
+    """True if the contents of a file begin as one of the formats that are decoded."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            Image.open(io.BytesIO(data), formats=_formats())
+    except UnidentifiedImageError:
+        return False
+    except Exception:  # Pillow's plugins raise many kinds on broken files
+        return True
+    return True
+
+
 def _upright(image: Image.Image) -> Image.Image:
     """The image as it is, or turned as its EXIF data says."""
     return image if image.getexif().get(_ORIENTATION, 1) == 1 else ImageOps.exif_transpose(image)

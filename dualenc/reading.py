@@ -8,10 +8,12 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, cast
 
 from dualenc.errors import DualencError
 from dualenc.types import StrPath
+
+Source = TypeVar("Source", bound="str | Path")
 
 _KINDS = {
     dict: "an object",
@@ -29,6 +31,14 @@ def open_regular(path: StrPath) -> BinaryIO:
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise DualencError(f"{path}: not a file; give a regular file")
     return open(path, "rb")
+
+
+def with_home(source: Source) -> Source:
+    """Return a path with the user's folder in place of a leading `~`, which no shell has expanded; others unchanged."""
+    text = str(source)
+    if not text.startswith("~") or os.path.lexists(text):
+        return source
+    return cast(Source, type(source)(os.path.expanduser(text)))
 
 
 def glob_files(pattern: str) -> list[Path]:

@@ -1,10 +1,11 @@
-"""Bad samples: counted and reported, or raised."""
+"""What readers report: bad samples, counted or raised, and in one line each what they guess or leave out."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from typing import get_args
 
 from dualenc.errors import BadSample, DualencError
@@ -64,3 +65,9 @@ class BadRows:
         if not usable:
             reasons = f"no usable {what}: {self.describe() or 'it is empty'}"
             raise DualencError(f"{self.source}: {reasons}; check the file and the named columns")
+
+
+@cache
+def report_once(message: str) -> None:
+    """Log a line of a reader, once in each process."""
+    logger.warning("%s", message)

@@ -21,12 +21,13 @@ from dualenc.data.column_names import DOCUMENT_IDS, IDS, LABELS, QUERY_IDS, colu
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.detect import check_split, detect
 from dualenc.data.items import rows_of
-from dualenc.data.lines import read_texts
+from dualenc.data.lines import COMPRESSIONS, read_texts
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
 from dualenc.data.tables import TableSource, check_columns, load_from_hub
 from dualenc.data.vectors import open_vectors
 from dualenc.errors import DualencError
+from dualenc.reading import with_home
 from dualenc.types import OnError
 
 _GRADE = re.compile(r"[+-]?[0-9]{1,6}(\.0+)?")
@@ -119,11 +120,11 @@ def read_beir(
     judgements and counts as never found, as in trec_eval.
 
     Args:
-        folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz. Vectors may
+        folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may be compressed. Vectors may
             take the place of texts, and a name of the hub that of a folder, as for `BeirPairs`, whose arguments the
             others are.
     """
-    folder = Path(folder)
+    folder = with_home(Path(folder))
     bad_rows = BadRows(folder, on_error)
     if detect(folder) != "hub":
         _qrels_file(folder, split)
@@ -148,6 +149,7 @@ def read_judged_queries(
     folder: Path, split: str, document_ids: Sequence[str], bad_rows: BadRows
 ) -> tuple[Corpus, dict[str, dict[str, int]]]:
     """The queries of a BEIR folder that a split judges, and its judgements; no documents are read."""
+    folder = with_home(folder)
     if detect(folder) == "hub":
         entries = _hub_judgements(folder, split)
     else:
@@ -190,7 +192,7 @@ def read_corpus(
     """The documents (part "corpus") or queries (part "queries") of a BEIR folder; `columns` are kept for filters."""
     columns = list(one_or_several(columns))
     check_column_names(columns)
-    folder = Path(folder)
+    folder = with_home(Path(folder))
     optional = ["title"]
     if detect(folder) == "hub":
         source = _collection_table(folder, part, bad_rows)
@@ -202,7 +204,7 @@ def read_corpus(
         id_column = _id_column(TableSource(vectors, bad_rows), part)
         return open_vectors(vectors, id_column=id_column, columns=columns, bad_rows=bad_rows)
     else:
-        files = [folder / f"{part}.jsonl", folder / f"{part}.jsonl.gz"]
+        files = [folder / f"{part}.jsonl{suffix}" for suffix in ("", *COMPRESSIONS)]
         file = next((file for file in files if file.is_file()), None)
         if file is None:
             parts = "corpus.jsonl, queries.jsonl and qrels/"

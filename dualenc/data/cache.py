@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 IN_MEMORY_BYTES = 32 << 20
 """Files that are smaller than this together are kept in memory instead of the cache folder."""
 BATCH_ROWS = 2000
-VERSION = 8
+VERSION = 9
 """Of what the cache holds; raise it when the reading changes."""
 
 

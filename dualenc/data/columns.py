@@ -16,13 +16,14 @@ import pyarrow.compute as pc
 import pyarrow.types
 from PIL import Image
 
+from dualenc.data.bad_rows import report_once
 from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, existing_file
 from dualenc.data.item_lists import Picked, VectorItems, VectorsById
 from dualenc.data.items import rows_of
 from dualenc.data.tables import FILE, DataTable, is_list, kind_of_type
 from dualenc.data.vector_shards import Array, ShardedVectors
-from dualenc.decoding import decode_image, open_image
+from dualenc.decoding import decode_image, has_image_format, open_image
 from dualenc.errors import BadSample, DualencError, explain
 from dualenc.types import Items, Modality
 
@@ -33,6 +34,7 @@ Faults = dict[str, tuple[np.ndarray, str]]
 
 _BLOCK = 1 << 14  # vectors that are checked together
 _VALUES_EXAMINED = 1000  # of a column of strings, which may name image files
+_CONTENTS_EXAMINED = 100  # of a column of bytes
 _STRINGS = ("string", "large_string")
 _BYTES = ("binary", "large_binary")
 _TEXT_LIKE = (*_STRINGS, "null", "boolean", "integer", "floating", "decimal", "temporal")
@@ -45,8 +47,8 @@ _RECORD_PARTS = {"bytes": _BYTES, "path": _STRINGS}  # of an image, as `datasets
 class Column:
     """The texts or images of one column; with `lists` a row may hold several, which are laid flat.
 
-    Texts, ids and labels are strings and numbers; images file contents, records of contents and path, or paths. By
-    default records, contents and names of image files are images, all else is text.
+    Texts, ids and labels are strings, numbers and bytes in UTF-8; images file contents, records of contents and path,
+    or paths. By default records, contents and names of image files are images, all else is text.
     """
 
     def __init__(self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False) -> None:
@@ -58,11 +60,13 @@ class Column:
         if self.is_list and not lists:
             raise DualencError(f"{table.source}: column {name!r} holds lists; name one of single values")
         with explain(f"{table.source}: column {name!r} is damaged", "write it again, texts as UTF-8"):
-            self.array.validate(full=True)
+            stored = self._stored()
+            stored.validate(full=True)
+        self.modality: Modality = modality or self._guess_modality(stored)
         self.holds_strings = _is(self.array.type, *_STRINGS)
-        self.modality: Modality = modality or self._guess_modality()
         if not self._fits():
-            raise DualencError(f"{table.source}: column {name!r} holds {kind}, no {self.modality}; name another column")
+            problem = f"column {name!r} holds {kind}, which cannot be read as {self.modality}"
+            raise DualencError(f"{table.source}: {problem}; name another column")
 
     def _fits(self) -> bool:
         """Whether values of this type can be of this modality."""
@@ -77,12 +81,12 @@ class Column:
                 return False
         return bool(parts)
 
-    def _guess_modality(self) -> Modality:
-        if not self.holds_strings:
-            return "image" if _is(self.array.type, *_BYTES, "struct") else "text"
-        num_examined = min(len(self), _VALUES_EXAMINED)
-        rows = np.linspace(0, max(0, len(self) - 1), num_examined, dtype=np.int64)
-        texts = [str(self[row] or "").strip() for row in np.unique(rows)]
+    def _guess_modality(self, stored: pa.ChunkedArray) -> Modality:
+        if _is(stored.type, *_BYTES):
+            return self._guess_modality_of_bytes(stored)
+        if not _is(stored.type, *_STRINGS):
+            return "image" if _is(stored.type, "struct") else "text"
+        texts = [str(value or "").strip() for value in _spread(stored, _VALUES_EXAMINED)]
         values = [text for text in texts if text]
         names = sum(value.lower().endswith(IMAGE_SUFFIXES) for value in values)
         modality: Modality = "image" if 0 < len(values) <= 2 * names else "text"
@@ -94,12 +98,30 @@ class Column:
             )
         return modality
 
+    def _guess_modality_of_bytes(self, stored: pa.ChunkedArray) -> Modality:
+        """Text if most values are UTF-8 and begin as no image does: some writers store texts as bytes."""
+        values = [value for value in _spread(stored, _CONTENTS_EXAMINED) if value]
+        num_texts = sum(_is_utf8(value) and not has_image_format(value) for value in values)
+        if 2 * num_texts <= len(values):
+            return "image"
+        what = f"{num_texts} of {len(values)} values examined are bytes of UTF-8 and no images"
+        report_once(f"{self.source}: column {self.name!r} is read as text: {what}")
+        return "text"
+
+    def _stored(self) -> pa.ChunkedArray:
+        """The values as the table has them, lists laid flat."""
+        array = self.dataset.data.column(self.name)
+        return pc.list_flatten(array) if self.is_list else array
+
     @cached_property
     def array(self) -> pa.ChunkedArray:
-        """The values as Arrow, lists laid flat; NaN, as pandas writes missing values, is null."""
-        array = self.dataset.data.column(self.name)
-        if self.is_list:
-            array = pc.list_flatten(array)
+        """The values as Arrow, lists laid flat; NaN, as pandas writes missing values, is null.
+
+        Bytes that are read as text are strings; those that are not UTF-8 are null.
+        """
+        array = self._stored()
+        if self.modality == "text" and _is(array.type, *_BYTES):
+            return pa.chunked_array([_decode(chunk) for chunk in array.chunks], pa.large_string())
         return pc.if_else(pc.is_nan(array), None, array) if _is(array.type, "floating") else array
 
     @cached_property
@@ -149,6 +171,29 @@ class Column:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _DERIVED}
+
+
+def _spread(array: pa.ChunkedArray, most: int) -> list[Any]:
+    """At most so many values of an array, from all over it."""
+    rows = np.linspace(0, max(0, len(array) - 1), min(len(array), most), dtype=np.int64)
+    return [array[int(row)].as_py() for row in np.unique(rows)]
+
+
+def _is_utf8(data: bytes) -> bool:
+    """True for bytes of a text in UTF-8, without the zero bytes that only binary data has."""
+    try:
+        return "\0" not in data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+
+
+def _decode(array: pa.Array) -> pa.Array:
+    """Bytes as strings, null where they are not UTF-8."""
+    try:
+        return array.cast(pa.large_string())
+    except pa.ArrowInvalid:
+        texts = [value if value is not None and _is_utf8(value) else None for value in array.to_pylist()]
+        return pa.array(texts, pa.large_binary()).cast(pa.large_string())
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:

@@ -15,7 +15,7 @@ from dualenc.arguments import check_several
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import Column, read_column
 from dualenc.data.identity import digest_of, items_identity
-from dualenc.data.images import ImageFiles, find_images
+from dualenc.data.images import ImageFiles, find_images, printable_names
 from dualenc.data.item_lists import Picked
 from dualenc.data.labels import labels_of_column, labels_of_folders
 from dualenc.data.metadata import metadata_columns
@@ -213,8 +213,9 @@ def table_corpus(
 def image_corpus(folder: Path) -> Corpus:
     """The images of a folder by their names, with the first subfolder, if there is one, as class."""
     names = find_images(folder)
-    numbers, class_names = labels_of_folders(names) or (None, None)
-    return Corpus(names, ImageFiles(folder, names), "image", labels=numbers, class_names=class_names)
+    ids = printable_names(folder, names)
+    numbers, class_names = labels_of_folders(ids) or (None, None)
+    return Corpus(ids, ImageFiles(folder, names), "image", labels=numbers, class_names=class_names)
 
 
 def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:

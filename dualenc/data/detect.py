@@ -7,10 +7,22 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from dualenc.data.images import IMAGE_SUFFIXES, SPLITS, is_image
-from dualenc.data.lines import LINE_FORMATS, file_format
+from dualenc.data.images import IMAGE_SUFFIXES, is_image
+from dualenc.data.lines import COMPRESSIONS, file_format
+from dualenc.data.table_files import (
+    TABLE_FORMATS,
+    files_below,
+    files_in,
+    first_word,
+    has_splits,
+    is_split,
+    is_table,
+    report_unread,
+    split_tables,
+)
 from dualenc.data.vector_shards import is_embeddings
 from dualenc.errors import DualencError
+from dualenc.reading import with_home
 from dualenc.terminal import without_credentials
 
 Kind = Literal["beir", "tars", "vectors", "images", "saved", "saved_splits", "files", "folder", "hub"]
@@ -19,7 +31,6 @@ glob. folder: of tables. hub: a name on the hub, or a retrieval collection in a 
 
 ONLY_SPLIT = "train"
 """What `datasets` calls the rows of a source without splits."""
-TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
 CAPTION_FILES = [f"{stem}{suffix}" for stem in ("metadata", "captions") for suffix in TABLE_FORMATS if suffix != ".txt"]
 """Tables of captions among images."""
 
@@ -34,7 +45,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def detect(source: str | Path) -> Kind:
     """The kind of a source; "files" for one that does not exist."""
     refuse_url(source)
-    path = Path(source)
+    path = with_home(Path(source))
     if path.is_dir():
         return _kind_of_folder(path)
     if path.suffix == ".npy":
@@ -58,7 +69,7 @@ def _kind_of_folder(folder: Path) -> Kind:
     has_tsv = any((folder / "qrels").glob("*.tsv"))
     if "README.md" in entries and not has_tsv and {"corpus", "queries"} <= _configurations(folder):
         return "hub"
-    if entries.keys() & {"corpus.jsonl", "corpus.jsonl.gz", "qrels"}:
+    if entries.keys() & {"qrels", "corpus.jsonl", *(f"corpus.jsonl{suffix}" for suffix in COMPRESSIONS)}:
         return "beir"
     if "state.json" in entries:
         return "saved"
@@ -67,18 +78,34 @@ def _kind_of_folder(folder: Path) -> Kind:
     has_shards = any(name.startswith("data-") and name.endswith(".arrow") for name in entries)
     if has_shards and is_embeddings(folder):
         return "vectors"
-    suffixes = {Path(name).suffix.lower() for name in entries}
-    if ".tar" in suffixes:
-        return "tars"
+    return _kind_of_files(folder, list(entries.values()))
+
+
+def _kind_of_files(folder: Path, entries: list[Path]) -> Kind:
+    """The kind of a folder that nothing but its files describes."""
+    suffixes = {entry.suffix.lower() for entry in entries if not entry.name.startswith(".")}
     # The hub stores the tables of a data set in `data`.
-    files = [*entries.values(), *(folder / "data").glob("*")]
-    tables = {file.name for file in files if file_format(file) in TABLE_FORMATS and file.is_file()}
-    if suffixes & set(IMAGE_SUFFIXES) or not (tables or (folder / "data").is_dir()):
+    tables = {file.name for file in (*entries, *files_in(folder / "data")) if is_table(file)}
+    if ".tar" in suffixes:
+        report_unread(folder, "the tars in this folder are read, other files are not", tables)
+        return "tars"
+    beside = {name for name in tables - set(CAPTION_FILES) if not name.lower().endswith(".txt")}
+    if suffixes & set(IMAGE_SUFFIXES):
+        report_unread(folder, "the images in this folder are read, tables beside them are not", beside)
         return "images"
+    if not tables:
+        has_tables = False
+        for file in files_below(folder):
+            if is_image(file):
+                return "images"
+            has_tables = has_tables or is_table(file)
+        return "folder" if has_tables or (folder / "data").is_dir() else "images"
     # Images may lie in a subfolder of their captions, or beside notes and lists; tables of splits are tables.
-    are_beside = not any(re.split(r"[._-]", name)[0].lower() in SPLITS for name in tables)
-    inner = folder.glob("*/**/*") if tables and are_beside else ()
-    return "images" if any(map(is_image, inner)) else "folder"
+    are_beside = not any(map(is_split, map(first_word, tables)))
+    if not are_beside or not any(map(is_image, files_below(folder))):
+        return "folder"
+    report_unread(folder, "the images in its subfolders are read, tables beside them are not", beside)
+    return "images"
 
 
 def _configurations(folder: Path) -> set[str]:
@@ -100,4 +127,7 @@ def check_split(source: str | Path, split: str, splits: Collection[str] = (ONLY_
 
 def default_split(source: str | Path) -> str:
     """The split to evaluate where the user names none: the only one of a source without splits, else test."""
-    return ONLY_SPLIT if detect(source) in ("tars", "vectors", "saved", "files") else "test"
+    kind = detect(source)
+    if kind == "folder" and not has_splits(split_tables(with_home(Path(source)))):
+        return ONLY_SPLIT
+    return ONLY_SPLIT if kind in ("tars", "vectors", "saved", "files") else "test"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
 
+from dualenc.data.bad_rows import report_once
 from dualenc.data.identity import file_identity
 from dualenc.decoding import image_suffixes, open_image
 from dualenc.errors import DualencError
+from dualenc.reading import is_utf8, with_home
 
 IMAGE_SUFFIXES = image_suffixes()
 SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing")
@@ -23,7 +25,7 @@ class ImageFiles:
     """Items that are image files: `root / name` for each name."""
 
     def __init__(self, root: str | os.PathLike[str], names: Sequence[str]) -> None:
-        self.root = Path(root)
+        self.root = with_home(Path(root))
         self.names = list(names)
 
     def __len__(self) -> int:
@@ -43,7 +45,7 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
 
     Subfolders are splits if all of them have usual names of splits: `train` may also be a class among others.
     """
-    root = Path(folder)
+    root = with_home(Path(folder))
     if not root.is_dir():
         return root
     # Archives made on a Mac have __MACOSX beside their folders.
@@ -81,7 +83,7 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
 
     Links to folders are followed, but no folder is read twice, so links in a circle end.
     """
-    root = Path(folder)
+    root = with_home(Path(folder))
     if not root.is_dir():
         raise DualencError(f"{folder}: no such folder; give a folder of images")
     names = []
@@ -103,8 +105,29 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
                 if not file.startswith(".") and file.lower().endswith(IMAGE_SUFFIXES):
                     names.append(name)
     if not names:
-        raise DualencError(f"{folder}: no image in this folder; known are {', '.join(IMAGE_SUFFIXES)}")
+        others = Counter(path.suffix.lower() for path in root.rglob("*") if path.is_file())
+        found = ", ".join(suffix or "files without a suffix" for suffix, _ in others.most_common(3))
+        problem = f"no image in this folder ({f'it has {found}' if found else 'it is empty'})"
+        raise DualencError(f"{folder}: {problem}; known are {', '.join(IMAGE_SUFFIXES)}")
     return sorted(names)
+
+
+def printable_names(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return names of files as ids: bytes that are not UTF-8, and line breaks, as escapes (`caf\\xe9.png`).
+
+    The escaped names are reported in one line.
+    """
+    escaped = [name if is_utf8(name) and "\n" not in name else _escaped(name) for name in names]
+    changed = [new for new, name in zip(escaped, names, strict=True) if new != name]
+    if changed:
+        what = f"{len(changed)} names of files are not UTF-8, or have line breaks; their ids have escapes"
+        report_once(f"{folder}: {what} (first: {changed[0]})")
+    return escaped
+
+
+def _escaped(name: str) -> str:
+    data = name.encode("utf-8", "surrogateescape")
+    return data.decode("utf-8", "backslashreplace").replace("\n", "\\n")
 
 
 def _unreadable_folder(error: OSError) -> None:

@@ -52,8 +52,12 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
     """
     columns: dict[str, pa.ChunkedArray] = {}
     for name in names:
-        values = table.column(name).combine_chunks().take(pa.array(rows))
-        with explain(f"{table.source}: column {name!r} holds {values.type}, which cannot be kept", "leave it out"):
+        kind = table.column(name).type
+        if pa.types.is_nested(kind):
+            problem = f"column {name!r} holds {kind}, which cannot be kept: filters compare single values"
+            raise DualencError(f"{table.source}: {problem}; leave it out")
+        with explain(f"{table.source}: column {name!r} holds {kind}, which cannot be kept", "leave it out"):
+            values = table.column(name).combine_chunks().take(pa.array(rows))
             columns[name] = _plain_values(values, table.has(LINE), f"{table.source}: column {name!r}")
     return pa.table(columns)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from dualenc.arguments import one_or_several
 from dualenc.data import column_names as names
-from dualenc.data.bad_rows import BadRows
+from dualenc.data.bad_rows import BadRows, report_once
 from dualenc.data.beir import BeirPairs, is_collection, read_corpus
 from dualenc.data.column_names import columns_named, first_of
 from dualenc.data.corpus import Corpus, image_corpus, table_corpus
@@ -21,7 +23,14 @@ from dualenc.data.tables import TableSource
 from dualenc.data.vectors import open_vectors
 from dualenc.data.webdataset import WebDatasetPairs, tar_corpus
 from dualenc.errors import DualencError
+from dualenc.reading import with_home
 from dualenc.types import Modality, OnError
+
+logger = logging.getLogger("dualenc.data")
+
+# A sentence, rather than the name of a column: with its mark at the end, or of many words.
+_SENTENCE = re.compile(r"\s.*[.?!]\s*$|(\S+\s+){5}\S")
+_MAX_NAME = 80
 
 
 def open_corpus(
@@ -65,6 +74,7 @@ def open_corpus(
     """
     columns = list(one_or_several(columns))
     check_column_names(columns)
+    path = with_home(path)
     kind = detect(path)
     if columns and kind in ("tars", "images"):
         reason = "has no columns to keep; give a table that names the images and their columns"
@@ -129,6 +139,7 @@ def open_pairs(
         right_modality: the same for the right column.
         weight_column: of a table; as for `TablePairs`.
     """
+    path = with_home(path)
     kind = detect(path)
     if kind == "beir" or is_collection(path):
         return BeirPairs(path, split, on_error=on_error)
@@ -191,8 +202,20 @@ def _main_column(
         if name is not None and modality in (kind, None):
             return name, kind
     if len(source.kinds) == 1:
-        return next(iter(source.kinds)), modality or "text"
+        return _only_column(source), modality or "text"
     argument = "text_column or image_column" if modality is None else f"{modality}_column"
     columns = ", ".join(source.kinds)
     reason = f"cannot tell which column to read; name {argument} (columns: {columns})"
     raise DualencError(f"{source.path}: {reason}")
+
+
+def _only_column(source: TableSource) -> str:
+    """The one column of a table, whose name is not usual; in csv it may be a text, if the header is missing."""
+    (name,) = source.kinds
+    if source.has_header:
+        if _SENTENCE.search(name) or len(name) > _MAX_NAME:
+            problem = f"its first line ({name[:60]!r}) looks like a text, not like the name of a column"
+            fix = "write a line `text` above it, name the file .txt, or name the column (text_column, --text-column)"
+            raise DualencError(f"{source.path}: {problem}; {fix}")
+        report_once(f"{source.path}: its first line is read as the name of its only column, {name!r}")
+    return name

@@ -28,6 +28,7 @@ from dualenc.data.relevance import Labels, as_number, label_columns, read_labels
 from dualenc.data.tables import ColumnKind, DataTable, TableSource
 from dualenc.data.vectors import open_vectors
 from dualenc.errors import DualencError
+from dualenc.reading import is_utf8, with_home
 from dualenc.types import Items, Modality, OnError
 
 logger = logging.getLogger("dualenc.data")
@@ -381,7 +382,7 @@ class ImageFolderPairs(ColumnPairs):
         quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
-        folder = Path(path)
+        folder = with_home(Path(path))
         file = _captions_file(folder)
         if file is None:
             folder = split_folder(folder, ONLY_SPLIT)
@@ -442,6 +443,9 @@ def _table_of_text_files(folder: Path, names: list[str], bad_rows: BadRows) -> D
 
     rows = []
     for name in names:
+        if not is_utf8(name):
+            bad_rows.add("image whose name is not UTF-8", ascii(str(folder / name)), "rename the file")
+            continue
         file = existing_file(folder, str(Path(name).with_suffix(".txt")))
         records = read_records(file, bad_rows) if file.is_file() else ()
         captions = [record["text"].strip() for _, record in records]

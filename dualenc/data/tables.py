@@ -19,14 +19,23 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 
-from dualenc.data.bad_rows import BadRows
+from dualenc.data.bad_rows import BadRows, report_once
 from dualenc.data.cache import BATCH_ROWS, cache_option, cached_dataset, record_batches
 from dualenc.data.column_names import first_of
-from dualenc.data.detect import ONLY_SPLIT, TABLE_FORMATS, check_split, detect
-from dualenc.data.lines import Numbered, Record, file_format, read_records
+from dualenc.data.detect import ONLY_SPLIT, check_split, detect
+from dualenc.data.lines import COMPRESSIONS, Numbered, Record, file_format, read_records
+from dualenc.data.plain_types import check_types, plain_batch, plain_type
+from dualenc.data.table_files import (
+    TABLE_FORMATS,
+    Partition,
+    has_splits,
+    read_partitions,
+    split_tables,
+    without_empty,
+)
 from dualenc.data.written_lists import kind_of_written, parse_list
 from dualenc.errors import DualencError, explain, nearest
-from dualenc.reading import glob_files
+from dualenc.reading import glob_files, with_home
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,8 +52,16 @@ _TYPES: dict[ColumnKind, pa.DataType] = {
     "list": pa.list_(pa.large_string()),
     "vector": pa.large_list(pa.float32()),
 }
+_CONVERSIONS = {
+    **dict.fromkeys((".xlsx", ".xls", ".xlsm", ".ods"), "save the sheet as csv"),
+    **dict.fromkeys((".arrow", ".feather", ".orc", ".avro", ".pkl", ".h5", ".db"), "write its rows as parquet"),
+    **dict.fromkeys((".lz4", ".snappy", ".deflate", ".br", ".7z", ".rar", ".z", ".tgz", ".tar"), "decompress it first"),
+    ".zip": "unpack it, or name it by what the one file in it is, such as x.csv.zip",
+}
+"""What to do with files of other formats."""
 _PARQUET_ADVICE = "write all files with the same types, or fetch it again"
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|nan", re.IGNORECASE)
+_NAMES = {list: "a list", dict: "a record", str: "a text", bool: "a truth value", int: "a number", float: "a number"}
 _RECORDS_EXAMINED = 1000  # of each file, to see what its columns hold
 _FILES_EXAMINED = 8  # whose values are looked at
 
@@ -119,7 +136,9 @@ class TableSource:
     as_records: bool = False
 
     def __post_init__(self) -> None:
+        self.path = with_home(self.path)
         self.files: list[Path] = []
+        self._partitions: list[Partition] = []
         kind = detect(self.path) if self.dataset is None else None
         if kind == "hub":
             self.dataset = load_from_hub(str(self.path), self.subset, self.split)
@@ -129,6 +148,10 @@ class TableSource:
             self.files = _find_files(self.path, self.split)
         is_parquet = bool(self.files) and file_format(self.files[0]) == ".parquet"
         self._is_lines = bool(self.files) and (self.as_records or not is_parquet)
+        if self._is_lines and len(self.files) > 1:
+            self.files = without_empty(self.path, self.files)
+        if kind == "folder":
+            self._partitions = read_partitions(Path(self.path), self.files)
 
     @cached_property
     def kinds(self) -> dict[str, ColumnKind]:
@@ -141,11 +164,18 @@ class TableSource:
             return kinds | self.written_lists
         found: dict[str, ColumnKind | None] = {}
         bad_rows = BadRows(self.path)
+        headers: dict[Path, list[str]] = {}
         for file in self.files:
-            for _, record in islice(self._records(file, bad_rows), _RECORDS_EXAMINED):
+            names = headers.setdefault(file, [])
+            for _, record in islice(self._records(file, bad_rows, names), _RECORDS_EXAMINED):
                 for name, value in self.reshape(record).items():
-                    found[name] = found.get(name) or _kind_of_value(value)
+                    kind = _kind_of_value(value)
+                    found[name] = found.get(name) or kind
+                    if kind == "value":
+                        self._with_single_values.add(name)
         bad_rows.require(len(found), "record")
+        _check_headers(headers)
+        found |= dict.fromkeys(self._partition_names.difference(found), "value")
         return {name: kind or "value" for name, kind in found.items()} | self.written_lists
 
     @cached_property
@@ -191,16 +221,30 @@ class TableSource:
         texts = [str(value).strip() for value in values if value is not None]
         return any(texts) and all(_NUMBER.fullmatch(text) for text in texts if text)
 
-    def _records(self, file: Path, bad_rows: BadRows) -> Iterator[Numbered]:
+    def _records(self, file: Path, bad_rows: BadRows, names: list[str] | None = None) -> Iterator[Numbered]:
         """The numbered records of a file of lines, or rows of a parquet file."""
         if file_format(file) != ".parquet":
-            yield from read_records(file, bad_rows, self.quotes)
+            yield from read_records(file, bad_rows, self.quotes, names)
             return
         with explain(f"{file}: cannot be read", _PARQUET_ADVICE), pq.ParquetFile(file) as opened:
             start = 0
             for batch in opened.iter_batches(batch_size=BATCH_ROWS):
                 yield from enumerate(batch.to_pylist(), start)
                 start += len(batch)
+
+    @cached_property
+    def _partition_names(self) -> set[str]:
+        return {name for keys in self._partitions for name in keys}
+
+    @cached_property
+    def _with_single_values(self) -> set[str]:
+        """Columns of lines with a value that is not a list, which `kinds` fills."""
+        return set()
+
+    @property
+    def has_header(self) -> bool:
+        """True for files whose first line names the columns."""
+        return bool(self.files) and file_format(self.files[0]) in (".csv", ".tsv")
 
     def default_column(self, names: Iterable[str], argument: str, but: str | None = None) -> str:
         """The `first_of` some usual names, for an argument that the user left out; a `DualencError` without any."""
@@ -216,6 +260,11 @@ class TableSource:
         written = [name for name in self.written_lists if columns.get(name, "value") != "value"]
         for name in written:
             logger.warning("%s: column %r is read as lists, which are written as texts in it", self.path, name)
+        for name, kind in columns.items():
+            # Of lines each row would be a bad one, and the text would be blamed.
+            is_list_only = self._is_lines and name in self.kinds and name not in self._with_single_values
+            if kind == "value" and is_list_only and self.kinds[name] != "value":
+                raise DualencError(f"{self.path}: column {name!r} holds lists; name one of single values")
         dataset = self.dataset
         if dataset is not None and written:
             problem = f"column {written[0]!r} holds lists that are written as texts"
@@ -235,16 +284,19 @@ class TableSource:
         def batches(bad_rows: BadRows) -> Iterator[pa.RecordBatch]:
             return record_batches(self._rows_of_lines(columns, bad_rows), schema)
 
-        key = (columns, self.quotes, self.bad_rows.on_error, self.reshape.__qualname__)
+        key: tuple[Any, ...] = (columns, self.quotes, self.bad_rows.on_error, self.reshape.__qualname__)
+        key = (*key, self._partitions)
         if self.written_lists:
-            key = (*key, self.written_lists)  # type: ignore[assignment]
+            key = (*key, self.written_lists)
         return cached_dataset(batches, schema, self.files, key, self.bad_rows)
 
     def _rows_of_lines(self, columns: Mapping[str, ColumnKind], bad_rows: BadRows) -> Iterator[Record]:
         for number, file in enumerate(self.files):
+            partition = self._partitions[number] if self._partitions else {}
             for line, record in self._records(file, bad_rows):
-                values = self.reshape(record)
+                values = self.reshape({**partition, **record})
                 row = {FILE: number, LINE: line}
+                name = ""
                 try:
                     for name, kind in columns.items():
                         value = values.get(name)
@@ -252,17 +304,18 @@ class TableSource:
                             value = _written(value)
                         row[name] = _CONVERTERS[kind](value)
                 except (TypeError, UnicodeEncodeError) as error:
-                    bad_rows.add("value of a wrong type", f"{file}:{line}", f"{error}; fix the line")
+                    fix = f"column {name!r} holds {error}; fix the line"
+                    bad_rows.add("value of a wrong type", f"{file}:{line}", fix)
                 else:
                     yield row
 
     @cached_property
-    def _schema(self) -> pa.Schema:
-        """The columns of typed data; of parquet files those of all, with types that hold the values of every file."""
-        if self.dataset is not None:
-            return self.dataset.data.schema
+    def _stored_schema(self) -> pa.Schema:
+        """The columns of parquet files, of those of all files, with types that hold the values of every file."""
         schemas: list[pa.Schema] = []
         for file in self.files:
+            if file.suffix.lower() in COMPRESSIONS:
+                raise DualencError(f"{file}: compressed parquet file; decompress it first")
             with explain(f"{file}: cannot be read", _PARQUET_ADVICE):
                 schema = pq.read_schema(file)
                 for index, column in enumerate(schema):
@@ -272,10 +325,27 @@ class TableSource:
                 schemas = [pa.unify_schemas([*schemas, schema], promote_options="permissive")]
         return schemas[0]
 
+    @cached_property
+    def _schema(self) -> pa.Schema:
+        """The columns of typed data as they are read, with the keys of partitions."""
+        if self.dataset is not None:
+            return self.dataset.data.schema
+        schema = self._stored_schema
+        for index, column in enumerate(schema):
+            schema = schema.set(index, column.with_type(plain_type(column.type)))
+        for name in sorted(self._partition_names.difference(schema.names)):
+            values = [keys.get(name) for keys in self._partitions]
+            are_texts = any(isinstance(value, str) for value in values)
+            schema = schema.append(pa.field(name, pa.string() if are_texts else pa.int64()))
+        return schema
+
     def _read_parquet(self, columns: Mapping[str, ColumnKind]) -> Dataset:
         """The columns as far as the files have them, null in the rows of a file that lacks them."""
         names = [name for name in self._schema.names if name in columns]
         schema = pa.schema([self._schema.field(name) for name in names], self._schema.metadata)
+        check_types(self.path, schema)
+        stored = self._stored_schema
+        stored = pa.schema([stored.field(name) for name in names if name in stored.names], stored.metadata)
         written = [name for name in names if name in self.written_lists and columns[name] != "value"]
         parsed = schema
         for name in written:
@@ -286,14 +356,33 @@ class TableSource:
         options["fragment_scan_options"] = pyarrow.dataset.ParquetFragmentScanOptions(pre_buffer=False)
 
         def batches(_: BadRows) -> Iterator[pa.RecordBatch]:
-            for file in self.files:
+            for number, file in enumerate(self.files):
+                keys = self._partitions[number] if self._partitions else {}
                 with explain(f"{file}: cannot be read", _PARQUET_ADVICE):
-                    data = pyarrow.dataset.dataset(file, schema=schema, format="parquet")
+                    data = pyarrow.dataset.dataset(file, schema=stored, format="parquet")
                     for batch in data.to_batches(**options):
-                        yield _with_lists(batch, parsed) if written else batch
+                        plain = plain_batch(batch, schema, keys)
+                        yield _with_lists(plain, parsed) if written else plain
 
-        key = (names, written) if written else names
+        key = (str(parsed), self._partitions)
         return cached_dataset(batches, parsed, self.files, key, self.bad_rows)
+
+
+def _check_headers(headers: Mapping[Path, list[str]]) -> None:
+    """Refuse files whose headers have nothing in common: the first row of one that lacks a header was taken for it."""
+    (first, names), *others = headers.items()
+    for file, other in others:
+        if len(other) != len(names) or set(other) == set(names):
+            continue
+        problem = f"its first line ({_shown(other)}) is not that of {first.name} ({_shown(names)})"
+        if set(other).isdisjoint(names):
+            raise DualencError(f"{file}: {problem}; write the same names of columns into the first line of each file")
+        report_once(f"{file}: {problem}; a row has no value in a column that its file lacks")
+
+
+def _shown(names: list[str]) -> str:
+    text = ", ".join(names)
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _with_lists(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
@@ -367,7 +456,7 @@ def _text(value: Any) -> str | None:
         value.encode()
         return value
     if isinstance(value, (dict, list)):
-        raise TypeError(f"a {type(value).__name__} where one text is expected")
+        raise TypeError(f"{_NAMES[type(value)]} where one text is expected")
     # Numbers and truth values.
     return None if value is None else json.dumps(value)
 
@@ -385,7 +474,7 @@ def _vector(value: Any) -> list[float] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not {*map(type, value)} <= {int, float, NoneType}:
-        raise TypeError(f"a {type(value).__name__} where a list of numbers is expected")
+        raise TypeError(f"{_NAMES.get(type(value), type(value).__name__)} where a list of numbers is expected")
     return [math.nan if entry is None or abs(entry) > 1e300 else float(entry) for entry in value]
 
 
@@ -413,28 +502,43 @@ def _load_saved(folder: str | Path, split: str) -> Dataset:
 
 
 def _find_files(source: str | Path, split: str) -> list[Path]:
-    """The table files of a path, glob or folder, sorted.
-
-    Of a folder, the files named SPLIT.*, SPLIT-* or SPLIT_* in it or in its `data` folder, as the hub lays them out.
-    """
+    """The table files of a path, glob or folder, sorted; of a folder those of a split, see `split_tables`."""
     is_folder = Path(source).is_dir()
-    files = _files_of_split(Path(source), split) if is_folder else glob_files(str(source))
+    files = _files_of_split(Path(source), split) if is_folder else _files_of_glob(str(source))
     formats = {file_format(file) for file in files}
-    if len(formats) != 1 or not formats <= set(TABLE_FORMATS):
-        missing = "no table in this folder (ImageFolderViews reads images)" if is_folder else "no such file"
-        present = f"no table of one format ({', '.join(sorted(formats))})" if files else missing
-        fix = f"give a file, folder or glob of one of {', '.join(TABLE_FORMATS)}, or .tar files"
-        raise DualencError(f"{source}: {present}; {fix}")
-    if not is_folder:
-        check_split(source, split)
-    return files
+    if len(formats) == 1 and formats <= set(TABLE_FORMATS):
+        if not is_folder:
+            check_split(source, split)
+        return files
+    fix = f"give a file, folder or glob of one of {', '.join(TABLE_FORMATS)}, or .tar files"
+    if not files:
+        problem = "no table in this folder (ImageFolderViews reads images)" if is_folder else "no such file"
+    elif len(formats) > 1:
+        problem = f"files of several formats ({', '.join(sorted(formats))})"
+        fix = "name those of one format, by a glob"
+    else:
+        suffix = files[0].suffix.lower()
+        problem = f"a file of another format ({file_format(files[0]) or suffix or 'no suffix'})"
+        fix = _CONVERSIONS.get(file_format(files[0])) or _CONVERSIONS.get(suffix, fix)
+    raise DualencError(f"{source}: {problem}; {fix}")
+
+
+def _files_of_glob(pattern: str) -> list[Path]:
+    """The files that match, apart from those that Spark and Arrow add to tables, which a pattern does not mean."""
+    files = glob_files(pattern)
+    added = [file for file in files if file.name.startswith("_") and file_format(file) not in TABLE_FORMATS]
+    return files if len(added) == len(files) else [file for file in files if file not in added]
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    splits: dict[str, list[Path]] = {}
-    for file in sorted([*folder.glob("*"), *(folder / "data").glob("*")]):
-        if file.is_file() and file_format(file) in TABLE_FORMATS:
-            splits.setdefault(re.split(r"[._-]", file.name)[0], []).append(file)
-    if splits:
-        check_split(folder, split, sorted(splits))
-    return splits.get(split, [])
+    splits = split_tables(folder)
+    if not splits or split in splits:
+        return splits.get(split, [])
+    if has_splits(splits):
+        check_split(folder, split, sorted(filter(None, splits)))
+    check_split(folder, split)
+    ((name, files),) = splits.items()
+    # Parts with numbers for names are no guess.
+    if name:
+        report_once(f"{folder}: no file is named like a split; all {name}* are read as {split} ({len(files)} files)")
+    return files

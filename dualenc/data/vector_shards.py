@@ -24,7 +24,7 @@ from dualenc.arguments import check_several
 from dualenc.checksums import verify_files
 from dualenc.data.items import ORDER, Ids, ItemTable, item_batch, read_batches, rows_of
 from dualenc.errors import DualencError
-from dualenc.reading import check_fields, read_json_object
+from dualenc.reading import check_fields, read_json_object, with_home
 
 FORMAT = "dualenc embeddings"
 FORMAT_VERSION = 4
@@ -75,7 +75,7 @@ class Embeddings:
 
         With `verify` every file is read and compared with the SHA-256 in meta.json, otherwise sizes and 64 MiB at most.
         """
-        folder = Path(folder)
+        folder = with_home(Path(folder))
         meta = read_meta(folder)
         if not meta["complete"]:
             raise DualencError(f"{folder}: not finished; {AGAIN} to resume it")
@@ -182,7 +182,7 @@ class ShardedVectors:
 
 def is_embeddings(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds embeddings, finished or not, according to its meta.json."""
-    path = Path(folder) / "meta.json"
+    path = with_home(Path(folder)) / "meta.json"
     return path.is_file() and read_json_object(path).get("format") == FORMAT
 
 

@@ -22,6 +22,7 @@ from dualenc.data.pairs import PairDataset
 from dualenc.data.tables import TableSource, check_columns
 from dualenc.data.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
+from dualenc.reading import with_home
 from dualenc.types import OnError
 
 
@@ -81,6 +82,7 @@ def open_vectors(
 ) -> Corpus:
     """Open vectors to train on or to embed, without those that are not finite or zero; as for `open_corpus`."""
     columns = list(one_or_several(columns))
+    source = with_home(source)
     if detect(source) == "vectors":
         check_split(source, split)
         return _open_matrix(source, columns, bad_rows)

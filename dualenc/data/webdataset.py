@@ -22,11 +22,12 @@ from dualenc.data.detect import refuse_url
 from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES
 from dualenc.data.item_lists import Picked
+from dualenc.data.lines import MAX_LINE_CHARACTERS
 from dualenc.data.table_pairs import ColumnPairs
 from dualenc.data.tables import FILE, LINE, DataTable
 from dualenc.decoding import MAX_BYTES, decode_image
 from dualenc.errors import BadSample, DualencError, first_line
-from dualenc.reading import glob_files, is_utf8, open_regular
+from dualenc.reading import glob_files, is_utf8, open_regular, with_home
 from dualenc.types import Modality, OnError
 
 # Up to the first dot of the file name, and what follows it.
@@ -77,6 +78,7 @@ def _open_tars(path: str | Path, bad_rows: BadRows) -> DataTable:
     from datasets.table import InMemoryTable
 
     refuse_url(path)
+    path = with_home(path)
     tars = glob_files(str(Path(path) / "*.tar") if Path(path).is_dir() else str(path))
     if not tars:
         fix = "give a .tar file, a folder of them or a glob like 'shards/*.tar'"
@@ -92,9 +94,10 @@ def _open_tars(path: str | Path, bad_rows: BadRows) -> DataTable:
 def _column(samples: DataTable, modality: Modality) -> ItemColumn:
     """The images or the texts of samples."""
     files = _TarFiles(samples, modality)
+    max_bytes = MAX_BYTES if modality == "image" else min(MAX_BYTES, MAX_LINE_CHARACTERS)
     faults = {
         f"missing or empty file {_NAMES[modality]!r}": (files.size <= 0, _FIX_NAME),
-        f"file of more than {MAX_BYTES:,} bytes": (files.size > MAX_BYTES, "remove the sample"),
+        f"file of more than {max_bytes:,} bytes": (files.size > max_bytes, "remove the sample"),
     }
     return ItemColumn(samples, modality, False, np.arange(len(samples)), files, faults)
 

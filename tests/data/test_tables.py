@@ -116,7 +116,7 @@ def test_a_hub_name_goes_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("formats", r"no table of one format \(\.csv, \.jsonl\)"),
+        ("formats", r"files of several formats \(\.csv, \.jsonl\); name those of one format"),
         ("saved", "saved data set cannot be read"),
         ("cut.parquet", r"cut\.parquet: cannot be read"),
         ("nowhere.csv", "no such file; give a file, folder or glob of"),

@@ -184,7 +184,7 @@ BAD: list[tuple[Any, str]] = [
     ([0.0] * D, "vector of zeros"),
     (None, "no vector in column 'vector'"),
     ([], "no vector in column 'vector'"),
-    ("a text", "value of a wrong type; a str where a list of numbers"),
+    ("a text", "value of a wrong type; column 'vector' holds a text where a list of numbers"),
 ]
 
 
