@@ -114,7 +114,7 @@ def test_lines_swallowed_by_a_stray_quote_are_all_counted(tmp_path: Path) -> Non
             "x.csv:3: malformed line; 3 fields under a header of 2",
         ),
         ("x.csv", b'a,b\n1,2\n1,"x" y\n', "x.csv:3: malformed line (pass quotes=false if quotes are characters); ','"),
-        ("x.csv", b"a,b\n1,2\na,b\n", "x.csv:3: line that repeats the header; remove it"),
+        ("x.csv", b"a,b\n1,2\na,b\n", "x.csv:3: header inside the file; remove the line"),
     ],
 )
 def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content: bytes, message: str) -> None:
