@@ -227,9 +227,11 @@ class TableSource:
             yield from read_records(file, bad_rows, self.quotes, names)
             return
         with explain(f"{file}: cannot be read", _PARQUET_ADVICE), pq.ParquetFile(file) as opened:
+            columns = opened.schema_arrow
+            schema = pa.schema([each.with_type(plain_type(each.type)) for each in columns])
             start = 0
             for batch in opened.iter_batches(batch_size=BATCH_ROWS):
-                yield from enumerate(batch.to_pylist(), start)
+                yield from enumerate(plain_batch(batch, schema, {}).to_pylist(), start)
                 start += len(batch)
 
     @cached_property
