@@ -242,7 +242,7 @@ class DualEncoder(nn.Module):
         raise NotImplementedError
 
     def check_savable(self) -> None:
-        """Raise a `DualencError` where a library refuses to save this model, before hours are spent on training it."""
+        """Raise a `DualencError` where a library refuses to save this model, before it is trained."""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 without_weights(self).write(Path(folder))
@@ -250,7 +250,7 @@ class DualEncoder(nn.Module):
                 # A model of one's own may write what it computes of its weights.
                 shutil.rmtree(folder)
                 Path(folder).mkdir()
-                with explain("the model cannot be saved", "correct its settings, such as config.json"):
+                with explain("the model cannot be saved", "correct its config.json"):
                     self.write(Path(folder))
 
     def push_to_hub(self, repo: str, card: dict[str, Any] | None = None, private: bool = True) -> str:
@@ -325,7 +325,8 @@ def _encode_windows(tower: Tower, items: Sequence[Any], batch_size: int, bar: tq
         if not torch.isfinite(vectors).all():
             raise DualencError("the model gives vectors that are not finite; check its weights")
         if num_zero := int((~vectors.any(dim=1)).sum()):
-            logger.warning("%d of %d vectors are zero: %s", num_zero, len(vectors), ZERO_VECTOR[tower.modality])
+            reason = ZERO_VECTOR[tower.modality]
+            logger.warning("%d of %d vectors are zero: %s", num_zero, len(vectors), reason)
         yield vectors[torch.argsort(torch.cat(chunks))].numpy()
 
 

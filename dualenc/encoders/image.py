@@ -90,9 +90,10 @@ class ImageEncoder(DualEncoder):
             # Of a foreign folder, both may be anything.
             pixels = checked_pixels(evaluate, config["input_size"])
             shape = tuple(model.eval()(pixels[None]).shape)
-            normalize = {name: list(config[name]) for name in ("mean", "std")}
+            mean, std = list(config["mean"]), list(config["std"])
         if len(shape) != 2:
-            raise DualencError(f"{backbone}: gives features {shape}, not one vector; set global_pool (backbone_args)")
+            problem = f"{backbone}: gives features {shape}, not one vector"
+            raise DualencError(f"{problem}; set global_pool (backbone_args)")
         features = shape[1]
         head = nn.Identity() if projector_dim is None else projector(features, projector_dim)
         if augment is None:
@@ -102,7 +103,7 @@ class ImageEncoder(DualEncoder):
             augment = partial(seeded_transform, transform=views)
         else:
             _report_other_size(augment, config["input_size"][1:])
-        augmented = partial(normalized, augment=augment, **normalize)
+        augmented = partial(normalized, augment=augment, mean=mean, std=std)
         prepare = ImagePrepare(evaluate, augmented, config)
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
         super().__init__(tower, tower, kind="image", views=True)
@@ -175,7 +176,8 @@ class ProjectedTower(Tower):
 def projector(features: int, dim: int) -> nn.Sequential:
     """Two linear layers from features to D, with batch normalisation and ReLU between them (SimCLR, section 4.2)."""
     if type(dim) is not int or not 1 <= dim <= MAX_DIM:
-        raise DualencError(f"projector_dim is {str(dim)[:40]}: give a number from 1 to {MAX_DIM:,}, or null for none")
+        allowed = f"a number from 1 to {MAX_DIM:,}, or null for none"
+        raise DualencError(f"projector_dim is {str(dim)[:40]}: give {allowed}")
     first = nn.Linear(features, features, bias=False)
     return nn.Sequential(first, nn.BatchNorm1d(features), nn.ReLU(), nn.Linear(features, dim, bias=False))
 
@@ -209,7 +211,7 @@ def load_backbone(
         config = read_json_object(folder / "config.json")
         if "architecture" not in config:
             raise DualencError(f"{folder / 'config.json'}: names no timm architecture; give another folder")
-        optional = {name: dict for name in ("model_args", "pretrained_cfg") if name in config}
+        optional: dict[str, Any] = {name: dict for name in ("model_args", "pretrained_cfg") if name in config}
         check_fields(config, {"architecture": str, **optional}, folder / "config.json")
         check_sizes(config, folder / "config.json", count_weights(folder / WEIGHTS_FILE))
         source = f"local-dir:{folder}"
@@ -232,7 +234,8 @@ def load_backbone(
             model: Any = timm.create_model(source, pretrained=pretrained, num_classes=0, **size, **args)
         if missing:
             pixels = torch.zeros(2, *model.pretrained_cfg["input_size"])
-            settle_missing(model, missing, [model.eval()(pixels)], source.removeprefix("local-dir:"))
+            where = source.removeprefix("local-dir:")
+            settle_missing(model, missing, [model.eval()(pixels)], where)
     side = _data_config(model.pretrained_cfg, image_size)["input_size"][-1]
     small = side <= SMALL and is_plain_resnet(model) if small_stem is None else small_stem
     if small:
@@ -244,7 +247,7 @@ def load_backbone(
 
 @contextmanager
 def missing_weights() -> Iterator[list[str]]:
-    """Collect the weights that timm misses in a file; of another classifier it accepts any, and only logs them."""
+    """Collect the weights that a file lacks; with another classifier, timm only logs them."""
     missing: list[str] = []
 
     def collect(record: logging.LogRecord) -> bool:
@@ -287,12 +290,13 @@ def _data_config(known: dict[str, Any], image_size: int | None) -> dict[str, Any
     """timm's description of a model's preprocessing, for images of another size if one is given."""
     from timm.data import resolve_data_config
 
-    size = known.get("input_size")
-    if not (isinstance(size, Sequence) and len(size) == 3 and all(type(side) is int and side > 0 for side in size)):
+    size: Any = known.get("input_size")
+    is_size = isinstance(size, Sequence) and len(size) == 3
+    if not is_size or not all(type(side) is int and side > 0 for side in size):
         raise DualencError(f"input_size is {str(size)[:40]}; give channels, height and width")
     share = known.get("crop_pct")
     if share and not (isinstance(share, (int, float)) and MIN_CROP <= share <= MAX_CROP):
-        raise DualencError(f"crop_pct is {str(share)[:40]}; give a share of the image from {MIN_CROP} to {MAX_CROP}")
+        raise DualencError(f"crop_pct is {str(share)[:40]}; give {MIN_CROP} to {MAX_CROP}")
     settings: dict[str, Any] = {}
     if image_size is not None:
         settings["input_size"] = (known["input_size"][0], image_size, image_size)
@@ -328,11 +332,11 @@ class ImagePrepare(Prepare):
 
 
 def checked_pixels(evaluate: Callable[[Image.Image], Tensor], size: Sequence[int]) -> Tensor:
-    """Pixels (3, H, W) of a gray image; raises where a preprocessing does not give finite pixels of this size."""
+    """Pixels (3, H, W) of a gray image; raises where they are not finite or of another size."""
     pixels = evaluate(Image.new("RGB", (SMALL, SMALL), (128, 128, 128)))
     if tuple(pixels.shape) != tuple(size) or not torch.isfinite(pixels).all():
         raise DualencError(
-            f"the preprocessing gives pixels {tuple(pixels.shape)}, which must be {tuple(size)} and finite; "
+            f"the preprocessing gives pixels {tuple(pixels.shape)}, not finite ones {tuple(size)}; "
             "correct its input_size, mean, std and interpolation"
         )
     return pixels

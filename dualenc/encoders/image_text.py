@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -98,13 +99,14 @@ class ImageTextEncoder(DualEncoder):
         _freeze_unused(clip)
         dim = int(own_config["embed_dim"])
         source = name or "config"
-        _check_vocabulary_size(tokenize, clip, source)
         # Of a foreign folder, these settings may be anything.
-        with explain(f"{source}: does not prepare images and texts", "correct its preprocessing and tokenizer"):
+        advice = "correct its preprocess_cfg and tokenizer"
+        with explain(f"{source}: does not prepare images and texts", advice):
             prepare_image = _image_prepare(visual.preprocess_cfg, crop_scale)
-            height, width = (visual.image_size,) * 2 if isinstance(visual.image_size, int) else visual.image_size
-            checked_pixels(prepare_image.evaluate, (3, height, width))
-            prepare_text = ClipTextPrepare(tokenize, _end_token(clip))
+            size = visual.image_size
+            sides = (size, size) if isinstance(size, int) else size
+            checked_pixels(prepare_image.evaluate, (3, *sides))
+            prepare_text = ClipTextPrepare(tokenize, _end_token(clip), _token_ids(clip))
             prepare_text(["a", "a " * dim])
         super().__init__(
             ClipImageTower(visual, prepare_image, dim),
@@ -188,17 +190,22 @@ class ClipTextPrepare(Prepare):
     Args:
         tokenizer: texts to (B, context length) ids.
         end: the id at which the tower reads its output; "max": the largest id of each text; None: nothing may be cut.
+        ids: those that the tower knows; a published tokenizer may have more, which no text gives.
     """
 
     modality = "text"
 
-    def __init__(self, tokenizer: Tokenize, end: EndToken) -> None:
+    def __init__(self, tokenizer: Tokenize, end: EndToken, ids: range) -> None:
         self.tokenizer = tokenizer
         self.end: EndToken = end
+        self.ids = ids
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         check_items(items, "text")
         tokens = self.tokenizer(list(items))
+        if (last := int(tokens.max())) not in self.ids:
+            problem = f"the tokenizer gives the id {last}, but the model has {len(self.ids)} token vectors"
+            raise DualencError(f"{problem}; give the model its own tokenizer")
         if self.end is None:
             return {"text": tokens}
         ends = tokens if self.end == "max" else tokens.eq(self.end).int()
@@ -358,9 +365,10 @@ def _check_size_of_weights(config: dict[str, Any], where: Path, num_weights: int
     """Refuse a configuration that describes far larger towers than the weights beside it."""
     check_sizes(config, where, num_weights)
     text = config.get("text_cfg")
-    sizes = [text.get(name) for name in ("vocab_size", "width")] if isinstance(text, dict) else []
+    names = ("vocab_size", "width")
+    sizes: list[Any] = [text.get(name) for name in names] if isinstance(text, dict) else []
     if all(type(size) is int for size in sizes) and math.prod(sizes) > num_weights:
-        problem = f"vocab_size × width of text_cfg is above the {num_weights:,} weights of the model"
+        problem = f"text_cfg needs vocab_size × width weights, and there are {num_weights:,}"
         raise DualencError(f"{where}: {problem}; correct the file")
 
 
@@ -394,19 +402,13 @@ def check_config(config: dict[str, Any], where: str) -> None:
             AutoConfig.from_pretrained(str(name), trust_remote_code=False)
 
 
-def _check_vocabulary_size(tokenize: Any, clip: Any, where: str) -> None:
-    """Refuse a tokenizer with an id that has no row in the table of the text tower."""
+def _token_ids(clip: Any) -> range:
+    """The ids that have a row in the table of the text tower."""
     text = getattr(clip, "text", clip)
     table = getattr(text, "token_embedding", None)
     if table is None and hasattr(getattr(text, "transformer", None), "get_input_embeddings"):
         table = text.transformer.get_input_embeddings()
-    if not isinstance(table, nn.Embedding):
-        return
-    is_foreign = hasattr(tokenize, "tokenizer")
-    last = max(tokenize.tokenizer.get_vocab().values()) if is_foreign else tokenize.vocab_size - 1
-    if last >= table.num_embeddings:
-        problem = f"the tokenizer gives ids up to {last}, but the model has {table.num_embeddings} token vectors"
-        raise DualencError(f"{where}: {problem}; give the model its own tokenizer")
+    return range(getattr(table, "num_embeddings", sys.maxsize))
 
 
 def _check_image_size(visual: Any, vision: dict[str, Any], where: str) -> None:

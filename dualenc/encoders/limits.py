@@ -1,4 +1,4 @@
-"""Limits on the sizes in configurations of foreign models, checked before a library builds what they say."""
+"""Limits on sizes in configurations of foreign models, checked before a library builds them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOM = 64
 
 
 def check_sizes(settings: Any, where: StrPath, num_weights: int | None = None) -> None:
-    """Refuse a configuration with a size, at any depth, for which building the model would take minutes or all memory.
+    """Refuse a configuration with a size, at any depth, that would take minutes or all memory to build.
 
     Args:
         settings: the JSON of the configuration.
@@ -46,4 +46,5 @@ def check_sizes(settings: Any, where: StrPath, num_weights: int | None = None) -
             if limit is not None and num_weights is not None and re.search(SQUARES, name):
                 limit = min(limit, math.isqrt(ROOM * num_weights))
             if limit is not None and value > limit:
-                raise DualencError(f"{where}: {name} is {value:.4g}, above {limit:,}; correct the file")
+                size = f"{name} is {value:.4g}, above {limit:,}"
+                raise DualencError(f"{where}: {size}; correct the file")

@@ -65,11 +65,12 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
 
 
 def without_weights(module: Module) -> Module:
-    """A copy whose weights have no numbers, and whose adapters are left out: of the same structure, and small."""
+    """A small copy of the same structure: its weights are empty, its adapters left out."""
     copies: dict[int, torch.Tensor] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty(0, dtype=tensor.dtype)
-        copies[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+        is_weight = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(empty, False) if is_weight else empty
     copied = copy.deepcopy(module, copies)
     for name, layer in reversed(list(copied.named_modules())):
         if hasattr(layer, "get_base_layer"):

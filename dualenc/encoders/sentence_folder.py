@@ -25,11 +25,14 @@ ACTIVATION = re.compile(r"torch\.nn\.(modules\.(activation\.|linear\.)?)?[A-Z]\w
 ARGUMENTS = re.compile("(model|config|tokenizer|processor)_(args|kwargs)|tokenizer_name_or_path")
 
 WITH_SIZES = ("config.json", "tokenizer_config.json")
-"""Files by whose sizes something is built; others, such as data_config.json, count rows of training data."""
-PURPOSES = {"config_sentence_transformers.json": "model_type", "sentence_bert_config.json": "transformer_task"}
+"""Files by whose sizes something is built; data_config.json, say, counts rows of training data."""
+PURPOSES = {
+    "config_sentence_transformers.json": "model_type",
+    "sentence_bert_config.json": "transformer_task",
+}
 """Files that say what a folder of sentence-transformers is for, and where."""
 OTHER_PURPOSE = re.compile("CrossEncoder|sequence-classification")
-OTHER_HEAD = re.compile(r"\w+For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)\b")
+OTHER_HEAD = re.compile(r"\w+For((Sequence|Token)Classification|QuestionAnswering|MultipleChoice)\b")
 """Architectures of transformers whose head gives scores or labels."""
 TABLES = ("embedding.weight", "embeddings")
 """Names of a table of token vectors, by sentence-transformers and by model2vec."""
@@ -77,8 +80,8 @@ def _check_purpose(folder: Path) -> None:
     if kind:
         problem = f"{kind[0]}, a model of scores or labels for texts, not of vectors"
         raise DualencError(
-            f"{folder}: {problem}; rerank results with it in CrossEncoder of sentence-transformers, "
-            "or save what AutoModel of transformers loads from it, to train an encoder that begins there"
+            f"{folder}: {problem}; rerank results with it (CrossEncoder of sentence-transformers), "
+            "or save its encoder, which AutoModel of transformers loads, to train from there"
         )
 
 

@@ -41,7 +41,7 @@ MAX_LENGTH = 512
 NO_LIMIT = 1_000_000
 """Lengths from here on stand for none."""
 MAX_LACKING = 4
-"""How many times as many weights as it has a folder may lack: of T5, the decoder behind the encoder."""
+"""How many times the weights that it has a folder may lack: of T5, the decoder."""
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 
@@ -102,20 +102,27 @@ def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
 
 
 def _missing_weights(place: Path, model_class: Any) -> list[str]:
-    """The weights of a transformer that its folder lacks; other shapes than its configuration says are an error."""
-    # On the meta device names and shapes alone are read, before anything is allocated by the configuration.
-    options = {"device_map": "meta", "use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    """The weights that a transformer's folder lacks; raises for shapes other than config.json says."""
+    # On the meta device names and shapes alone are read, before config.json allocates anything.
     model, report = model_class.from_pretrained(
-        place, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        place,
+        device_map="meta",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
     for name, *shapes in sorted(report["mismatched_keys"]):
         has, needs = (tuple(shape) for shape in shapes)
-        raise DualencError(f"{place}: {name} is {has}, but config.json makes it {needs}; restore its files")
+        problem = f"{name} is {has}, but {needs} by config.json"
+        raise DualencError(f"{place}: {problem}; restore its files")
     missing = sorted(report["missing_keys"])
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}
     lacking = sum(sizes.get(name, 0) for name in missing)
     if lacking > MAX_LACKING * (sum(sizes.values()) - lacking):
-        raise DualencError(f"{place}: {len(missing)} weights are missing, {missing[0]} first; restore its files")
+        problem = f"{len(missing)} weights are missing, {missing[0]} first"
+        raise DualencError(f"{place}: {problem}; restore its files")
     return missing
 
 
@@ -200,14 +207,15 @@ def _set_up_transformer(module: Any, max_length: int | None) -> None:
     limits = [limit for limit in (requested, positions) if limit and 0 < limit < NO_LIMIT]
     module.max_seq_length = min(limits, default=MAX_LENGTH)
     if module.max_seq_length < MIN_LENGTH:
-        raise DualencError(f"texts are cut to {module.max_seq_length} tokens; set max_length to {MIN_LENGTH} or more")
+        problem = f"texts are cut to {module.max_seq_length} tokens"
+        raise DualencError(f"{problem}; set max_length to {MIN_LENGTH} or more")
     if module.max_seq_length < requested < NO_LIMIT:
         warnings.warn(f"texts are cut to {positions} tokens, the model's positions", stacklevel=4)
     pad_behind(module.tokenizer)
 
 
 def _make_savable(module: Any, reads_layers: bool) -> None:
-    """Leave out settings that vectors do not depend on and transformers does not save, and save one that it drops."""
+    """Leave out settings that transformers does not save, none of vectors, and save do_lower_case."""
     config = module.config
     config.output_attentions = False
     config.output_hidden_states = reads_layers
@@ -219,7 +227,7 @@ def _make_savable(module: Any, reads_layers: bool) -> None:
 
 
 def check_vocabulary_sizes(model: SentenceTransformer, where: str) -> None:
-    """Refuse a tokenizer some of whose tokens have no row in the table of vectors, where a text would fail."""
+    """Refuse a tokenizer with a token that has no row in the table of vectors."""
     for module in model.modules():
         if isinstance(module, StaticEmbedding):
             num_rows = module.num_embeddings
@@ -232,7 +240,8 @@ def check_vocabulary_sizes(model: SentenceTransformer, where: str) -> None:
             continue
         token, number = max(module.tokenizer.get_vocab().items(), key=lambda item: item[1])
         if number >= num_rows:
-            problem = f"the tokenizer gives {token[:40]!r} the id {number}, but the model has {num_rows} vectors"
+            rows = f"the model has {num_rows} vectors"
+            problem = f"the tokenizer gives {token[:40]!r} the id {number}, but {rows}"
             raise DualencError(f"{where}: {problem}; resize its embeddings, or remove the token")
 
 

@@ -82,7 +82,8 @@ class TextEncoder(DualEncoder):
         with explain("no encoder of texts", "correct its arguments, or choose another model"):
             models = sentence_model.open_sides(name, config, tokenizer, shared, getattr(torch, dtype))
             for model in dict.fromkeys(models):
-                sentence_model.check_vocabulary_sizes(model, name if isinstance(name, str) else "the model")
+                where = name if isinstance(name, str) else "the model"
+                sentence_model.check_vocabulary_sizes(model, where)
                 sentence_model.set_up(model, max_length, pooling, lora_rank, lora_targets)
                 if gradient_checkpointing:
                     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -174,7 +175,7 @@ class TextPrepare(Prepare):
         self.token_cache = self.token_cache or TokenCache()
 
     def may_be_empty(self) -> bool:
-        """Whether a text may have no tokens, and so a zero vector: static models have no special ones."""
+        """Whether a text may have no tokens, as in static models, and so a zero vector."""
         return "offsets" in self._preprocess([""])
 
     def join(self, parts: Sequence[Inputs]) -> Inputs | None:
@@ -192,7 +193,7 @@ class TextPrepare(Prepare):
         if torch.utils.data.get_worker_info() is not None:
             # Workers are parallel already; this also spares tokenizers' warning about forked threads.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        with explain("the tokenizer fails on a text", "restore tokenizer.json, or choose another model"):
+        with explain("the tokenizer fails on a text", "restore tokenizer.json"):
             features = self._preprocess(texts)
         names = [name for name in self._padding if name in features]
         arrays = {name: features[name].numpy().astype(np.int32) for name in names}

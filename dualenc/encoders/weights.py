@@ -23,19 +23,21 @@ def check_safetensors(folder: Path, name: str = "*.safetensors") -> None:
 
 
 def check_floats(path: Path, names: Collection[str]) -> None:
-    """Refuse a safetensors file in which one of these tensors has whole numbers, as quantized tables have."""
+    """Refuse a safetensors file in which one of these tensors is quantized to whole numbers."""
     with explain(f"{path}: does not load", "restore the file"), safe_open(path, "pt") as file:
         for name in {*names} & {*file.keys()}:
             kind = file.get_slice(name).get_dtype()
             if not re.match(r"(F|BF)\d+$", kind):
                 problem = f"{name} is quantized to {kind}"
-                raise DualencError(f"{path}: {problem}; save it in float32 (model2vec: quantize_to='float32')")
+                remedy = "save it in float32 (model2vec: quantize_to='float32')"
+                raise DualencError(f"{path}: {problem}; {remedy}")
 
 
 def count_weights(path: Path) -> int:
     """The number of all tensors' entries in a safetensors file, read from its header."""
     with explain(f"{path}: does not load", "restore the file"), safe_open(path, "pt") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        names = list(file.keys())
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
 
 
 def load_weights(module: Module, path: Path) -> None:
@@ -50,11 +52,16 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     save_file(contiguous, path, metadata={"format": "pt"})
 
 
-def settle_missing(module: Module, missing: Collection[str], outputs: Sequence[Tensor], where: Path | str) -> None:
-    """Refuse missing weights on which a module's outputs depend; set the others to zero, without gradient.
+def settle_missing(
+    module: Module,
+    missing: Collection[str],
+    outputs: Sequence[Tensor],
+    where: Path | str,
+) -> None:
+    """Refuse missing weights on which a module's outputs depend; set others to zero, untrained.
 
-    A library draws missing weights at random. Vectors that depend on them are noise. Others, such as those of a pooler
-    behind the token vectors, would give the model another checksum at each load.
+    A library draws missing weights at random. Vectors that depend on them are noise. Others, such
+    as those of a pooler behind the token vectors, would give the model a new checksum at each load.
 
     Args:
         module: as a library loaded it.
@@ -72,7 +79,9 @@ def settle_missing(module: Module, missing: Collection[str], outputs: Sequence[T
     # Other buffers, such as positions, are computed and not drawn.
     statistics = {name for name in missing if name.endswith(("running_mean", "running_var"))}
     if needed := sorted(({*drawn} - unused) | statistics):
-        what = f"{len(needed)} weights are missing, {needed[0]} first" if needed[1:] else f"{needed[0]} is missing"
-        raise DualencError(f"{where}: {what}; restore the file of its weights")
+        problem = f"{needed[0]} is missing"
+        if len(needed) > 1:
+            problem = f"{len(needed)} weights are missing, {needed[0]} first"
+        raise DualencError(f"{where}: {problem}; restore the file of its weights")
     for name in unused:
         weights[name].requires_grad_(False).zero_()

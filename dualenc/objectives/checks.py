@@ -211,8 +211,9 @@ def check_norms(name: str, low: float, high: float) -> None:
     if not math.isfinite(low + high):
         fail(name, "holds NaN or infinite values; lower the learning rate or check the encoder")
     if low == 0:
-        # Of tokens with rows of zeros, or what is left of an infinite vector that was scaled to length one.
-        problem = "holds zero vectors: the model gives them for texts of unknown tokens, or has diverged"
+        # Of tokens with rows of zeros, or what is left of an infinite vector scaled to length one.
+        reasons = "the model gives them for texts of unknown tokens, or has diverged"
+        problem = f"holds zero vectors: {reasons}"
         fail(name, f"{problem}; check such texts, or lower the learning rate")
     if low < 1 - NORM_TOLERANCE or high > 1 + NORM_TOLERANCE:
         norms = f"[{low:.4g}, {high:.4g}]"

@@ -248,14 +248,15 @@ class _Encoder:
         return torch.cat(parts).numpy() if parts else np.empty((0, self.dim), np.float32), skipped
 
     def _without_zeros(self, vectors: Tensor, window: range, bad: Skipped) -> tuple[Tensor, Skipped]:
-        """The vectors of a window's usable rows without zero vectors, which no search tells apart; and the others."""
+        """The vectors of a window's usable rows that are not zero, and the rows of the others."""
         has_direction = vectors.any(dim=1)
         if self.forward == self.tower.features or has_direction.all():
             return vectors, []
         unusable = {row for row, _ in bad}
         usable = [row for row in window if row not in unusable]
         reason = f"its vector is zero: {ZERO_VECTOR[self.corpus.modality]}"
-        zero = [(row, reason) for row, is_used in zip(usable, has_direction.tolist()) if not is_used]
+        marked = zip(usable, has_direction.tolist())
+        zero = [(row, reason) for row, is_used in marked if not is_used]
         if self.on_error == "raise":
             raise BadSample(f"item {self.corpus.ids[zero[0][0]]}: {reason}; correct or remove it")
         return vectors[has_direction], zero

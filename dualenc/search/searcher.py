@@ -172,7 +172,8 @@ class Searcher:
         if not np.isfinite(vector).all():
             raise DualencError("the model gives vectors that are not finite; check its weights")
         if not vector.any() and not may_be_zero:
-            raise DualencError(f"the query has a zero vector: {ZERO_VECTOR[tower.modality]}; search for something else")
+            problem = f"the query has a zero vector: {ZERO_VECTOR[tower.modality]}"
+            raise DualencError(f"{problem}; search for something else")
         return vector
 
 

@@ -169,7 +169,8 @@ class BatchLoader:
         for side in SIDES:
             items = [(pair.index, pair.left) for pair in pairs]
             if side == "right":
-                items = [(pair.index, item) for pair in pairs for item in (pair.right, *pair.negatives)]
+                rights = [(pair.index, (pair.right, *pair.negatives)) for pair in pairs]
+                items = [(index, item) for index, several in rights for item in several]
             prepare = self.prepare[side]
             if not items or not (isinstance(prepare, TextPrepare) and prepare.may_be_empty()):
                 continue

@@ -17,7 +17,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
-from dualenc.encoders import DualEncoder, StaticEncoder, TextEncoder, load_model
+from dualenc.cli import main
+from dualenc.encoders import DualEncoder, ImageTextEncoder, StaticEncoder, TextEncoder, load_model
 from dualenc.errors import DualencError
 from dualenc.search.embed import tower_checksum
 
@@ -67,6 +68,14 @@ def test_without_a_pooler_the_checksum_is_the_same_at_each_load_and_after_saving
     model.save(tmp_path / "saved")
     sums = {checksum(folder), checksum(folder), checksum(tmp_path / "saved"), tower_checksum(model.left)}
     assert len(sums) == 1
+
+
+def test_an_index_of_a_model_without_a_pooler_is_searched(folder: Path, tmp_path: Path) -> None:
+    drop_weights(folder / "model.safetensors", "pooler")
+    (tmp_path / "d.jsonl").write_text('{"id": "1", "text": "a cat"}\n{"id": "2", "text": "a dog"}\n')
+    index = str(tmp_path / "index")
+    assert main(["index", str(folder), str(tmp_path / "d.jsonl"), "--out", index, "--factory", "Flat"]) == 0
+    assert main(["search", index, "cat"]) == 0
 
 
 def test_a_complete_model_keeps_its_checksum(minilm: Path) -> None:
@@ -128,7 +137,7 @@ def test_lower_case_stays_when_a_model_is_saved(minilm: Path, tmp_path: Path, sh
     np.testing.assert_allclose(theirs, expected, atol=1e-6)
 
 
-def test_a_token_without_a_vector_is_refused_when_the_model_is_loaded(folder: Path, build: Any, tmp_path: Path) -> None:
+def test_a_token_without_a_vector_is_refused_when_the_model_is_loaded(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -136,6 +145,15 @@ def test_a_token_without_a_vector_is_refused_when_the_model_is_loaded(folder: Pa
     tokenizer.save_pretrained(folder)
     with pytest.raises(DualencError, match=r"bert: the tokenizer gives 'zebra' the id 300, but the model has 300 v"):
         load_model(folder)
+
+
+def test_a_padding_token_without_a_vector_is_refused_when_an_image_text_model_is_loaded(
+    clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    ImageTextEncoder(config=clip, tokenizer=tokenizer).save(tmp_path / "clip")
+    change(tmp_path / "clip" / "tokenizer_config.json", pad_token="zebra")
+    with pytest.raises(DualencError, match="the tokenizer gives the id 300, but the model has 300 token vectors"):
+        load_model(tmp_path / "clip")
 
 
 def test_a_static_table_has_a_row_for_each_token(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
