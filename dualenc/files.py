@@ -202,7 +202,8 @@ def is_locked(target: StrPath) -> bool:
     work = _Work(target)
     try:
         if work.folder.is_dir():
-            with work.locked(0):
+            # Others may look at the same time, for a moment.
+            with work.locked(0.5):
                 pass
     except Timeout:
         return True

@@ -146,10 +146,10 @@ def _check_together(
 
 
 def _embed_beside(out: str, work: Work, grown: Index | None, was_killed: bool) -> tuple[Path, bool]:
-    """Embed into a folder beside an index; returns it, and whether a killed process has appended these vectors already.
+    """Embed into a folder beside an index; returns it, and whether a killed process has appended all.
 
-    The folder is there after a failed build: a factory string that FAISS refuses does not cost the embedding.
-    `was_killed` says that a process was killed after it had replaced the index.
+    The folder stays after a failed build: a factory string that FAISS refuses does not cost the
+    embedding. `was_killed` says that a process was killed after it had replaced the index.
     """
     from dualenc.commands.output import embed_into
     from dualenc.data.items import rows_of
@@ -167,7 +167,8 @@ def _embed_beside(out: str, work: Work, grown: Index | None, was_killed: bool) -
         if len(present) and present.tolist() == list(range(len(grown) - len(present), len(grown))):
             return folder, True
     # Of items that were embedded some may have been left out.
-    last = [] if grown is None else grown.ids[max(0, len(grown) - sum(left.get("shard_rows", ()))) :]
+    count = sum(left.get("shard_rows", ()))
+    last = [] if grown is None else grown.ids[max(0, len(grown) - count) :]
     has_grown = bool(left) and bool(last) and set(last) <= set(work.corpus.ids)
     if grown is not None and not has_grown:
         _check_growth(grown, work, out)

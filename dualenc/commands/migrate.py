@@ -31,8 +31,9 @@ def migrate(
     A sample is embedded with the new model, and maps between the two spaces are learned from it. The report compares
     the old model, mapped vectors and the new model. Then the index answers with the new model over mapped vectors,
     which give way to new ones as documents are embedded; where mapped vectors find significantly less, or no judgements
-    tell, it stays the old one until enough are. The same command resumes an interrupted migration. Until it has ended
-    the index takes no other change. The work folder is INDEX.migration, the report INDEX.migration.html.
+    tell, it stays the old one until enough are. The same command resumes an interrupted migration.
+    Until it has ended the index takes no other change. The work folder is INDEX.migration, the report
+    INDEX.migration.html.
 
     Args:
         index: an index of texts.
@@ -43,7 +44,7 @@ def migrate(
         report_only: stop after the report; the same command without it goes on.
         anyway: go on although the report shows that the new model finds significantly less than the old one; without
             judgements, serve mapped vectors.
-        rollback: put the old index back and end the migration; vectors that were embedded stay, to go on with later.
+        rollback: put the old index back and end the migration; what was embedded stays, to go on later.
         discard: with --rollback, remove these vectors, too.
         batch_size: texts per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
@@ -58,7 +59,8 @@ def migrate(
     if new_model is None and not rollback:
         raise DualencError("dualenc migrate needs a model; name it: dualenc migrate INDEX NEW_MODEL")
     if discard and not rollback:
-        raise DualencError("--discard removes what a migration has embedded; give it with --rollback, or leave it out")
+        problem = "--discard removes what a migration has embedded"
+        raise DualencError(f"{problem}; give it with --rollback, or leave it out")
     from dualenc.commands.migrate_index import migrate_index
     from dualenc.files import locked
     from dualenc.search.migrate import roll_back
@@ -84,9 +86,13 @@ def _told(index: str, done: RolledBack) -> str:
     """Return what a rollback did and left."""
     if done.was_over:
         return "the rest of an ended migration is removed, the index is as it was"
-    state = "the old index is back" if done.replaced else "nothing had been replaced, the index is as it was"
+    state = "nothing had been replaced, the index is as it was"
+    if done.replaced:
+        state = "the old index is back"
     name = done.model or "NEW_MODEL"
     if done.kept:
-        more = f"go on: dualenc migrate {index} {name}, or remove them: dualenc migrate {index} --rollback --discard"
-        return f"{state}; {done.kept:,} vectors of {name} stay in {index}.migration; {more}"
+        again = f"go on: dualenc migrate {index} {name}"
+        remove = f"remove them: dualenc migrate {index} --rollback --discard"
+        kept = f"{done.kept:,} vectors of {name} stay in {index}.migration"
+        return f"{state}; {kept}; {again}, or {remove}"
     return f"{state}; removed: the measurements and {done.removed:,} vectors of {name}"

@@ -82,14 +82,16 @@ def migrate_index(
         page = Path(f"{work_folder(folder)}.html")
         check_report_target(page, "move it away")
         if mapped and (plan is None or "ended" in plan):
-            raise DualencError(f"{folder}: {mapped:,} vectors are mapped, and its work folder is gone; rebuild it")
+            problem = f"{mapped:,} vectors are mapped, and its work folder is gone"
+            raise DualencError(f"{folder}: {problem}; rebuild it")
         if len(index) < MIN_DOCUMENTS:
             problem = f"{len(index)} documents are too few to learn maps from"
             raise DualencError(f"{folder}: {problem}; build the index again with the new model")
         # The kind of index must fit the new dimension, too.
         new_index(encoder.right.dim, index.meta["factory"], index.meta["metric"], len(index))
         texts = _open_texts(folder, index, data, queries)
-        notes = {"model": recorded_name(name), "model_checksum": checksum, "side": "right", "kind": encoder.kind}
+        notes = {"model": recorded_name(name), "model_checksum": checksum}
+        notes |= {"side": "right", "kind": encoder.kind}
         past = "" if texts.past is None else texts.past.identity()
         migration = Migration(folder, notes, {"texts": texts.corpus.identity(), "queries": past})
     steps = _Steps(migration, texts, encoder, batch_size)
@@ -108,7 +110,8 @@ def migrate_index(
     if measures.is_below(systems, measures.NEW) and not anyway:
         remedy = "choose another model, or go on with --anyway"
         raise DualencError(f"{name}: finds significantly less than the old model; {remedy}")
-    print(printable(f"until the last replacement the old index comes back by: dualenc migrate {folder} --rollback"))
+    back = f"dualenc migrate {folder} --rollback"
+    print(printable(f"until the last replacement the old index comes back by: {back}"))
     steps.embed_all(report["served"])
     old = migration.old.meta.get("model", "the old model")
     verdict = f"{model} has replaced {old}: {measures.verdict(systems)}"
@@ -117,7 +120,7 @@ def migrate_index(
 
 
 def _check_kind(folder: str, meta: Mapping[str, Any]) -> None:
-    """Refuse an index that is not of the documents of a query-document model, or does not say of what kind it is."""
+    """Refuse an index that is not of a query-document model's documents, or lacks a factory string."""
     if "modality" not in meta:
         raise DualencError(f"{folder}: does not say which model made it; build it from what `dualenc embed` writes")
     expected = {"kind": "query-document", "modality": "text", "side": "right", "output": "embedding"}
@@ -129,7 +132,7 @@ def _check_kind(folder: str, meta: Mapping[str, Any]) -> None:
 
 
 def _clean_up(folder: str, checksum: str) -> None:
-    """Remove what is left of the migration to a model that the index has; others and other folders stay."""
+    """Remove what is left of the migration to a model that the index has; anything else stays."""
     try:
         plan = read_plan(folder)
     except DualencError:  # somebody else's
@@ -137,8 +140,8 @@ def _clean_up(folder: str, checksum: str) -> None:
     if plan is None or "ended" in plan or plan.get("model") == checksum:
         remove_work(folder)
         return
-    back = f"dualenc migrate {folder} --rollback"
-    print(printable(f"{work_folder(folder)}: a migration to {plan.get('name', 'another model')} stays; end it: {back}"))
+    stays = f"{work_folder(folder)}: a migration to {plan.get('name', 'another model')} stays"
+    print(printable(f"{stays}; end it: dualenc migrate {folder} --rollback"))
 
 
 class _Steps:
@@ -250,7 +253,8 @@ class _Steps:
         dropped = " and ".join(name for name in (RESULT, VECTORS) if (folder / name).is_file())
         if dropped:
             again = f"measure again: dualenc evaluate engine {folder} --filters FILE"
-            print(printable(f"{dropped} are of the old vectors and are dropped, the settings stay; {again}"))
+            problem = f"{dropped} are of the old vectors and are dropped, the settings stay"
+            print(printable(f"{problem}; {again}"))
 
 
 def _open_texts(folder: str, index: Index, data: str | None, queries: str | None) -> Texts:
@@ -258,7 +262,8 @@ def _open_texts(folder: str, index: Index, data: str | None, queries: str | None
     source = data or str(index.meta.get("data", ""))
     if has_texts(folder):
         if data is not None and not Path(data).exists():
-            raise DualencError(f"--data {data}: no such file or folder; name a BEIR folder, or leave --data out")
+            remedy = "name a BEIR folder, or leave --data out"
+            raise DualencError(f"--data {data}: no such file or folder; {remedy}")
         store = TextStore(folder, index.items_checksum)
         corpus = Corpus(store.ids, store.texts)
     elif data or (source and Path(source).exists()):

@@ -1,7 +1,7 @@
 """Item tables: ids, texts and columns of N items in memory-mapped Arrow files, and the row of an id.
 
-    *.arrow      Arrow IPC files with the columns id, text where texts are kept (their beginnings), text:hash, which
-                 tells whole texts apart, and the user's columns
+    *.arrow      Arrow IPC files with the columns id, text where texts are kept (their beginnings),
+                 text:hash, which tells whole texts apart, and the user's columns
     order.npy    (N,) uint32: the rows in the order of their ids, for binary search
 
 Besides its characters an id takes 8 bytes on disk and none in memory. Files may be damaged or made by somebody else:
@@ -127,7 +127,7 @@ def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
 
 
 class ItemTable:
-    """N = `count` items in Arrow files: their `batches`, `ids`, and `texts`, `hashes` and the user's `columns`.
+    """N = `count` items in Arrow files: `batches`, `ids`, `texts`, `hashes` and the user's `columns`.
 
     What was not kept is None. `fix` tells in error messages how to repair the files.
     """
@@ -143,7 +143,8 @@ class ItemTable:
                 raise ValueError("it has no column of ids, or two columns of one name")
             if len(table) != count:
                 raise ValueError(f"it has {len(table)} rows instead of {count}")
-            columns = table.drop_columns([name for name in ("id", "vector", "text", HASH) if name in names])
+            own = [name for name in ("id", "vector", "text", HASH) if name in names]
+            columns = table.drop_columns(own)
             columns.validate(full=True)
         self.texts = Texts(table.column("text"), location, fix) if "text" in names else None
         self.ids = Ids(table.column("id"), location, fix, paths[0].with_name(ORDER))
@@ -176,7 +177,7 @@ def item_batch(
     vectors: np.ndarray | None = None,
     hashes: np.ndarray | None = None,
 ) -> pa.RecordBatch:
-    """A record batch of n items: ids, and texts, hashes (n,), rows of the user's columns and vectors (n, D), if any."""
+    """A record batch of n items: ids, and texts, rows of columns, vectors (n, D), hashes (n,), if any."""
     arrays: dict[str, pa.Array] = {"id": pa.array(ids, pa.string())}
     if vectors is not None:
         values = pa.array(np.ascontiguousarray(vectors).reshape(-1))
@@ -197,8 +198,9 @@ def in_utf8(text: str) -> str:
 
 
 def text_hash(text: str) -> int:
-    """64 bits that tell a whole text from an edited one; never 0, which stands for a text that is not known."""
-    return int.from_bytes(hashlib.blake2b(in_utf8(text).encode(), digest_size=8).digest(), "little") or 1
+    """64 bits that tell a whole text from an edited one; never 0, which stands for unknown."""
+    digest = hashlib.blake2b(in_utf8(text).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
 
 
 def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
@@ -222,11 +224,11 @@ def write_items(
     columns: pa.Table | None = None,
     hashes: np.ndarray | None = None,
 ) -> None:
-    """Write items.arrow and order.npy: ids (N,), at least one, that have passed `check_ids`, and what is kept of each.
+    """Write items.arrow and order.npy: ids and what is kept of each.
 
     Args:
         folder: for both files.
-        ids: (N,) ids.
+        ids: (N,) ids, at least one, that have passed `check_ids`.
         texts: (N,) texts, or their beginnings.
         columns: (N,) rows of the user's columns.
         hashes: (N,) `text_hash` of the whole texts.

@@ -1,8 +1,8 @@
 """Embeddings: N vectors with their ids, texts and columns, in memory or in a folder of Arrow files.
 
-    data-00000.arrow …   id (string), vector (fixed-size list of float16 or float32), text (its beginning) and text:hash
-                         (of all of it) where items are texts, and the user's columns; what the shard was made of is in
-                         the metadata of its schema
+    data-00000.arrow …   id (string), vector (fixed-size list of float16 or float32), of texts text (the
+                         beginning) and text:hash (of the whole), and the user's columns; what the shard
+                         was made of is in the metadata of its schema
     order.npy            the rows in the order of their ids
     meta.json            model, side, dtype, dimension, rows per shard, what was skipped, size and SHA-256 of each file
 
@@ -45,7 +45,7 @@ class Embeddings:
         meta: what is known about them (`model`, `side`, `modality`, `dtype`, …).
         snippets: (N,) texts to show with the ids, if any.
         columns: (N,) rows of the user's columns, if any.
-        hashes: (N,) uint64 of the whole texts (`dualenc.data.items.text_hash`), if any; 0 where it is not known.
+        hashes: (N,) uint64 of the whole texts (`dualenc.data.items.text_hash`), if any; 0 if unknown.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class Embeddings:
             # A copy in any case: a view would keep its whole block in memory.
             parts.append(short.astype(self.vectors.dtype))
         meta = {**self.meta, "dim": dim}
-        return Embeddings(self.ids, np.concatenate(parts), meta, self.snippets, self.columns, self.hashes)
+        about = (self.snippets, self.columns, self.hashes)
+        return Embeddings(self.ids, np.concatenate(parts), meta, *about)
 
     def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
         """The vectors in order as float32 matrices of at most `rows` rows; one at a time is in memory."""

@@ -110,8 +110,9 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     found = "neither significantly more nor less"
     if low > 0 or high < 0:
         found = f"significantly {'more' if low > 0 else 'less'}"
-    scores = f"nDCG@10 {old['ndcg@10'][0]:.3f} → {new['ndcg@10'][0]:.3f}, {gain:+.3f} [{low:+.3f}, {high:+.3f}]"
-    return f"on the sample it finds {found} than the old one ({scores})"
+    scores = f"nDCG@10 {old['ndcg@10'][0]:.3f} → {new['ndcg@10'][0]:.3f}"
+    interval = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return f"on the sample it finds {found} than the old one ({scores}, {interval})"
 
 
 def served_shares(rows: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -123,7 +123,8 @@ def check_report_target(path: StrPath, remedy: str = "name another --out") -> No
         with open_regular(path) as stream:
             beginning = stream.read(1 << 16)
         if beginning and STYLE not in beginning:
-            raise DualencError(f"{os.fspath(path)}: exists and is not a report of dualenc; {remedy}")
+            problem = "exists and is not a report of dualenc"
+            raise DualencError(f"{os.fspath(path)}: {problem}; {remedy}")
 
 
 def _visible(value: object) -> object:

@@ -36,7 +36,7 @@ NEIGHBOURS = 10
 """k of the measured recall and latency."""
 MAX_FACTORY_NUMBER = 2**24
 MAX_FACTORY_LENGTH = 256
-"""FAISS parses a factory string by recursion, which thousands of parts take beyond the end of the stack."""
+"""FAISS parses a factory string by recursion: thousands of parts overflow the stack."""
 OTHER_FACTORIES = "try auto, Flat, HNSW32 or IVF256,Flat"
 FACTORY_LIMITS = {
     "links of a vector": (r"(?:HNSW|NSG)(\d+)", 2, 1024),

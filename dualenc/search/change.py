@@ -67,12 +67,9 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings, corpus: Corpu
         meta = _changed_meta(index, "appended", len(embeddings))
         hashes = None
         if index.hashes is not None or embeddings.hashes is not None:
-            # 0 where an earlier version has recorded none.
-            parts = [
-                np.zeros(len(each), np.uint64) if each.hashes is None else each.hashes for each in (index, embeddings)
-            ]
-            hashes = np.concatenate(parts)
-        return _replace(folder, changed, [*index.ids, *embeddings.ids], snippets, columns, meta, texts, hashes)
+            hashes = np.concatenate([_known_hashes(index), _known_hashes(embeddings)])
+        ids = [*index.ids, *embeddings.ids]
+        return _replace(folder, changed, ids, snippets, columns, meta, texts, hashes)
 
 
 def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
@@ -107,6 +104,11 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
         hashes = None if index.hashes is None else index.hashes[stays]
         ids_left = list(itertools.compress(index.ids, stays))
         return _replace(folder, changed, ids_left, snippets, columns, meta, texts, hashes)
+
+
+def _known_hashes(source: Index | Embeddings) -> np.ndarray:
+    """(n,) the hashes of whole texts; 0 where an earlier version has recorded none."""
+    return np.zeros(len(source), np.uint64) if source.hashes is None else source.hashes
 
 
 def are_last(index: Index, ids: Sequence[str]) -> bool:

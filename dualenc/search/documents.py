@@ -264,7 +264,8 @@ def _write_once(documents: Embeddings, path: Path, source: str, *, scale: bool) 
     if path.is_file() and noted.get("source") == source:
         return
     if noted.keys() != {"source"} and any(os.path.lexists(each) for each in (note, path)):
-        raise DualencError(f"{path.parent}: holds a {path.name} that dualenc did not write; name another folder")
+        problem = f"holds a {path.name} that dualenc did not write"
+        raise DualencError(f"{path.parent}: {problem}; name another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     header = {"descr": "<f2", "fortran_order": False, "shape": (len(documents), documents.dim)}
     blocks = Database(documents, "cosine" if scale else "ip").blocks()

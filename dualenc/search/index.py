@@ -90,7 +90,7 @@ class Index:
         snippets: (N,) texts to show with the ids, if any.
         columns: (N,) rows of the columns that searches can be filtered by, if any.
         refine_file: the file of the codes that refine it, if they are in one of their own.
-        hashes: (N,) uint64 of the whole texts (`dualenc.data.items.text_hash`), if any; 0 where it is not known.
+        hashes: (N,) uint64 of the whole texts (`dualenc.data.items.text_hash`), if any; 0 if unknown.
     """
 
     def __init__(
@@ -329,7 +329,8 @@ def _building(target: Path) -> Iterator[Path]:
     """A new folder `.NAME.building` beside an index, in this context; it replaces that of a killed build."""
     work = target.with_name(f".{target.name}.building")
     if os.path.lexists(work) and not (work.is_dir() and set(os.listdir(work)) <= {REFINE}):
-        raise DualencError(f"{work}: exists and was not left by the build of an index; move it away")
+        problem = "exists and was not left by the build of an index"
+        raise DualencError(f"{work}: {problem}; move it away")
     remove(work)
     work.mkdir()
     try:
@@ -372,7 +373,7 @@ def is_index(folder: str | os.PathLike[str]) -> bool:
 
 
 def check_target(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that is not new, not empty, and not an index to replace, or whose model is being changed."""
+    """Refuse a folder that is not new, empty or an index, and an index whose model is being changed."""
     check_outside(folder)
     check_folder_target(folder, is_index, "index", is_replaced=True)
     check_unmigrated(folder)
@@ -431,9 +432,9 @@ def _open_faiss(folder: Path, refine_file: Path | None = None) -> Any:
 
 
 def rows_in(corpus: Corpus, index: Index | Embeddings, folder: str | os.PathLike[str]) -> list[int]:
-    """The corpus row of each item of an index or of embeddings, whose texts must be those that were embedded.
+    """The corpus row of each item of an index or of embeddings, whose texts must be those embedded.
 
-    Whole texts are compared by their hashes; in folders of earlier versions only the beginnings that are shown.
+    Whole texts are compared by their hashes; in folders of earlier versions only their beginnings.
     """
     rows = rows_of(corpus.ids, index.ids).tolist()
     if -1 in rows:

@@ -2,7 +2,7 @@
 
 Beside the index, in `INDEX.migration`, until all documents are embedded with the new model:
 
-    plan.json           the new model, the items and their texts; whether it was rolled back, or has ended
+    plan.json           the new model, the items, their texts; whether it was rolled back, or has ended
     old/                the index as it was, by hard links: for its vectors, and for a rollback
     documents.npy       its vectors (`dualenc.search.documents`)
     sample/             embeddings of a sample of the documents with the new model
@@ -69,7 +69,7 @@ class Stage(NamedTuple):
 
 
 class Migration:
-    """A migration that is started or resumed; whoever does holds the locks of its work folder and of the index.
+    """A migration that is started or resumed, under the locks of its work folder and of the index.
 
     Args:
         folder: the index.
@@ -77,8 +77,8 @@ class Migration:
         inputs: what must be equal to resume, beside the model and the items: checksums of `texts` and `queries`.
 
     Raises:
-        DualencError: the work folder is somebody else's, or of another migration that has begun to embed, or the items
-            or the vectors of the index are others.
+        DualencError: the work folder is somebody else's, or of another migration that has begun to embed, or
+            the items or the vectors of the index are others.
     """
 
     def __init__(self, folder: str | os.PathLike[str], notes: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class Migration:
         what = "another model" if "model" in different else f"other {different[0]}"
         if not present:
             what = f"a damaged {PLAN}"
-        if has_begun(self.folder) or loses_queries:
+        if has_begun(self.folder) or is_over(present) or loses_queries:
             back = f"dualenc migrate {self.folder} --rollback"
             problem = f"a migration with {what} is under way"
             remedy = f"resume it with them, or end it: {back}" if present else f"end it: {back}"
@@ -121,7 +121,8 @@ class Migration:
                 problem = f"holds {count:,} vectors of a migration with {what} that was rolled back"
                 remedy = f"remove them: {back} --discard"
             raise DualencError(f"{self.work}: {problem}; {remedy}")
-        logger.warning("%s: the report of %s and its sample of %s vectors give way", self.work, what, f"{count:,}")
+        message = "%s: the report of %s and its sample of %d vectors give way"
+        logger.warning(message, self.work, what, count)
         return not different
 
     def _is_as_planned(self) -> bool:
@@ -129,8 +130,8 @@ class Migration:
         old = self.work / "old"
         if not is_index(old) or is_replaced(self.folder):
             return True
-        files = [read_json_object(folder / "meta.json", {"files": dict})["files"] for folder in (self.folder, old)]
-        return files[0] == files[1]
+        now, before = (read_json_object(each / "meta.json") for each in (self.folder, old))
+        return now.get("files") == before.get("files")
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -204,8 +205,9 @@ class Migration:
                 meta[entry][name] = old_meta[entry][name]
         with locked(self.folder):
             if not self._is_as_planned():
-                problem = "something else has replaced it while its model was being changed, and it stays as it is"
+                problem = "something else has replaced it while its model was being changed"
                 back = f"dualenc migrate {self.folder} --rollback --discard"
+                problem += ", and it stays as it is"
                 raise DualencError(f"{self.folder}: {problem}; end the migration: {back}")
             settings = read_json_object(self.folder / "meta.json").get("settings")
             if settings is not None:
@@ -249,9 +251,9 @@ class RolledBack(NamedTuple):
 
 
 def roll_back(folder: str | os.PathLike[str], discard: bool = False) -> RolledBack:
-    """Put the old index back; vectors that were embedded stay for a resumption, unless they are to be discarded.
+    """Put the old index back; what was embedded stays for a resumption, unless it is to be discarded.
 
-    Those of the sample alone are removed with the measurements.
+    The sample of a migration that has only measured is removed with the measurements.
 
     Raises:
         DualencError: no migration is under way, or the work folder is somebody else's.
@@ -265,6 +267,7 @@ def roll_back(folder: str | os.PathLike[str], discard: bool = False) -> RolledBa
         remedy = "a finished one has no old index; build it again"
         raise DualencError(f"{folder}: no migration is under way; {remedy}")
     work = work_folder(folder)
+    is_worth_keeping = is_over(plan) or has_begun(folder)
     with locked(folder):
         replaced = not Path(folder).exists() or is_replaced(folder)
         if replaced:
@@ -272,7 +275,7 @@ def roll_back(folder: str | os.PathLike[str], discard: bool = False) -> RolledBa
             _replace(Path(os.path.realpath(folder)), old, Index.open(old).meta)
     count = embedded_count(folder)
     model = plan.get("name")
-    if any(work.glob("embeddings-*")) and count and not discard:
+    if is_worth_keeping and count and not discard:
         write_json(work / PLAN, {**plan, "format": FORMAT, "rolled_back": True})
         return RolledBack(model, replaced, kept=count)
     remove_work(folder, "rolled back")
@@ -280,7 +283,7 @@ def roll_back(folder: str | os.PathLike[str], discard: bool = False) -> RolledBa
 
 
 def embedded_count(folder: str | os.PathLike[str]) -> int:
-    """How many documents are embedded with the new model in the work folder, those of the sample included."""
+    """How many vectors of the new model are in the work folder, those of the sample included."""
     count = 0
     for name in ("sample", "embeddings-*"):
         for path in work_folder(folder).glob(f"{name}/data-*.arrow"):

@@ -1,7 +1,8 @@
-"""The work folder of a migration, INDEX.migration: whose it is, how far it is, and what may not change meanwhile.
+"""The work folder of a migration, INDEX.migration: whose it is, how far it is, what may not change.
 
-An index must not change while a migration embeds its documents: the next replacement would undo the change. Commands
-that change one ask here first, under the lock of the index, which a migration holds while it reads the index.
+An index must not change while a migration embeds its documents: the next replacement would undo the
+change. Commands that change one ask here first, under the lock of the index, which a migration holds
+while it reads the index.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def work_folder(folder: StrPath) -> Path:
 
 
 def read_plan(folder: StrPath) -> dict[str, Any] | None:
-    """The plan of an index's migration; None if there is none, or only what a kill has left of one that has ended.
+    """The plan of an index's migration; None without one.
 
-    A plan that is damaged, or missing though the index is not finished, is {}.
+    What a kill has left of one that had ended has none, either. A plan that is damaged, or missing
+    though the index is not finished, is {}.
 
     Raises:
         DualencError: INDEX.migration is a file, or a folder that no migration wrote.
@@ -56,7 +58,7 @@ def read_plan(folder: StrPath) -> dict[str, Any] | None:
             return plan
     if not _is_work(work, is_empty_ours=plan is None):
         raise DualencError(f"{work}: exists and was not written by a migration; move it away")
-    if plan is None and is_replaced(folder) and read_json_object(Path(folder) / "meta.json")["mapped"]:
+    if is_replaced(folder) and read_json_object(Path(folder) / "meta.json")["mapped"]:
         return {}
     return None if plan is None else {}
 
@@ -90,19 +92,20 @@ def _has_names(path: Path, names: set[str]) -> bool:
 
 
 def is_replaced(folder: StrPath) -> bool:
-    """Whether INDEX is one that its migration has put there: of the same items as the old one, by another model."""
+    """Whether INDEX was put there by its migration: of the old one's items, by another model."""
     old = work_folder(folder) / "old"
     if not is_folder_of(old, INDEX_FORMAT):
         return False
     recover(folder)
-    before, after = (read_json_object(Path(each) / "meta.json", {"files": dict}) for each in (old, folder))
+    metas = (Path(each) / "meta.json" for each in (old, folder))
+    before, after = (read_json_object(path, {"files": dict}) for path in metas)
     same_items = before["files"].get(ITEMS) == after["files"].get(ITEMS)
     is_other_model = before.get("model_checksum") != after.get("model_checksum")
     return "mapped" in after and same_items and is_other_model
 
 
 def has_begun(folder: StrPath) -> bool:
-    """Whether the migration in the work folder has embedded more than its sample, or replaced the index."""
+    """Whether the migration has embedded more than its sample, or replaced the index."""
     return any(work_folder(folder).glob("embeddings-*")) or is_replaced(folder)
 
 
@@ -126,16 +129,17 @@ def check_unmigrated(folder: StrPath) -> None:
     if plan is not None and not is_over(plan) and has_begun(folder):
         name = plan.get("name", "NEW_MODEL")
         problem = f"its model is being changed to {name}, in {work.name}"
-        raise DualencError(f"{folder}: {problem}; finish it: dualenc migrate {folder} {name}, or end it: {back}")
+        finish = f"finish it: dualenc migrate {folder} {name}"
+        raise DualencError(f"{folder}: {problem}; {finish}, or end it: {back}")
 
 
 def is_over(plan: dict[str, Any]) -> bool:
-    """Whether a migration was rolled back, so that what it has embedded replaces nothing by itself."""
+    """Whether a migration was rolled back, so that what it has embedded replaces nothing."""
     return "ended" in plan or bool(plan.get("rolled_back"))
 
 
 def remove_work(folder: StrPath, ended: str = "finished") -> None:
-    """Remove the work folder of an index; the plan says so first and goes last, so that a kill leaves no riddle."""
+    """Remove the work folder of an index; its plan says so first, and goes last."""
     work = work_folder(folder)
     if read_plan(folder) is not None:
         write_json(work / PLAN, {"format": FORMAT, "ended": ended})

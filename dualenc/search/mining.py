@@ -155,7 +155,7 @@ def _is_work(folder: Path) -> bool:
 
 
 def check_mined(path: str | os.PathLike[str]) -> None:
-    """Refuse a file, or its work folder, that exists, is not empty, and was not written by `mine_negatives`."""
+    """Refuse a file, or its work folder, that exists, is not empty, and that others have written."""
     check_outside(path)
     check_file_target(path)
     if Path(path).suffix not in SUFFIXES:
