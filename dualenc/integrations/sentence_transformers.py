@@ -33,9 +33,9 @@ Features = dict[str, Any]
 class GlobalLoss(nn.Module):
     """An objective as a loss of sentence-transformers.
 
-    Several lengths are an objective, `GlobalLoss(model, Matryoshka(objective, dims), texts)`, for each
-    needs a memory of its own: `MatryoshkaLoss` and `AdaptiveLayerLoss` around it are refused where the
-    objective has one.
+    Several lengths are an objective, `GlobalLoss(model, Matryoshka(objective, dims), texts)`, as each
+    needs a memory of its own. `MatryoshkaLoss` and `AdaptiveLayerLoss` around it are refused where
+    the objective has one.
 
     The labels are ids, see `with_ids`. In evaluation the value is InfoNCE's over the batch, with the same τ.
 
@@ -109,16 +109,17 @@ class GlobalLoss(nn.Module):
         return self.objective(left, right, left_id, right_id, encode, **others).loss
 
     def _refuse_decorators(self) -> None:
-        """Refuse to be called for several lengths or layers of one batch, with one memory for all."""
+        """Refuse calls for several lengths or layers of one batch, with one memory for all."""
         if not (self.objective.needs_num_left and self.training and torch.is_grad_enabled()):
             return
         for module in (self.model, getattr(self.model, "module", self.model)):
             # MatryoshkaLoss and AdaptiveLayerLoss put an object in place of the method.
             if type(vars(module).get("forward")).__name__ == "ForwardDecorator":
                 raise DualencError(
-                    f"{self.objective.name} keeps one memory, and MatryoshkaLoss or AdaptiveLayerLoss "
-                    "would write several lengths or layers into it; take GlobalLoss(model, Matryoshka("
-                    "objective, dims=[…]), texts), or an objective of the batch alone, such as InfoNCE"
+                    f"{self.objective.name} keeps one memory, and MatryoshkaLoss or "
+                    "AdaptiveLayerLoss would write several lengths or layers into it; take "
+                    "GlobalLoss(model, Matryoshka(objective, dims=[…]), texts), or an objective of "
+                    "the batch alone, such as InfoNCE"
                 )
 
     def encode(self, side: Side, ids: Tensor) -> Tensor:
@@ -156,7 +157,9 @@ class GlobalLossTrainer(ObjectiveStateMixin, SentenceTransformerTrainer):  # typ
             raise DualencError(f"{problem}; give those of anchors and of other texts as GlobalLoss(prompts=…), too")
         datasets = self.train_dataset if isinstance(self.train_dataset, dict) else {"": self.train_dataset}
         for dataset in datasets.values():
-            if texts is not None and isinstance(dataset, Dataset) and not texts.are_named_by(dataset):
+            if texts is None or not isinstance(dataset, Dataset):
+                continue
+            if not texts.are_named_by(dataset):
                 problem = "the training data have other ids than the texts of the loss"
                 raise DualencError(
                     f"{problem}; concatenate data sets, call with_ids once, and train on what it returns"

@@ -190,8 +190,8 @@ class Objective(nn.Module):
         Args:
             left, right: (b, D) unit-norm embeddings of the pairs; b may differ between ranks.
             left_id, right_id: (b,) integer ids in [0, num_left) and [0, num_right); without right_id pairs share
-                one index. Items with equal ids are never negatives of one another's partners. Ids and
-                weights may be lists or arrays.
+                one index. Items with equal ids are never negatives of one another's partners. Ids
+                and weights may be lists or arrays.
             encode: `encode(side, ids (n,)) -> (n, D)` embeds items outside the batch, with ids on the CPU; honours
                 `torch.is_grad_enabled()`. With views, "left" and "right" are an image's two views.
             left_positives: (b, K) right ids known to be relevant to each left item, padded with -1.
@@ -203,7 +203,11 @@ class Objective(nn.Module):
                 gradient; of objectives with `momentum`.
         """
         embeddings = given(negatives=negatives, keys_left=keys_left, keys_right=keys_right)
-        ids = given(negative_id=negative_id, left_positives=left_positives, right_positives=right_positives)
+        ids = given(
+            negative_id=negative_id,
+            left_positives=left_positives,
+            right_positives=right_positives,
+        )
         self._check_given(encode, embeddings.keys() | ids.keys())
         embeddings = {"left": left, "right": right} | embeddings
         check_tensors(embeddings)

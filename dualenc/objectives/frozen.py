@@ -193,7 +193,8 @@ class FrozenDocuments:
 
     def seem_finite(self) -> bool:
         """Whether a sample of the rows, at equal distances, is finite."""
-        rows = torch.linspace(0, self.num_rows - 1, NUM_CHECKED, dtype=torch.float64).long().unique()
+        places = torch.linspace(0, self.num_rows - 1, NUM_CHECKED, dtype=torch.float64)
+        rows = places.long().unique()
         return bool(self.read(rows, torch.zeros(0, self.dim)).isfinite().all())
 
     def read(self, rows: slice | Tensor, like: Tensor) -> Tensor:

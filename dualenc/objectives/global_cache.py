@@ -62,8 +62,8 @@ class GlobalCache(MemoryObjective):
 
     @property
     def reports_loss(self) -> bool:
-        """Whether the cache holds the corpus and a step looks at all of it: the log of a part's sum is
-        too low where few negatives weigh most, by several nats at small τ."""
+        """Whether the cache holds the corpus and a step looks at all of it: the log of a part's sum
+        is too low where few negatives weigh most, by several nats at small τ."""
         return super().reports_loss and all(stride == 1 for stride in self.strides)
 
     def plan(self, anchors: Anchors) -> CachePlan:

@@ -21,8 +21,8 @@ class ISIR(ChainObjective):
     weights, Cardoso et al. 2022 (arXiv:2207.06364). Its variance is lower than that of Metropolis–Hastings (`EMC2`),
     but states outside the batch are always encoded. With views a chain moves between images, each with its two views.
 
-    With proposals="batch" copies of an item are told apart by the other item of their pair. A pair that is
-    in the data twice, both ids alike, is taken for one (docs/objectives.md, Costs): leave such rows out.
+    With proposals="batch" copies of an item are distinguished by the other item of their pair. A pair
+    that is in the data twice, both ids alike, is taken for one (docs/objectives.md): leave it out.
 
     Args:
         **chains: see `ChainObjective`.

@@ -98,7 +98,8 @@ class Loop:
         if settings.max_steps is not None and settings.epochs is not None:
             self.log.info(f"max_steps={settings.max_steps} overrides epochs={settings.epochs}")
         if pairs.negatives is not None and not objective.takes_mined:
-            self.log.info(f"{objective.name} takes no mined negatives: those of the data are left out")
+            name = objective.name
+            self.log.info(f"{name} takes no mined negatives: those of the data are left out")
         self.meter = Meter(self.device)
         # Last, as it reads all the data: a mistake in the settings is reported before that.
         described = fingerprint(self._described(), model, objective, pairs, batching)

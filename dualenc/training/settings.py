@@ -17,6 +17,7 @@ from dualenc.types import OnError
 
 MixedPrecision = Literal["no", "bf16", "fp16", "auto"]
 Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what a checkpoint can hold
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -36,7 +37,7 @@ class TrainerSettings:
         output: folder of the run: checkpoints, metrics.jsonl and, at the end, `model`.
         batch_size: pairs in a global batch, over all processes.
         epochs: passes over the data; 1 when max_steps is not given either.
-        max_steps: optimizer steps at which to stop, before or after so many epochs: it overrides them.
+        max_steps: optimizer steps at which to stop; overrides epochs, fewer or more.
         learning_rate: peak learning rate.
         optimizer: "adamw", "sgd", "lars", "lion", "muon" or others of timm.
         weight_decay: of weights with two or more dimensions.
@@ -100,7 +101,7 @@ class TrainerSettings:
     keep_checkpoints: Count = 2
     log_every: Count = 10
     held_out: Share | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     num_workers: Annotated[int, Field(ge=0)] = 0
     on_error: OnError = "skip"
     mine_every: Count | None = None

@@ -218,8 +218,8 @@ def _check_views(pairs: PairDataset, objective: Objective) -> None:
     """Refuse an objective that would compare the two views of images as items of two towers."""
     if pairs.views and not objective.views:
         raise DualencError(
-            f"the data is two views of each image, but {objective.name} compares left with right items "
-            "only; give it views=True"
+            f"the data is two views of each image, but {objective.name} compares left with right "
+            "items only; give it views=True"
         )
 
 

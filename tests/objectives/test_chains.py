@@ -250,16 +250,17 @@ def test_the_value_is_reported_once_every_item_was_seen_and_only_if_recent_holds
 def error_of_weights(
     left_id: list[int], right_id: list[int], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> float:
-    """By how much ISIR's mean weight of any pair of six is off for the first, over all batches of three and states."""
+    """By how much ISIR's mean weight of a pair is off for the first of six, in batches of three."""
     left, right = unit(torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0)).double())
     left_ids, right_ids = torch.tensor(left_id), torch.tensor(right_id)
     num_left, num_right = max(left_id) + 1, max(right_id) + 1
     keys = (right_ids * (num_left + 1) + left_ids + 1).tolist()
-    criterion = ISIR(num_left=num_left, num_right=num_right, temperature=temperature, recent=0).double()
+    sizes = {"num_left": num_left, "num_right": num_right}
+    criterion = ISIR(**sizes, temperature=temperature, recent=0).double()
     weights: list[torch.Tensor] = []
     original = ISIR.chain_losses
 
-    def chain_losses(self: ISIR, block: Any, chain: Any, own: torch.Tensor, *scores: torch.Tensor) -> torch.Tensor:
+    def chain_losses(self: Any, block: Any, chain: Any, own: Any, *scores: Any) -> torch.Tensor:
         weights.append(own[0, 0])  # of the first left anchor: of three proposals, and of the state
         return original(self, block, chain, own, *scores)
 
@@ -273,7 +274,8 @@ def error_of_weights(
             criterion.state[0] = state
             own = left[left_ids[pairs]], right[right_ids[pairs]], left_ids[pairs], right_ids[pairs]
             criterion(*own, encode=lambda side, ids: (left if side == "left" else right)[ids])
-            for key, weight in zip([*(keys[pair] for pair in pairs), state], weights.pop().tolist(), strict=True):
+            weighed = [*(keys[pair] for pair in pairs), state]
+            for key, weight in zip(weighed, weights.pop().tolist(), strict=True):
                 if key in states:
                     transitions[row, states.index(key)] += weight / len(batches)
     # The next state is drawn by the weights, so that they are the chain's transitions, too.
@@ -287,8 +289,8 @@ def error_of_weights(
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
-def test_copies_of_an_item_are_told_apart_by_their_pairs(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law is exact where several pairs share an item; a pair that is in the data twice is taken for one."""
+def test_copies_are_told_apart_by_their_pairs(temperature: float, monkeypatch: Any) -> None:
+    """The law is exact where pairs share an item; a pair that is in the data twice is taken for one."""
     numbers = list(range(6))
     assert error_of_weights(numbers, numbers, temperature, monkeypatch) < 1e-12
     assert error_of_weights(numbers, [0, 1, 2, 3, 4, 4], temperature, monkeypatch) < 1e-12

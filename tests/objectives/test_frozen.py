@@ -210,7 +210,7 @@ def test_documents_in_another_order(documents):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_documents_of_nan_are_named(documents, value, monkeypatch):
-    """Also one that is in no pair: it would make every weight NaN; at once, or where many are in the first step."""
+    """Also one that is in no pair: it would make every weight NaN; at once, or in the first step."""
     spoiled = documents.clone()
     spoiled[-2] = value
     with pytest.raises(DualencError, match="FrozenCorpus: documents hold NaN or infinite values"):

@@ -316,8 +316,8 @@ def exact(left: Tensor, right: Tensor, tau: float) -> Tensor:
     [(0.02, 64, -2.0), (0.07, 64, -0.4), (0.07, 160, -0.1), (0.05, 2048, -0.01), (0.02, 320, -0.01)],
 )
 def test_a_loss_is_reported_once_it_is_near_the_true_one(tau: float, pool: int, low: float) -> None:
-    """With the epoch that fills the cache, where a step looks at all of it: the log of a random part's sum is too low
-    where few negatives weigh most."""
+    """With the epoch that fills the cache, where a step looks at all of it: the log of a random part's
+    sum is too low where few negatives weigh most."""
     left, right = clustered()
     true, draw = exact(left, right, tau), torch.Generator().manual_seed(0)
     criterion = GlobalCache(num_left=NUM_PAIRS, temperature=tau, pool=pool)

@@ -367,7 +367,8 @@ def test_max_steps_overrides_epochs(tmp_path: Path, capsys, epochs: int, max_ste
     assert f"max_steps={max_steps} overrides epochs={epochs}" in capsys.readouterr().err
     assert trained.steps == max_steps
     assert same(weights(tmp_path / "alone"), weights(tmp_path / "both"))
-    rates = [line["learning_rate"] for line in read_metrics(tmp_path / "both" / "metrics.jsonl") if "loss" in line]
+    lines = read_metrics(tmp_path / "both" / "metrics.jsonl")
+    rates = [line["learning_rate"] for line in lines if "loss" in line]
     assert 0 < rates[-1] < rates[0] / 10
 
 
