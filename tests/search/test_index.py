@@ -50,7 +50,7 @@ def test_exact_search_with_ids(metric: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "PCA8,IVF16,SQ8", "PQ4x4"])
+@pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "RR8,IVF16,SQ8", "PQ4x4"])
 def test_the_same_as_raw_faiss_with_the_same_factory_string(factory: str) -> None:
     vectors, queries = clustered(2000), clustered(30, seed=1)
     ours = Index.build(vectors, IDS, factory)

@@ -36,7 +36,7 @@ def embeddings(tmp_path: Path) -> Embeddings:
     [
         "IVF16,RaBitQ,Refine(SQfp16)",
         "IVF16_HNSW8,PQ4x4,Refine(Flat)",
-        "PCA8,IVF16,SQ4,Refine(SQ8)",
+        "RR8,IVF16,SQ4,Refine(SQ8)",
         "PQ4x4,Refine(SQfp16)",
     ],
 )
