@@ -33,15 +33,17 @@ def restore_quantizer(index: Any) -> None:
     """
     for part in split(index):
         codes = None if part is None else fast_scan_codes(part)
-        if isinstance(codes, faiss.IndexIVFFastScan) and codes.fine_quantizer is None:
+        is_in_lists = isinstance(codes, faiss.IndexIVFFastScan)
+        if is_in_lists and codes.fine_quantizer is None:
             codes.fine_quantizer = getattr(codes, "pq", None) or getattr(codes, "aq", None)
 
 
 def decode(index: Any, rows: np.ndarray) -> np.ndarray:
     """Return the vectors (n, D) that the codes of some rows (n,) stand for; FAISS's own errors are raised."""
     codes = fast_scan_codes(index)
+    is_in_lists = isinstance(codes, faiss.IndexIVFFastScan) and not isinstance(codes, RABITQ)
     # Without it FAISS ends the process; RaBitQ has its own.
-    if isinstance(codes, faiss.IndexIVFFastScan) and not isinstance(codes, RABITQ) and codes.fine_quantizer is None:
+    if is_in_lists and codes.fine_quantizer is None:
         raise ValueError(f"FAISS does not decode the codes of an {type(codes).__name__}")
     ivf = faiss.try_extract_index_ivf(index)
     # FAISS finds a row in inverted lists only with a direct map, which takes 8 bytes per vector.

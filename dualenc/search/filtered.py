@@ -49,7 +49,8 @@ def scan(index: Any, queries: np.ndarray, k: int, allowed: np.ndarray) -> tuple[
             queries = faiss.downcast_VectorTransform(chain.at(number)).apply(queries)
         return scan(index.index, queries, k, allowed)
     if isinstance(index, (faiss.IndexHNSW, faiss.IndexNSG)):
-        return scan(index.storage, queries, k, allowed)
+        graph: Any = index
+        return scan(graph.storage, queries, k, allowed)
     if not _takes_filter(index):
         return search_decoded(index, queries, k, allowed)
     parameters = _faiss.SearchParameters(sel=_selector(allowed))
