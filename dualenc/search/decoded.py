@@ -32,7 +32,7 @@ def restore_quantizer(index: Any) -> None:
     FAISS leaves the pointer null when it reads such an index, and `reconstruct` then ends the process.
     """
     for part in split(index):
-        codes = None if part is None else fast_scan_codes(part)
+        codes: Any = None if part is None else fast_scan_codes(part)
         is_in_lists = isinstance(codes, faiss.IndexIVFFastScan)
         if is_in_lists and codes.fine_quantizer is None:
             codes.fine_quantizer = getattr(codes, "pq", None) or getattr(codes, "aq", None)

@@ -19,7 +19,7 @@ from dualenc import distributed
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path
+from dualenc.files import atomic_path, explain_full_disk
 from dualenc.objectives.base import Objective
 from dualenc.recipe_yaml import dump_recipe
 from dualenc.training.evaluators import Evaluator, evaluated_data
@@ -126,7 +126,7 @@ class RunLog:
             return
         # JSON has no NaN.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with open(self.path, "a", encoding="utf-8") as stream:
+        with explain_full_disk(self.path), open(self.path, "a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, **finite}) + "\n")
         known = {name: value for name, value in finite.items() if value is not None}
         self.accelerator.log(known, step=step)

@@ -16,6 +16,8 @@ import pytest
 
 from dualenc.checksums import checksum
 from dualenc.cli import main
+from dualenc.errors import DualencError
+from tests.search.test_migrate import started
 
 
 class Evil:
@@ -92,4 +94,13 @@ def test_a_corrupted_file_is_one_line(
             lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dualenc: ")]
             assert code in (0, 2), (data[:200], lines)
             assert len(lines) == (code == 2), (data[:200], lines)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_corrupted_order_of_a_migration_is_one_line(tmp_path: Path) -> None:
+    migration = started(tmp_path, "Flat")
+    for data in (b"", pickle.dumps(1), saved(np.array([Evil(tmp_path / "executed")], object)), saved(np.zeros(700))):
+        (migration.work / "order.npy").write_bytes(data)
+        with pytest.raises(DualencError, match=r"order\.npy: corrupt \(.*\); end the migration: dualenc migrate "):
+            migration.stages(np.zeros(0, int))
     assert not (tmp_path / "executed").exists()
