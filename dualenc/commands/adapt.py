@@ -50,7 +50,7 @@ class ClickOptions:
         query_column: of a table, with texts or vectors, where it has no usual name.
         document_column: of a table, with ids of documents, where it has no usual name.
         label_column: of a table, 0 where the document was not clicked or is not relevant; by default a column with a
-            usual name that holds labels, and "" for none.
+            usual name that holds labels; none reads none.
         split: of a BEIR folder, a folder of tables or a hub name.
         model: the model of the index, if it has moved.
         test: BEIR folder whose test queries are measured, too; its documents are those of the index.

@@ -56,7 +56,7 @@ class SourceOptions:
         text_column: column with the texts, where it has no usual name.
         image_column: column with the images, where it has no usual name.
         vector_column: column with the vectors, where it has no usual name.
-        id_column: column with the ids; by default _id, id or another usual name. Without one, or by "", row numbers.
+        id_column: column with the ids; by default _id, id or another usual name. Without one, or by none, row numbers.
         columns: further columns of a table, separated by commas, kept to filter results by; double quotes
             protect the comma of a name.
         quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
@@ -178,7 +178,7 @@ class ColumnOptions:
         left_modality: of the left column; by default as its values look.
         right_modality: of the right column; by default as its values look.
         weight_column: labels, grades or weights of the rows, 0 for those that do not match; by default a column with a
-            usual name that holds labels, and "" for none.
+            usual name that holds labels; none reads none.
         quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         allow_outside: let image paths lead out of the table's folder; only for a table that you trust.
     """

@@ -11,7 +11,7 @@ import numpy as np
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.beir import is_collection, read_judged_queries, relevant_pairs
-from dualenc.data.column_names import CLICKED, DOCUMENT_IDS, QUERIES, VECTORS, columns_named, normalized
+from dualenc.data.column_names import CLICKED, DOCUMENT_IDS, QUERIES, VECTORS, columns_named, is_none, normalized
 from dualenc.data.columns import Column, ItemColumn, matrix_faults, read_column, read_ids, usable
 from dualenc.data.detect import detect
 from dualenc.data.id_columns import are_row_numbers
@@ -50,7 +50,7 @@ class IndexPairs(PairDataset):
         query_column: of a table, where it has no usual name.
         document_column: the same, of the ids.
         label_column: 0 in the rows that are no clicks; by default a column with a usual name (clicked, label, score, …)
-            that holds labels. "" reads none.
+            that holds labels. `none` reads none.
         split: of a BEIR folder, a folder of tables, a saved data set or a hub name.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
     """
@@ -129,14 +129,20 @@ def _read_clicks(
         query_column = source.default_column(_QUERIES, "query_column", but=document_column)
     if document_column is None:
         document_column = _document_column(source, (query_column, label_column), documents.ids)
+    likely: list[str] = []
     columns: dict[str, ColumnKind] = {query_column: "value", document_column: "list"}
     if source.kinds.get(query_column) == "vector":
         columns[query_column] = "vector"
     elif source.written_lists.get(query_column) == "list":
         columns[query_column] = "list"
-    likely = label_columns(source.kinds, columns) if label_column is None else []
-    check_columns(source.path, source.kinds, [label_column] if label_column else [])
-    columns |= {name: source.label_kind(name) for name in ([label_column] if label_column else likely)}
+    if label_column is None:
+        likely = label_columns(source.kinds, columns)
+    elif is_none(label_column):
+        label_column = None
+    else:
+        check_columns(source.path, source.kinds, [label_column])
+    for name in likely if label_column is None else [label_column]:
+        columns[name] = source.label_kind(name)
     table = source.open(columns)
     right = read_ids(table, document_column, documents.ids, VectorItems(documents.vectors))
     if len(right.rows) and not right.usable().any():
@@ -144,7 +150,7 @@ def _read_clicks(
         shown = f"{first[:60]!r}, and the documents' are such as {documents.ids[0][:60]!r}"
         problem = f"no id of column {document_column!r} is among the documents (the first is {shown})"
         raise DualencError(f"{source.path}: {problem}; name the column of ids")
-    if label_column:
+    if label_column is not None:
         labels: Labels | None = named_labels(table, label_column, right, "label_column", _NO_CLICKS)
     else:
         labels = read_labels(table, likely, right, "label_column", effect=_NO_CLICKS)

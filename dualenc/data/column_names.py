@@ -48,6 +48,15 @@ KINDS = (*CLASS_LABELS, "gold", "gold_label", "human_label", "choice", "annotati
 """Those of the labels whose numbers may stand for kinds, such as entailment and contradiction, in place of grades."""
 
 
+NO_COLUMN = "none"
+"""In place of a name: read no such column, though one has a usual name. "" does the same."""
+
+
+def is_none(name: str | None) -> bool:
+    """Whether an argument says that no column is to be read."""
+    return name in ("", NO_COLUMN)
+
+
 def normalized(name: str) -> str:
     """A column's name in lower case, its words divided by one _ each."""
     words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name.strip())

@@ -82,7 +82,7 @@ def read_labels(
     Args:
         table: with these columns opened.
         right: lists of labels are those of its lists.
-        option: argument that names a column of labels, or none by "".
+        option: argument that names a column of labels, or none.
         beside_images: the pairs hold images, whose classes have such names, too.
         effect: what becomes of the rows of label 0, for the line.
 
@@ -103,7 +103,7 @@ def read_labels(
         return None
     if len(likely) > 1:
         names = " and ".join(map(repr, likely[:2]))
-        fix = f"name one as {option} ({_flag(option)}), or pass {option}='' to read none"
+        fix = f"name one as {option} ({_flag(option)}), or pass {option}=none to read none"
         raise DualencError(f"{table.source}: columns {names} both look like labels of the pairs; {fix}")
     name = likely[0]
     verdict = verdicts[name]
@@ -131,20 +131,20 @@ def _checked(table: DataTable, name: str, values: np.ndarray, right: ItemColumn,
     column = Column(table, name, "text", lists=True)
     if column.is_list and not np.array_equal(column.rows, right.rows):
         problem = f"column {name!r} holds lists of other lengths than the right column"
-        raise DualencError(f"{table.source}: {problem}; give a label for each entry, or pass {option}=''")
+        raise DualencError(f"{table.source}: {problem}; give a label for each entry, or pass {option}=none")
     if not (values > 0).any():
         problem = f"column {name!r} is read as labels, and none of them is above 0"
-        raise DualencError(f"{table.source}: {problem}; pass {option}='' if it holds no labels")
+        raise DualencError(f"{table.source}: {problem}; pass {option}=none if it holds no labels")
     what = "entries" if column.is_list else "rows"
     counts = f"{int((values == 0).sum()):,} of {len(values):,} {what}"
-    message = "%s: column %r is read as labels: %s are labelled 0 and %s; %s='' reads none"
+    message = "%s: column %r is read as labels: %s are labelled 0 and %s; %s=none reads none"
     logger.warning(message, table.source, name, counts, effect, option)
     return Labels(name, values, column.is_list)
 
 
 def _advice(option: str, are_numbers: bool) -> str:
     read = f"name it as {option} ({_flag(option)}) to read it" if are_numbers else "write 1 and 0 in it"
-    return f"{read}, or pass {option}='' to read none"
+    return f"{read}, or pass {option}=none to read none"
 
 
 def _flag(option: str) -> str:

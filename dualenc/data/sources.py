@@ -11,7 +11,7 @@ from dualenc.arguments import one_or_several
 from dualenc.data import column_names as names
 from dualenc.data.bad_rows import BadRows, report_once
 from dualenc.data.beir import BeirPairs, is_collection, read_corpus
-from dualenc.data.column_names import columns_named, first_of
+from dualenc.data.column_names import columns_named, first_of, is_none
 from dualenc.data.corpus import Corpus, image_corpus, table_corpus
 from dualenc.data.detect import check_split, detect
 from dualenc.data.id_columns import usual_id_column
@@ -60,7 +60,7 @@ def open_corpus(
             Without it a column `title` is joined in front of the text, but not in a table of queries and documents.
         image_column: by default `image` or another common name.
         vector_column: lists of numbers; by default `vector` or another common name.
-        id_column: ids; by default `_id` or another common name. Without one, or by "", the row's number.
+        id_column: ids; by default `_id` or another common name. Without one, or by `none`, the row's number.
         label_column: classes of images; by default `label`.
         columns: further columns of a table or BEIR folder, to keep for filters.
         split: of a folder of tables or images, a saved data set or a hub name.
@@ -108,7 +108,7 @@ def open_corpus(
             modality,
             title_column=title_column,
             label_column=label_column if modality == "image" else None,
-            id_column=id_column or None,
+            id_column=None if is_none(id_column) else id_column,
             columns=columns,
         )
     corpus.skipped = bad_rows.report()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.column_names import CAPTIONS, DOCUMENT_IDS, IMAGE_FILES, QUERY_IDS, first_of
+from dualenc.data.column_names import CAPTIONS, DOCUMENT_IDS, IMAGE_FILES, QUERY_IDS, first_of, is_none
 from dualenc.data.columns import Column, ItemColumn, read_column, read_ids
 from dualenc.data.corpus import image_corpus, table_corpus
 from dualenc.data.detect import CAPTION_FILES, ONLY_SPLIT
@@ -186,7 +186,7 @@ class TablePairs(ColumnPairs):
         allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         weight_column: numbers, 0 or more, that each row's loss is multiplied by: graded pairs. In evaluations on the
             pairs a weight of 0 is not relevant, and any other is. By default a column with a usual name (label, score,
-            clicked, …) that holds labels: 0 is a weight of 0, and any grade above one of 1. "" reads none.
+            clicked, …) that holds labels: 0 is a weight of 0, and any grade above one of 1. `none` reads none.
         deduplicate: equal texts, vectors and images (by contents or path) of one side share an id.
         quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header is in quotes.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
@@ -225,8 +225,9 @@ class TablePairs(ColumnPairs):
             columns[right_column] = "vector"
         columns |= dict.fromkeys(negatives, columns[right_column])
         likely = label_columns(kinds, columns) if weight_column is None else []
+        weight_column = None if is_none(weight_column) else weight_column
         columns |= {name: source.label_kind(name) for name in likely}
-        if weight_column:
+        if weight_column is not None:
             columns[weight_column] = "value"
         table = source.open(columns)
         left = read_column(table, left_column, left_modality)
@@ -236,7 +237,7 @@ class TablePairs(ColumnPairs):
             left,
             right,
             [read_column(table, name, right.modality) for name in negatives],
-            weight_column=weight_column or None,
+            weight_column=weight_column,
             labels=read_labels(table, likely, right, "weight_column", beside_images=beside_images),
             deduplicate=deduplicate,
         )
@@ -401,8 +402,9 @@ class ImageFolderPairs(ColumnPairs):
             caption_column = source.default_column(CAPTIONS, "caption_column")
             columns: dict[str, ColumnKind] = {image_column: "value", caption_column: "list"}
             likely = label_columns(source.kinds, columns) if weight_column is None else []
+            weight_column = None if is_none(weight_column) else weight_column
             columns |= {name: source.label_kind(name) for name in likely}
-            if weight_column:
+            if weight_column is not None:
                 columns[weight_column] = "value"
             table = source.open(columns)
             table = _rows_of_files(table, image_column, names)
@@ -410,7 +412,7 @@ class ImageFolderPairs(ColumnPairs):
         super().__init__(
             read_column(table, image_column, "image"),
             captions,
-            weight_column=weight_column or None,
+            weight_column=weight_column,
             labels=read_labels(table, likely, captions, "weight_column", beside_images=True),
             deduplicate=deduplicate,
         )

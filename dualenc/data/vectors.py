@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from dualenc.arguments import one_or_several
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.column_names import VECTORS
+from dualenc.data.column_names import VECTORS, is_none
 from dualenc.data.columns import matrix_faults, usable
 from dualenc.data.corpus import Corpus, distinct_ids, table_corpus
 from dualenc.data.detect import ONLY_SPLIT, check_split, detect
@@ -95,7 +95,7 @@ def open_vectors(
         id_column = usual_id_column(table, column)
         if id_column is None:
             id_column = usual_id_column(table, column, of_queries=True)
-    return table_corpus(table, column, "vector", id_column=id_column or None, columns=columns)
+    return table_corpus(table, column, "vector", id_column=None if is_none(id_column) else id_column, columns=columns)
 
 
 def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) -> Corpus:

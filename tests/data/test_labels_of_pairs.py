@@ -56,7 +56,7 @@ def test_labels_are_weights_of_0_and_1(
     lines = [record.getMessage() for record in caplog.records]
     number = weights.count(0)
     assert [f"column {name!r} is read as labels: {number} of 3 rows" in line for line in lines] == [True, True]
-    assert TablePairs(path, "query", "document", weight_column="").weights is None
+    assert TablePairs(path, "query", "document", weight_column="none").weights is None
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_what_does_not_say_which_rows_match_is_refused(
     with pytest.raises(DualencError, match=reason) as error:
         TablePairs(path, "query", "document")
     assert name in str(error.value)
-    assert "weight_column=''" in str(error.value)
-    assert len(TablePairs(path, "query", "document", weight_column="")) == 3
+    assert "weight_column=none" in str(error.value)
+    assert len(TablePairs(path, "query", "document", weight_column="none")) == 3
     assert main(["evaluate", "retrieval", "static", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") <= 2
 
@@ -170,7 +170,7 @@ def test_a_row_labelled_0_is_no_click(tmp_path: Path, documents: Embeddings, cap
     path = write_csv(tmp_path / "x.csv", ["query", "doc_id", "clicked"], rows)
     assert clicked(path, documents) == [("lawn", 0), ("cut", 1)]
     assert "column 'clicked' is read as labels: 3 of 5 rows are labelled 0 and are no clicks" in caplog.text
-    assert len(clicked(path, documents, label_column="")) == 5
+    assert len(clicked(path, documents, label_column="none")) == 5
     path = write_csv(tmp_path / "y.csv", ["query", "doc_id", "dwell"], [["lawn", 0, 31], ["lawn", 1, 0]])
     assert clicked(path, documents, label_column="dwell") == [("lawn", 0)]
 
