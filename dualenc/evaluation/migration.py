@@ -136,7 +136,9 @@ def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
 
 def check_report(report: Mapping[str, Any], path: StrPath) -> None:
     """Raise unless a report that was read has facts, systems and served shares of a migration."""
-    facts, systems, served = (report.get(name) for name in ("facts", "systems", "served"))
+    facts: Any = report.get("facts")
+    systems: Any = report.get("systems")
+    served: Any = report.get("served")
     is_whole = isinstance(facts, dict) and isinstance(systems, list) and isinstance(served, list)
     # The last system is the new model; the others have its columns.
     columns: set[str] = set()
@@ -156,7 +158,7 @@ def check_report(report: Mapping[str, Any], path: StrPath) -> None:
         raise DualencError(f"{path}: {problem}; {remedy}")
 
 
-def _is_interval(value: object) -> bool:
+def _is_interval(value: Any) -> bool:
     """True for a mean with its lower and upper bound."""
     is_triple = isinstance(value, list) and len(value) == 3
     return is_triple and all(type(number) in (int, float) for number in value)
