@@ -124,7 +124,11 @@ def evaluate_corrupted(
     distributed.barrier()
 
 
-def _open_baseline(path: str | None, train: str | None, source: CorruptedImages) -> dict[str, float] | None:
+def _open_baseline(
+    path: str | None,
+    train: str | None,
+    source: CorruptedImages,
+) -> dict[str, float] | None:
     """Read a baseline's errors; a corruption that it lacks is an error before hours of encoding."""
     if path is None:
         return None

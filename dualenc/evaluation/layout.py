@@ -24,7 +24,7 @@ _PATH = re.compile(r"[/\\]")
 
 
 class Block(NamedTuple):
-    """Columns of a table that fit side by side: their numbers, widths, headers and wrapped cells."""
+    """Columns of a table that fit side by side: numbers, widths, headers and wrapped cells."""
 
     columns: list[int]
     widths: list[int]

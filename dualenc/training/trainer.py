@@ -64,8 +64,8 @@ class Trainer(TrainerSettings):
 
     SIGTERM and SIGUSR1 (what schedulers send) and Ctrl-C end the run with a checkpoint after the
     current step, or between two batches of an evaluation, which a resumed run makes up for.
-    Resuming gives the model of an uninterrupted run, bit for bit. A second Ctrl-C, and the first where
-    save_every is None, ends it at once.
+    Resuming gives the model of an uninterrupted run, bit for bit. A second Ctrl-C, and the first
+    where save_every is None, ends it at once.
 
     The arguments are those of `TrainerSettings`.
     """

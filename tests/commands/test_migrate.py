@@ -152,7 +152,11 @@ SHAPES: dict[str, Any] = {
 }
 
 
-def test_a_report_of_another_shape_is_one_line(made: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_of_another_shape_is_one_line(
+    made: Path,
+    index: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["migrate", index, made / "new"]
     run(*words, "--report-only")
     path = Path(f"{index}.migration") / "report.json"

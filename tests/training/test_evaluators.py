@@ -276,7 +276,7 @@ def test_bars_tell_what_is_measured_where_the_trainer_shows_its_own(tmp_path, ca
 
 
 REFUSED = [
-    (lambda: RetrievalEvaluator("nowhere", primary="foo"), "primary is 'foo'; choose one of ndcg@1, "),
+    (lambda: RetrievalEvaluator("nowhere", primary="foo"), "primary is 'foo'; choose one of ndcg@1"),
     (lambda: RetrievalEvaluator("nowhere", primary="ndcg"), r"'ndcg' \(did you mean ndcg@"),
     (lambda: RetrievalEvaluator("nowhere", batch_size=0), "batch_size is 0; give at least 1"),
     (lambda: ImageTextEvaluator(None, primary="recall@1"), "Evaluator: primary is 'recall@1'"),
