@@ -62,6 +62,7 @@ def evaluate_retrieval(
     output: OutputOptions,
 ) -> None:
     """Rank the documents of every collection by the model and the other systems, and score the rankings."""
+    ranking.check()
     evaluation = Evaluation("retrieval", model, data[0], output)
     data = [name for source in data for name in expand_name(source)]
     split = options.split or default_split(data[0])

@@ -204,6 +204,7 @@ class RankingOptions:
     hybrid: Literal["rrf", "weighted"] | None = None
     weight: NormFloat = 0.5
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse a weight without a fusion."""
         if self.hybrid is None and self.weight != type(self).weight:
             raise DualencError("--weight is for --hybrid; give both, or leave it out")

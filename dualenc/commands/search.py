@@ -50,6 +50,7 @@ def search(
             matches this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
         json: print JSON, in ASCII, instead of a table.
     """
+    ranking.check()
     searcher = _open(index, query, ranking, options)
     item = _item(query, _modality(query, searcher.takes))
     hits = searcher.search(item, k, where=where or (), filter=filter, **vars(ranking))
