@@ -99,7 +99,14 @@ def test_bad_samples_are_left_out_counted_and_named(tmp_path: Path, num_workers:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_bad_sample_can_stop_everything(tmp_path: Path, num_workers: int) -> None:
     with pytest.raises(BadSample, match=r"^image 3: does not decode; replace it$"):
-        embed(PixelTower(), images(broken=(3, 88)), tmp_path, on_error="raise", num_workers=num_workers, progress=False)
+        embed(
+            PixelTower(),
+            images(broken=(3, 88)),
+            tmp_path / "first",
+            on_error="raise",
+            num_workers=num_workers,
+            progress=False,
+        )
     with pytest.raises(DualencError, match="none of 4 items could be used; first: image 0"):
         embed(PixelTower(), images(4, broken=(0, 1, 2, 3)), tmp_path / "none", num_workers=num_workers, progress=False)
 
